@@ -12,6 +12,9 @@ gate shut, as its model may be a mixture of two versions. It is tried once more 
 whole; then the follower reports the failure and ends, and whoever supervises it starts
 the server anew. A server that this follower has not paused is never resumed by it.
 
+On a channel with ``adopt_together`` the version is loaded when all targets have said
+that they can load it, which this one says after the check.
+
 A load counts when the engine's own tensors have been compared with the version
 (``verify_load``); one that differs is a load that failed.
 
@@ -166,8 +169,16 @@ class Follower:
             known = Identity(channel=name, replica=channel.member.replica, world_size=world_size, join=identity)
             engine.attach(known, JOIN_TIMEOUT_S)
             while (update := self._next(channel)) is not None:
-                with update:
-                    self._bring(update)
+                try:
+                    loads = self._fits(update) and self._all_load(update)
+                except BaseException as error:
+                    update.failed(error)
+                    raise
+                if self._stop.is_set():
+                    return
+                if loads:
+                    with update:
+                        self._bring(update)
 
     def _raise_if_gone(self) -> None:
         if reason := self._engine.health():
@@ -189,21 +200,42 @@ class Follower:
     def _load_timeout_s(self) -> float:
         return max(USUAL_LOAD_MIN_S, USUAL_LOADS * self._longest_s) if self._longest_s else LOAD_TIMEOUT_S
 
+    def _fits(self, update: Update) -> bool:
+        if update.manifest.hash == self._fitting:
+            return True
+        misfit = self._engine.check(update, self._load_timeout_s)
+        if misfit:
+            self._refuse(update, misfit)
+        return not misfit
+
+    def _all_load(self, update: Update) -> bool:
+        """Wait until all targets may load it, where they do so together; False: none
+        does, or it is time to stop."""
+        pending = update.adopt(whole=True)
+        while not self._stop.is_set():
+            self._raise_if_gone()
+            try:
+                pending.wait(timeout=BEAT_S)
+            except TimeoutError:
+                continue
+            except errors.NotAdopted as error:
+                logger.warning("version %d is not loaded: %s", update.version, error)
+                self._engine.drop(update, error.message, self._load_timeout_s)
+                return False
+            return True
+        return False
+
+    def _refuse(self, update: Update, misfit: errors.SyncError | str) -> None:
+        logger.warning("version %d is refused, the server goes on without it: %s", update.version, misfit)
+        update.refuse(misfit)
+
     def _bring(self, update: Update) -> None:
         """Load the version, or refuse it."""
-        manifest = update.manifest.hash
-        misfit: errors.SyncError | str = ""
-        if manifest != self._fitting:
-            misfit = self._engine.check(update, self._load_timeout_s)
-        if not misfit:
-            try:
-                self._load(update)
-                self._fitting = manifest
-            except Refused as error:
-                misfit = error
-        if misfit:
-            logger.warning("version %d is refused, the server goes on without it: %s", update.version, misfit)
-            update.refuse(misfit)
+        try:
+            self._load(update)
+            self._fitting = update.manifest.hash
+        except Refused as error:
+            self._refuse(update, error)
 
     def _load(self, update: Update) -> None:
         """Pause, load, forget, resume.

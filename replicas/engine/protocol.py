@@ -105,6 +105,11 @@ class Engine(Protocol):
         """
         return ""
 
+    def drop(self, update: Update, reason: str, timeout_s: float) -> None:
+        """The version that was checked is not loaded, as another target of a channel
+        with ``adopt_together`` does not; end what :meth:`check` has opened."""
+        return
+
     @abstractmethod
     def pause(self, mode: PauseMode, timeout_s: float) -> None:
         """Let the server compute nothing until :meth:`resume`."""

@@ -116,6 +116,10 @@ class VllmEngine(VllmServer):
         self._end_open_update(timeout_s)
         return ""
 
+    def drop(self, update: Update, reason: str, timeout_s: float) -> None:
+        if self.workers == 1:  # as for check
+            self._end_open_update(timeout_s, refuse=reason)
+
     def pause(self, mode: PauseMode, timeout_s: float) -> None:
         self.post("/pause", query={"mode": mode}, timeout_s=timeout_s, serving=True)
 

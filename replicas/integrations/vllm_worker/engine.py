@@ -201,6 +201,7 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if update_info.check:
             return
         opened = time.monotonic()
+        update.adopt().wait(update_info.timeout_s)  # at once: the follower has waited for it
         self._begun = True
         self._patched = self._patches is not None and self._patches.apply(update)
         if not self._patched:
@@ -249,7 +250,7 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                     version=info.version,
                     hint="the follower asks again",
                 )
-            self._update, self._begun = update.__enter__(), False
+            self._update, self._begun = update.unadopted().__enter__(), False
         return self._update
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
