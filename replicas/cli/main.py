@@ -2,7 +2,7 @@
 
 ``python -m replicas.supervisor CONFIG`` is ``replicas run CONFIG``. Exit codes:
 :mod:`replicas.control.exit_codes`. Answers go to stdout, everything else to stderr.
-Only ``run`` starts a supervisor, and only ``get``, ``put`` and ``verify`` import torch.
+Only ``run`` starts a supervisor, and only those of versions import torch.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from replicas.cli.agent_command import agent
 from replicas.cli.base import Command, Json, Screen, app, command, complain, json_text
 from replicas.cli.find_run import RunAddress
 from replicas.cli.look import doctor, events, logs, status
+from replicas.cli.mirror_command import mirror
 from replicas.cli.order_commands import detach, drain, reload, reset_failed, restart, scale, stacks, wait
 from replicas.cli.ray_command import ray
 from replicas.cli.slurm import slurm
@@ -125,7 +126,7 @@ def _nodes(path: Path, config: Config) -> tuple[NodeStatus, ...] | None:
 _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Run": (run, check, agent, slurm, ray),
     "Look": (status, logs, events, stacks, wait, doctor),
-    "Versions": (get, put, verify),
+    "Versions": (get, put, verify, mirror),
     "Change": (scale, restart, drain, detach, reset_failed, reload, token),
 }
 """In the order of ``--help``."""

@@ -94,7 +94,7 @@ def put(
         meta = msgspec.json.decode(weights.metadata.get("replicas.meta", "{}"), type=dict[str, Any])
     except MALFORMED:
         meta = {}
-    with _joined(place, channel, "sources", group, deadline) as joined, patience(f"publishing {file}"):
+    with membership(place, channel, "sources", group, deadline) as joined, patience(f"publishing {file}"):
         receipt = joined.publish(weights, version=version, meta=meta, deadline=deadline).wait()
     took = sorted({f"{one.group}/{one.replica}" for one in receipt.members if one != joined.member})
     text = f"{channel}: version {receipt.version}, {size_text(receipt.nbytes)} in {receipt.seconds:.2f} s, digest "
@@ -149,7 +149,7 @@ def _got(
     if version is not None and at_least is not None:
         raise UsageError("give --version or --at-least, not both")
     with (
-        _joined(place, channel, "targets", group, deadline_s) as joined,
+        membership(place, channel, "targets", group, deadline_s) as joined,
         patience(f"waiting for a version of {channel}"),
     ):
         update = joined.receive(deadline=deadline_s, at_least=version or at_least).wait()
@@ -167,7 +167,7 @@ def _got(
 
 
 @contextlib.contextmanager
-def _joined(place: RunAddress, channel: str, role: str, group: str, deadline_s: float) -> Iterator[replicas.Channel]:
+def membership(place: RunAddress, channel: str, role: str, group: str, deadline_s: float) -> Iterator[replicas.Channel]:
     """A membership of the channel, as a replica of its own of an external group."""
     status = place.status()
     named = {one.name: getattr(one, role) for one in status.channels}

@@ -18,11 +18,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
 
 from replicas.common.patience import PauseClock
-from replicas.integrations.engine_server import Answer, EngineServer
+from replicas.integrations.engine_server import API, Answer, EngineServer
 from replicas.linux.processes import descendants, stat_fields
 from replicas.linux.sockets import listeners
 
-__all__ = ["API", "EngineHealth", "Spent", "Vigil", "processor_time", "serving_process"]
+__all__ = ["EngineHealth", "Spent", "Vigil", "processor_time", "serving_process"]
 
 EVERY_S = 1.0
 AT_WORK = 0.05
@@ -30,8 +30,6 @@ AT_WORK = 0.05
 SCAN_MAX_S = 5.0
 """Longest scan of ``/proc`` on a large machine; a longer one was a pause."""
 DEAD_LOOKS = 2
-API = "/health"
-"""The path that the server's API process answers itself; others need the engine."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 

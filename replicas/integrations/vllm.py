@@ -12,13 +12,13 @@ Three ways in, none of which changes a line of vLLM:
 Theory of operation
 ===================
 
-The *follower* (:mod:`replicas.integrations.follower`) is rank 0 of the server's
-replica, and the server's workers are its other ranks
-(:mod:`replicas.integrations.vllm_engine`). So a version counts as loaded when every
-worker has it and the server answers with it again; a worker, an engine or a follower
-that dies, or is stopped, is a rank that is lost. A channel of LoRA adapters has the
-follower alone as a member. All processes of a server that ``serve`` has started die
-with the follower.
+The *follower* (:func:`replicas.engine.follow`) is rank 0 of the server's replica, and
+the server's workers are its other ranks
+(:mod:`replicas.integrations.vllm_worker.engine`). So a version counts as loaded when
+every worker has it and the server answers with it again; a worker, an engine or a
+follower that dies, or is stopped, is a rank that is lost. A channel of LoRA adapters
+has the follower alone as a member. All processes of a server that ``serve`` has started
+die with the follower.
 """
 
 from __future__ import annotations
@@ -46,11 +46,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from replicas import environ, errors
-from replicas.integrations import follower
-from replicas.integrations.engine_server import EngineServer
-from replicas.integrations.follower import Following, PauseMode
+from replicas import engine, environ, errors
+from replicas.engine import PauseMode, VerifyLoad
+from replicas.engine.following import MIN_SERVING, START_TIMEOUT_S
 from replicas.integrations.gate import GATE, GatePage, owner_of
+from replicas.integrations.http_engine import ENGINE_TIMEOUT_S
+from replicas.integrations.vllm_adapters import VllmAdapters
+from replicas.integrations.vllm_verbs import VllmEngine, VllmServer, release_of
 from replicas.linux.processes import descendants, die_with_parent, is_below, signal_each
 
 __all__ = ["follow", "main", "register"]
@@ -62,7 +64,6 @@ API_KEY = "VLLM_API_KEY"
 QUIET_OPTION = "--disable-access-log-for-endpoints"
 QUIET = (0, 32)
 """The first release that is known to have it."""
-START_TIMEOUT_S = 900.0
 STOP_TIMEOUT_S = 6.0
 """Shorter than a group's default ``stop_timeout``: a run whose supervisor had to kill
 processes at its end has failed."""
@@ -76,7 +77,9 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     with contextlib.suppress(ValueError):  # it is known already: plugins are loaded more than once
-        WeightTransferEngineFactory.register_engine(BACKEND, "replicas.integrations.vllm_engine", "ReplicasEngine")
+        WeightTransferEngineFactory.register_engine(
+            BACKEND, "replicas.integrations.vllm_worker.engine", "ReplicasEngine"
+        )
     if GATE in os.environ:
         _end_with(owner_of(os.environ[GATE]))
 
@@ -112,14 +115,15 @@ def follow(
     lora: bool = False,
     mode: PauseMode = "keep",
     every: int = 1,
-    min_serving: float = follower.MIN_SERVING,
+    min_serving: float = MIN_SERVING,
+    verify_load: VerifyLoad = "first",
     complete: bool = True,
     patches: bool = False,
     public_url: str | None = None,
     api_key: str | None = None,
     stop: threading.Event | None = None,
     timeout: float = START_TIMEOUT_S,
-    engine_timeout: float = follower.ENGINE_TIMEOUT_S,
+    engine_timeout: float = ENGINE_TIMEOUT_S,
     **identity: Any,
 ) -> None:
     """Load each committed version of a channel into a vLLM server; block until
@@ -141,6 +145,9 @@ def follow(
     :param min_serving: the least share of the time in which the server computes, from 0
         to below 1; default 0.5: after a load it serves for as long as that took, and
         then loads the newest version.
+    :param verify_load: compare the workers' tensors with the version that they have
+        loaded ``"always"``, after the ``"first"`` load of each manifest, or
+        ``"never"``.
     :param complete: False: versions may lack parameters of the model.
     :param patches: write only what has changed since the last version, where that is
         proven to be right: on GPUs, of models that are not quantized.
@@ -159,22 +166,28 @@ def follow(
     :raises replicas.errors.Disconnected: no coordinator answered for 60 s.
     :raises replicas.errors.UsageError: an argument is wrong.
     """
+    key = os.environ.get(API_KEY, "") if api_key is None else api_key
+    given: dict[str, Any] = {"api_key": key, "public_url": public_url, "engine_timeout_s": engine_timeout}
     with tempfile.TemporaryDirectory(prefix="replicas-adapters-") as folder:
-        following = Following(
-            channel=channel,
-            lora=lora,
-            identity=identity,
+        adapters = Path(folder) if lora else None
+        engine.follow(
+            _engine(base_url, adapters, complete=complete, patches=patches, **given),
+            channel,
             mode=mode,
             every=every,
             min_serving=min_serving,
-            complete=complete,
-            patches=patches,
-            folder=Path(folder),
-            url=public_url or base_url,
-            engine_timeout_s=engine_timeout,
+            verify_load=verify_load,
+            stop=stop,
+            timeout=timeout,
+            **identity,
         )
-        server = EngineServer(base_url, api_key=os.environ.get(API_KEY, "") if api_key is None else api_key)
-        follower.run(server, following, threading.Event() if stop is None else stop, timeout)
+
+
+def _engine(url: str, adapters: Path | None, *, complete: bool, patches: bool, **more: Any) -> VllmServer:
+    """The verbs of a server of weights, or of adapters that are written to a folder."""
+    if adapters is not None:
+        return VllmAdapters(url, adapters, **more)
+    return VllmEngine(url, complete=complete, patches=patches, **more)
 
 
 # ------------------------------------------------------------ serve
@@ -205,8 +218,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--min-serving",
         type=float,
-        default=follower.MIN_SERVING,
+        default=MIN_SERVING,
         help="the least share of the time in which the server serves (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--verify-load",
+        choices=["always", "first", "never"],
+        default="first",
+        help="when the engine's tensors are compared with the version (default: %(default)s)",
     )
     parser.add_argument("--partial", action="store_true", help="versions may lack parameters of the model")
     parser.add_argument("--patches", action="store_true", help="write only what has changed, where that is possible")
@@ -220,7 +239,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--engine-timeout",
         type=float,
-        default=follower.ENGINE_TIMEOUT_S,
+        default=ENGINE_TIMEOUT_S,
         help="seconds for which the engine may answer nothing while it is at work (default: %(default)g)",
     )
     return parser
@@ -268,22 +287,27 @@ def _serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
             return "" if code is None else f"vLLM's server ended with {_ending(code)}"
 
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        following = Following(
-            channel=options.channel,
-            lora=options.lora,
-            mode=options.pause_mode,
-            every=options.every,
-            min_serving=options.min_serving,
+        verbs = _engine(
+            url,
+            scratch if options.lora else None,
             complete=not options.partial,
             patches=options.patches,
-            url=url,
-            gate=gate,
-            folder=scratch,
+            secret=gate.secret,
+            api_key=_api_key(rest),
             is_gone=is_gone,
             engine_timeout_s=options.engine_timeout,
             process=process.pid,
         )
-        follower.run(EngineServer(url, gate.secret, _api_key(rest)), following, stop, START_TIMEOUT_S)
+        engine.follow(
+            verbs,
+            options.channel,
+            mode=options.pause_mode,
+            every=options.every,
+            min_serving=options.min_serving,
+            verify_load=options.verify_load,
+            gate=gate,
+            stop=stop,
+        )
     return 0
 
 
@@ -362,9 +386,9 @@ def _vllm(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """vLLM's own server as a child; it is ended with the block, and dies with this
     process."""
-    release = follower.release_of(_installed())
+    release = release_of(_installed())
     if release >= QUIET and not any(option.replace("_", "-").startswith(QUIET_OPTION) for option in rest):
-        rest = [*rest, QUIET_OPTION, ",".join(follower.WATCHED)]  # its log would be half of them
+        rest = [*rest, QUIET_OPTION, ",".join(VllmServer.watched)]  # its log would be half of them
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *rest),
         *("--host", host, "--port", str(port)),

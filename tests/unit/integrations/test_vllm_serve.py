@@ -20,9 +20,10 @@ import pytest
 
 from replicas import errors
 from replicas.config.structs import GroupConfig
-from replicas.integrations import follower, router, vllm
-from replicas.integrations.follower import release_of
+from replicas.engine import following
+from replicas.integrations import router, vllm
 from replicas.integrations.gate import GatePage
+from replicas.integrations.vllm_verbs import release_of
 from replicas.linux.processes import start_time
 from tests.support.waits import eventually
 
@@ -111,7 +112,7 @@ def starts(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
 def test_a_server_has_ended_before_its_supervisor_would_kill_it() -> None:
     promised_s = {field.name: field.default for field in msgspec.structs.fields(GroupConfig)}["stop_timeout_s"]
     for limit_s in (vllm.STOP_TIMEOUT_S, router.STOP_TIMEOUT_S):
-        assert limit_s + 4 * follower.BEAT_S <= promised_s
+        assert limit_s + 4 * following.BEAT_S <= promised_s
 
 
 def test_a_server_that_does_not_end_in_time_is_killed_with_its_frozen_engine(
