@@ -90,7 +90,7 @@ test-all: $(VENV)/.dev ## run all tests, those on released engines too: some 50 
 # Of the slow suites, what fits into an hour beside all else: the third of their files that is THIRD's turn.
 test-third: $(VENV)/.dev
 	@$(PYTEST) $(SIDE_BY_SIDE) --timeout 600 --third $(THIRD) $(SLICE:%=--ignore tests/integration/%.py) tests/integration tests/gpu
-	@$(PYTEST) tests/chaos
+	@$(PYTEST) --third $(THIRD) tests/chaos
 	@$(MAKE) --no-print-directory test-engines ARGS="--third $(THIRD)"
 
 # The lowest torch that pyproject.toml allows comes from PyPI with 4 GB of CUDA. Where those are too many, name a build for

@@ -147,7 +147,8 @@ class ChannelStatus(msgspec.Struct, frozen=True, kw_only=True):
     ``step``: ``meta["step"]`` of the newest version, if its publisher gave one.
     ``step_before``: the higher one that an earlier version had; None: they have grown.
     ``committed_at``: when it was committed, in seconds since 1970; None: it is not
-    known. ``version_nbytes``: its size. ``slots``: slots of each member.
+    known. ``version_nbytes``: its size. ``slots``: slots of each member. ``sources``,
+    ``targets``, ``peers``: groups that have these roles.
     """
 
     name: str
@@ -166,6 +167,9 @@ class ChannelStatus(msgspec.Struct, frozen=True, kw_only=True):
     committed_at: float | None = None
     version_nbytes: int = 0
     slots: int = 0
+    sources: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ()
+    peers: tuple[str, ...] = ()
 
 
 class StoreStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -81,6 +81,8 @@ _ADDRESS = {
 ThisRun = Annotated[RunAddress, _FIRST | _NAMED | _ADDRESS]
 """A parameter ``place`` of a :func:`command`: the run, from these options, or from an
 argument after those that come before ``place``."""
+Addressed = Annotated[RunAddress, _NAMED | _ADDRESS]
+"""As :data:`ThisRun`, by options alone."""
 
 
 def command(*, failed: int = UNAVAILABLE) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -139,7 +141,7 @@ def _config_first(values: dict[str, Any], target: str) -> None:
 
 
 def place_of(
-    config: Path | None, named: Path | None = None, endpoint: str | None = None, token_file: Path | None = None
+    config: Path | None = None, named: Path | None = None, endpoint: str | None = None, token_file: Path | None = None
 ) -> RunAddress:
     """The run that a command line names. ``config``: an argument; ``named``: an option.
 

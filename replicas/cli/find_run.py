@@ -377,6 +377,18 @@ class RunAddress:
     def end(self) -> RunEndWatcher:
         return RunEndWatcher(None if self.endpoint is not None else self.state_dir)
 
+    def token(self) -> str:
+        """The token with which a program joins.
+
+        :raises UsageError: it is not known here.
+        """
+        if not (found := self._read_token()[0]):
+            raise UsageError(
+                "the run's token is needed, and is not known here",
+                hint=f"give --token-file, or set {environ.TOKEN_FILE}: replicas token shows it on the run's machine",
+            )
+        return found
+
     def _read_token(self) -> tuple[str, int | None]:
         """The token, and the owner of a file that was named for it, if any.
 

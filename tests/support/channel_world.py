@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -608,6 +608,9 @@ class World:
         self.members: dict[Member, SimMember] = {}
         self.decisions: list[CommitDecision] = []
         self.aborted: set[int] = set()
+        self.admitted: dict[int, set[tuple[str, int]]] = defaultdict(set)
+        """Publishes by version: by whom, and which of its. The number of one that was
+        never packed may be used again after a restart."""
         self.log_lost = False
         self.events: list[Event] = []
         self.tally = Tally()
@@ -800,6 +803,8 @@ class World:
                 case Send():
                     if isinstance(effect.message, wire.LaneForm):
                         self._lanes.setdefault(effect.message.lane, {})[effect.member] = effect.message.rank
+                    if isinstance(effect.message, wire.PublishAdmitted):
+                        self.admitted[effect.message.version].add((effect.member.incarnation, effect.message.publish))
                     if effect.member in self.members:
                         self.members[effect.member].inbox.append(effect.message)
                 case CommitDecision(kind="abort", version=version):

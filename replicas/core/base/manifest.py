@@ -63,6 +63,8 @@ _DTYPES = {
 """Bytes of one element and name in safetensors, which lacks some; by torch's names."""
 ITEM_NBYTES = {name: nbytes for name, (nbytes, _) in _DTYPES.items()}
 """Bytes of one element, by torch's dtype name without ``torch.``."""
+CODES = {code: name for name, (_, code) in _DTYPES.items() if code}
+"""torch's dtype names by those of safetensors."""
 
 
 def item_nbytes(dtype: str) -> int:

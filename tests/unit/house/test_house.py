@@ -46,10 +46,10 @@ WAYS = {
     "coordinator": {*BOTTOM, "trust", "config", "core", "memory", "telemetry"},
     "control": {*BOTTOM, "trust", "core", "telemetry", "coordinator"},
     "supervisor": {*BOTTOM, "trust", "config", "core", "telemetry", "coordinator", "control"},
-    "cli": {*BOTTOM, "trust", "config", "core", "telemetry", "control", "supervisor"},
+    "cli": {*BOTTOM, "trust", "config", "core", "telemetry", "control", "supervisor", "sources"},
     "engine": {"channel"},
     "testing": {"common", "messages", "config", "channel", "coordinator", "engine"},
-    "sources": set(),
+    "sources": {"core", "weights"},
     "integrations": {
         *(
             "common",

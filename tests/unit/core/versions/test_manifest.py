@@ -177,7 +177,7 @@ def test_parts_that_do_not_fit_are_named(parts: list[PartManifest], message: str
 def test_differences_are_told_one_by_one() -> None:
     old = Manifest((WEIGHT, BIAS), (("tied", "weight"),))
     assert difference(old, old) == ""
-    assert difference(old, Manifest((BIAS, WEIGHT), (("tied", "weight"),))) == "the same tensors in another order"
+    assert difference(old, Manifest((BIAS, WEIGHT), (("tied", "weight"),))) == ""
     new = PartManifest(
         (TensorSpec("weight", "float32", (4, 7)), TensorSpec("c", "int8", ()), TensorSpec("d", "int8", ()))
     )

@@ -1,0 +1,104 @@
+"""``replicas mirror``: the newest versions of a channel as folders."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+import replicas
+from replicas import environ
+from replicas.cli.base import Addressed, command, patience
+from replicas.cli.find_run import RunAddress
+from replicas.cli.version_commands import ChannelName, Group, membership
+from replicas.control.exit_codes import FAILED
+from replicas.errors import UsageError
+
+if TYPE_CHECKING:
+    from replicas.channel import Channel
+    from replicas.sources.mirror import Mirror
+
+_JOIN_S = 60.0
+
+
+@command(failed=FAILED)
+def mirror(
+    *,
+    channel: ChannelName,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to keep; made if it is not there.")],
+    place: Addressed,
+    keep: Annotated[int, typer.Option(metavar="N", min=1, help="Versions that stay; one more while writing.")] = 2,
+    every: Annotated[int, typer.Option(metavar="N", min=1, help="Write every N-th version at most.")] = 1,
+    name: Annotated[
+        str, typer.Option(metavar="TEXT", help="Name of a version's folder: {version}, or a key of meta in braces.")
+    ] = "version-{version}",
+    like: Annotated[
+        Path | None, typer.Option(metavar="MODEL", help="A model's folder: its files but weights are copied.")
+    ] = None,
+    marker: Annotated[str, typer.Option(metavar="NAME", help="An empty file to put into each folder.")] = "",
+    group: Group = "",
+) -> None:
+    """Keep the newest versions of CHANNEL as folders in DIR, until it is told to stop.
+
+    DIR/latest is the newest, as a model's folder: programs reload from it. A folder is
+    whole or not there, and its version counts as loaded when it is there. Joins as a
+    target of an external group, or as the replica that a supervisor has started. A
+    version that cannot be written (a full disk) is refused, which stderr says.
+    """
+    from replicas.sources.mirror import Mirror  # torch
+
+    kept = Mirror(folder, keep=keep, name=name, like=like, marker=marker)
+    with _until_told(), _member(place, channel, group) as member:
+        version = 0
+        while True:
+            with patience(f"waiting for a version of {channel}"):
+                update = member.receive(at_least=version + every if version else None).wait()
+            version = update.version
+            with update:
+                _write(kept, update)
+
+
+def _write(kept: Mirror, update: replicas.Update) -> None:
+    if kept.has(update.version, update.digest):
+        return
+    file = os.open(update.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        place = kept.write(file, update.version, update.digest, update.meta)
+    except UsageError as error:
+        print(f"version {update.version} is left out: {error}", file=sys.stderr, flush=True)
+        update.refuse(error)
+    else:
+        print(f"version {update.version}: {place}", flush=True)
+    finally:
+        os.close(file)
+
+
+@contextlib.contextmanager
+def _member(place: RunAddress, channel: str, group: str) -> Iterator[Channel]:
+    if group or environ.read().group is None:
+        with membership(place, channel, "targets", group, _JOIN_S) as member:
+            yield member
+    else:
+        with replicas.join(channel) as member:
+            yield member
+
+
+@contextlib.contextmanager
+def _until_told() -> Iterator[None]:
+    """SIGTERM ends the command in good order, as an interrupt does."""
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        raise typer.Exit
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

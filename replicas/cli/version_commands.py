@@ -1,0 +1,205 @@
+"""Versions by hand: ``get``, ``put`` and ``verify``, as a member for that long.
+
+The member is an own replica of an external group, which leaves as soon as it has the
+file of the version, before it copies or compares: a mapping of that file stays as it is
+whatever is published later, so a slow disk holds up no publish.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+import typer
+
+import replicas
+from replicas.cli.base import Addressed, Json, command, json_text, patience
+from replicas.cli.find_run import RunAddress
+from replicas.common.decoding import MALFORMED
+from replicas.config.values import nearest, size_text
+from replicas.control.exit_codes import FAILED
+from replicas.errors import SyncError, UsageError
+
+_DIFFERENCES = 10
+
+ChannelName = Annotated[str, typer.Argument(metavar="CHANNEL", help="The name of a channel.")]
+Deadline = Annotated[float, typer.Option(metavar="SECONDS", min=0.0, help="Longest time until the version is here.")]
+Group = Annotated[
+    str,
+    typer.Option(metavar="GROUP", help="External group to join in; default: one with min_ready = 0, else the first."),
+]
+Exactly = Annotated[int | None, typer.Option("--version", metavar="N", min=1, help="This version, if no newer one is.")]
+AtLeast = Annotated[int | None, typer.Option(metavar="N", min=1, help="This version, or a newer one; waits for it.")]
+
+
+class _Got(NamedTuple):
+    """A version that is here: ``file``, a descriptor of its bytes, which stay."""
+
+    file: int
+    facts: dict[str, Any]
+    text: str
+
+
+@command(failed=FAILED)
+def get(
+    *,
+    channel: ChannelName,
+    place: Addressed,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write or replace.")],
+    version: Exactly = None,
+    at_least: AtLeast = None,
+    deadline: Deadline = 60.0,
+    group: Group = "",
+    as_json: Json = False,
+) -> None:
+    """Write the newest version of CHANNEL to a safetensors file.
+
+    The file is whole or not there, and its header says which version it is and what the
+    publisher said of it. Joins as a target of an external group, and leaves before it
+    writes.
+    """
+    from replicas.sources.checkpoint import save  # torch: imported by these commands only
+
+    with _got(place, channel, group, deadline, version, at_least) as got:
+        meta = msgspec.json.encode(got.facts["meta"]).decode()
+        said = {name: str(value) for name, value in got.facts.items()} | {"meta": meta}
+        save(got.file, output, {f"replicas.{name}": text for name, text in said.items()})
+    print(json_text(got.facts) if as_json else f"{got.text}: {output}")
+
+
+@command(failed=FAILED)
+def put(
+    *,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A safetensors file, or a folder of them.")],
+    channel: ChannelName,
+    place: Addressed,
+    version: Annotated[int | None, typer.Option(metavar="N", min=1, help="Its number; default: the next.")] = None,
+    deadline: Deadline = 60.0,
+    group: Group = "",
+    as_json: Json = False,
+) -> None:
+    """Publish a safetensors file, or a folder of them, as a version of CHANNEL.
+
+    Joins as a source of an external group. The version lives on in the targets, so
+    there must be one. What ``replicas get`` wrote is published with its ``meta``.
+    """
+    from replicas.sources.checkpoint import checkpoint
+
+    weights = checkpoint(file)
+    try:
+        meta = msgspec.json.decode(weights.metadata.get("replicas.meta", "{}"), type=dict[str, Any])
+    except MALFORMED:
+        meta = {}
+    with membership(place, channel, "sources", group, deadline) as joined, patience(f"publishing {file}"):
+        receipt = joined.publish(weights, version=version, meta=meta, deadline=deadline).wait()
+    took = sorted({f"{one.group}/{one.replica}" for one in receipt.members if one != joined.member})
+    text = f"{channel}: version {receipt.version}, {size_text(receipt.nbytes)} in {receipt.seconds:.2f} s, digest "
+    facts = {name: getattr(receipt, name) for name in ("version", "nbytes", "seconds", "phases", "digest", "lost")}
+    print(json_text(facts | {"members": took}) if as_json else f"{text}{receipt.digest}: {', '.join(took) or 'nobody'}")
+    if not took:
+        hint = "start a target before the next one, or set min_targets = 1 for the channel, which waits for one"
+        raise SyncError("no target was there, and the version is gone with this command", hint=hint)
+
+
+@command(failed=FAILED)
+def verify(
+    *,
+    channel: ChannelName,
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="A safetensors file, or a folder of them, to compare with.")
+    ] = None,
+    place: Addressed,
+    version: Exactly = None,
+    at_least: AtLeast = None,
+    deadline: Deadline = 60.0,
+    group: Group = "",
+    as_json: Json = False,
+) -> None:
+    """Compare the version of CHANNEL on this host with its digest, and with FILE.
+
+    All bytes are read again, and all tensors of FILE compared bit by bit. Exit code 1:
+    something differs, which is printed.
+    """
+    from replicas.sources.checkpoint import checkpoint, differences, digest
+
+    theirs = None if file is None else checkpoint(file)
+    with _got(place, channel, group, deadline, version, at_least) as got, patience(f"comparing {got.text}"):
+        found, wanted = digest(got.file), got.facts["digest"]
+        wrong = [f"digest: {found} here, {wanted} published"] if wanted and found != wanted else []
+        if theirs is not None:
+            wrong += differences(checkpoint(f"/proc/self/fd/{got.file}"), theirs, channel, str(file))
+    if as_json:
+        print(json_text(got.facts | {"found": found, "differences": wrong}))
+    else:
+        more = [f"and {len(wrong) - _DIFFERENCES} more"] if len(wrong) > _DIFFERENCES else []
+        print("\n".join([f"{got.text}: {'differs' if wrong else 'the same'}", *wrong[:_DIFFERENCES], *more]))
+    if wrong:
+        raise typer.Exit(FAILED)
+
+
+@contextlib.contextmanager
+def _got(
+    place: RunAddress, channel: str, group: str, deadline_s: float, version: int | None, at_least: int | None
+) -> Iterator[_Got]:
+    """The newest version, with no member left that holds up others."""
+    if version is not None and at_least is not None:
+        raise UsageError("give --version or --at-least, not both")
+    with (
+        membership(place, channel, "targets", group, deadline_s) as joined,
+        patience(f"waiting for a version of {channel}"),
+    ):
+        update = joined.receive(deadline=deadline_s, at_least=version or at_least).wait()
+        if version is not None and update.version != version:
+            hint = "only the newest version can be had: leave --version out, or keep versions with get"
+            raise SyncError(f"version {version} of {channel} is over: {update.version} is the newest", hint=hint)
+        with update:
+            file = os.open(update.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        facts = {"channel": channel, "version": update.version, "digest": update.digest, "meta": update.meta}
+        size = size_text(os.fstat(file).st_size)
+        yield _Got(file, facts, f"{channel}: version {update.version}, {size}, digest {update.digest or 'unknown'}")
+    finally:
+        os.close(file)
+
+
+@contextlib.contextmanager
+def membership(place: RunAddress, channel: str, role: str, group: str, deadline_s: float) -> Iterator[replicas.Channel]:
+    """A membership of the channel, as a replica of its own of an external group."""
+    status = place.status()
+    named = {one.name: getattr(one, role) for one in status.channels}
+    if channel not in named:
+        raise UsageError(f'run "{status.run}" has no channel "{channel}"{nearest(channel, named)}', hint="")
+    fit = {one.name: one for one in status.groups if one.launcher == "external" and one.world_size == 1}
+    groups = sorted((name for name in named[channel] if name in fit), key=lambda name: fit[name].min_ready != 0)
+    if group not in ("", *groups) or not groups:
+        text = f'"{group}" is none of the' if group else "there is none among the"
+        hint = f"name one of {', '.join(groups)} with --group" if groups else _remedy(channel, role)
+        raise UsageError(
+            f"this command joins in an external group of one rank, and {text} {role} of {channel}", hint=hint
+        )
+    endpoint = status.endpoint if place.endpoint is None or place.endpoint.startswith("unix:") else place.endpoint
+    own, timeout_s = group or groups[0], max(1.0, deadline_s)
+    with replicas.join(
+        channel,
+        endpoint=endpoint,
+        token=place.token(),
+        run=status.run,
+        group=own,
+        replica="auto",
+        rank=0,
+        world_size=1,
+        timeout=timeout_s,
+    ) as joined:
+        yield joined
+
+
+def _remedy(channel: str, role: str) -> str:
+    name = "reader" if role == "targets" else "loader"
+    return (
+        f'add to the config: [groups.{name}] with launcher = "external" and min_ready = 0, and "{name}" to {role} of '
+        f"[channels.{channel}]; then start the run again"
+    )

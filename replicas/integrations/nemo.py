@@ -1,0 +1,154 @@
+"""NeMo-RL's refit transport ``replicas.integrations.nemo:CheckpointEngine``.
+
+One setting: ``policy.generation.refit_transport`` is that text. NeMo-RL's
+``CheckpointEngineWeightSynchronizer`` makes one engine in each policy worker and each
+worker of vLLM's, calls ``prepare`` and ``init_..._process_group`` once, and then for
+each refit ``send_weights`` and ``receive_weight_batches``
+(:mod:`replicas.integrations.shared.refit` is the rest). Nothing of NeMo-RL is imported.
+
+**The coordinator** is a Ray actor beside policy worker 0, which owns it. ``prepare``
+does not know yet which worker this is, so each one *offers* the address, the key and
+the token that a coordinator of its own would have; that of policy worker 0 is the one
+that is started. vLLM's workers need not be Ray's. Where ``REPLICAS_ENDPOINT`` is in the
+workers' environment, that coordinator is used; its channel has the source group
+``trainer`` and the target group ``rollout``.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+
+from replicas import errors
+from replicas.integrations.shared.refit import DEADLINE_S, Place, Refit, channel_settings, first_sync, seats
+
+__all__ = ["CheckpointEngine"]
+
+NAME = "replicas-nemo"
+"""Of the coordinator's actor, and of its run."""
+
+
+class CheckpointEngine:
+    """One worker's engine. What follows ``release_after_refit`` may be set in
+    ``policy.generation.refit_cfg``, under the transport's own name.
+
+    :param bucket_size: bytes of tensors that are handed to vLLM at once.
+    :param release_after_refit: NeMo-RL calls ``finalize`` and ``prepare`` around each
+        refit; workers stay on the channel all the same.
+    :param channel: name of the channel.
+    :param ranks: ``"leader"``: policy worker 0 publishes; ``"all"``: each one publishes
+        its share.
+    :param dtype: cast floating tensors to it; default: as the policy gives them.
+    :param deadline: seconds for a publish, and for a receive.
+    :param options: further keys of the channel, such as ``slots`` or ``staging``.
+    :raises replicas.errors.UsageError: an argument is wrong.
+    """
+
+    shard_expert_weights = False
+    cleanup_after_load = True
+
+    def __init__(
+        self,
+        bucket_size: int,
+        release_after_refit: bool = False,
+        *,
+        channel: str = "policy",
+        ranks: Literal["leader", "all"] = "leader",
+        dtype: torch.dtype | str | None = None,
+        deadline: float = DEADLINE_S,
+        **options: Any,
+    ) -> None:
+        self._bucket_nbytes = bucket_size
+        self._refit = Refit(
+            channel=channel, ranks=ranks, dtype=dtype, deadline=deadline, options=options, loaded_at_end=True
+        )
+        self._coordinator: Any = None
+        self._offer: _Offer | None = None
+
+    def prepare(self) -> dict[str, Any]:
+        """What this worker tells all others."""
+        if self._offer is None:
+            self._offer = _Offer.made()
+        return {**self._refit.prepare(), "offer": None if self._offer is None else self._offer.place}
+
+    def get_target_weight_layout(self) -> dict[str, Any] | None:
+        """None: every rollout is given whole tensors."""
+        return None
+
+    def init_policy_process_group(
+        self, *, worker_rank: int, train_world_size: int, rollout_world_size: int, metadata: Sequence[dict[str, Any]]
+    ) -> None:
+        """Join the channel, unless this worker has; worker 0 starts the coordinator."""
+        if worker_rank == 0 and not metadata[0]["outside"] and self._offer is not None and self._coordinator is None:
+            self._coordinator = self._offer.started(channel_settings(metadata))
+        self._join(worker_rank, train_world_size, metadata)
+
+    def init_rollout_process_group(
+        self, *, rollout_rank: int, train_world_size: int, rollout_world_size: int, metadata: Sequence[dict[str, Any]]
+    ) -> None:
+        """Join the channel, unless this worker has."""
+        self._join(train_world_size + rollout_rank, train_world_size, metadata)
+
+    async def send_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Publish; return when all live rollouts have the bytes."""
+        await self._refit.send_weights(weights)
+
+    async def receive_weight_batches(self) -> AsyncIterator[list[tuple[str, torch.Tensor]]]:
+        """Yield the tensors of this refit's version, ``bucket_size`` at a time."""
+        batch: list[tuple[str, torch.Tensor]] = []
+        nbytes = 0
+        async for name, tensor in self._refit.receive_weights():
+            if batch and nbytes + tensor.nbytes > self._bucket_nbytes:
+                yield batch
+                batch, nbytes = [], 0
+            batch.append((name, tensor))
+            nbytes += tensor.nbytes
+        if batch:
+            yield batch
+
+    def finalize(self) -> None:
+        """Nothing: what was taken whole is loaded, and workers stay on the channel."""
+
+    def _join(self, number: int, policies: int, metadata: Sequence[dict[str, Any]]) -> None:
+        offer = metadata[0]["offer"]
+        if offer is None and not metadata[0]["outside"]:
+            text = "policy worker 0 is no actor of Ray's, and REPLICAS_ENDPOINT is not set: where is the coordinator?"
+            raise errors.UsageError(text, hint="start one, and give the workers its address (docs/nemo-rl.md)")
+        place = None if metadata[0]["outside"] else Place(*offer)
+        seat, sync = seats(metadata, policies)[number], first_sync(metadata)
+        self._refit.init_process_group(seat=seat, place=place, sync=sync)
+
+
+class _Offer:
+    """A coordinator that this process could start, with the address that it would
+    have."""
+
+    def __init__(self, place: Place, port: int, secret: str, pem: bytes) -> None:
+        self.place, self._port, self._secret, self._pem = place, port, secret, pem
+
+    @classmethod
+    def made(cls) -> _Offer | None:
+        """None: this process is not one of Ray's."""
+        try:
+            import ray
+        except ImportError:
+            return None
+        if not ray.is_initialized():
+            return None
+        from replicas.integrations.ray import free_port
+        from replicas.trust.certificate import PortKey, make_pem
+        from replicas.trust.tokens import JoinToken, new_secret
+
+        pem, secret, port = make_pem(), new_secret(), free_port()
+        token = str(JoinToken(PortKey.of_pem(pem).hash, secret))
+        return cls(Place(f"{ray.util.get_node_ip_address()}:{port}", token, NAME), port, secret, pem)
+
+    def started(self, channels: dict[str, Any]) -> Any:
+        """The coordinator's handle: Ray ends an actor of which none is left."""
+        from replicas.integrations.ray import coordinator
+
+        name = f"{NAME}-{secrets.token_hex(4)}"  # that of a worker which died may still be there
+        return coordinator(channels, name=name, run=NAME, port=self._port, token=self._secret, pem=self._pem)

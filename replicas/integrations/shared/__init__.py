@@ -1,0 +1,1 @@
+"""What several integrations share; no framework is imported here."""

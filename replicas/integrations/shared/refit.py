@@ -1,0 +1,331 @@
+"""A channel behind the checkpoint engines of RL frameworks (verl, NeMo-RL).
+
+Theory of operation
+===================
+
+Such a framework has one engine in each trainer and rollout worker, and a manager that
+calls them all: ``prepare()`` gives metadata of each, every worker is told the metadata
+of all, the trainers are asked to send, the rollouts to receive. Its own engines build a
+process group over all of them for each sync, in which a process that dies leaves the
+others waiting. Here each worker joins a channel once, and a sync is a publish.
+
+**Seats.** :func:`seats` gives each worker its place on the channel, out of the list of
+metadata alone, so every worker may compute it. A worker that has joined keeps its
+place, also when others are added or removed; one that is born again takes a free one.
+
+**Which version.** A receiver must get the version of *this* sync: not that of one that
+broke off, and not that of an earlier life of the trainer, whatever its step was. So
+each sync has a number, greater than all before: the largest of what the workers know
+and of their clocks, counted up where several syncs share one ``prepare()``. The version
+carries it as ``meta["sync"]`` (and the framework's step as ``meta["step"]``), and
+receivers ask for at least that.
+
+**No wait for the dead.** A sender waits for live targets only, as every publish does. A
+receiver gives up when no trainer has been on the channel for :data:`ALONE_S`, when
+the next sync begins, or at the deadline.
+
+A version counts as loaded when the framework says that the sync has ended
+(:meth:`Refit.finalize`), or with ``loaded_at_end`` when it has taken the last tensor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+import replicas
+from replicas import environ, errors
+from replicas.common.logs import Log
+
+__all__ = ["Place", "Refit", "Seat", "channel_settings", "first_sync", "seats"]
+
+TRAINERS, ROLLOUTS = "trainer", "rollout"
+ALONE_S = 5.0
+DEADLINE_S = 600.0
+"""Default for a publish with its walk, and for a receive: gathers are part of both."""
+_BEAT_S = 0.25
+_JOIN_S = 60.0
+
+logger = Log("replicas.integrations")
+
+
+class Seat(NamedTuple):
+    """A worker's place on the channel; ``replica`` -1: it does not join."""
+
+    group: str
+    replica: int
+    rank: int = 0
+    world_size: int = 1
+
+
+class Place(NamedTuple):
+    """Where a coordinator is, in the words of :func:`replicas.join`."""
+
+    endpoint: str
+    token: str
+    run: str
+
+
+Metadata = Mapping[str, Any]
+"""What one worker tells all others: :meth:`Refit.prepare`."""
+
+
+def channel_settings(metadata: Sequence[Metadata]) -> dict[str, Any]:
+    """The channels of a coordinator that is started for these workers.
+
+    What the first trainer says counts.
+    """
+    first = metadata[0]
+    sources = [{"group": TRAINERS, "ranks": first["ranks"]}]
+    return {first["channel"]: {"sources": sources, "targets": [ROLLOUTS], **first["options"]}}
+
+
+def first_sync(metadata: Sequence[Metadata]) -> int:
+    """A number below that of the sync that these workers begin, and above all before.
+
+    Clocks count in microseconds, faster than any trainer syncs.
+    """
+    return max(int(one["sync"]) for one in metadata)
+
+
+def seats(metadata: Sequence[Metadata], trainers: int) -> list[Seat]:
+    """The seats of all workers, of which the first ``trainers`` are trainers.
+
+    Each rollout worker is a replica of its own, also where several make one server: the
+    sync's number keeps them together, and one that died cuts none of the others off.
+    """
+    if metadata[0]["ranks"] == "all":
+        found = [Seat(TRAINERS, 0, rank, trainers) for rank in range(trainers)]
+    else:
+        found = [Seat(TRAINERS, -1 if number else 0) for number in range(trainers)]
+    own = [_own(one) for one in metadata[trainers:]]
+    free = (index for index in range(2 * len(own)) if index not in own)
+    given: set[int] = set()
+    for index in own:
+        chosen = next(free) if index is None or index in given else index
+        given.add(chosen)
+        found.append(Seat(ROLLOUTS, chosen))
+    return found
+
+
+def _own(worker: Metadata) -> int | None:
+    """The index that a rollout worker has already."""
+    seat = worker["seat"]
+    return int(seat[1]) if seat is not None and seat[0] == ROLLOUTS else None
+
+
+class Refit:
+    """One worker's side of all syncs, in the words of verl's ``CheckpointEngine``.
+
+    :param channel: name of the channel.
+    :param ranks: ``"leader"``: trainer 0 publishes; ``"all"``: each trainer publishes
+        its share of the tensors, all of which every trainer is given.
+    :param dtype: cast plain floating tensors to it, or to the dtype of this name.
+    :param deadline: seconds for a publish, and for a receive.
+    :param options: further keys of the channel, such as ``slots``, for a coordinator
+        that is started for the run.
+    :param loaded_at_end: the consumer has loaded what it has taken.
+    :raises replicas.errors.UsageError: an argument is wrong.
+    """
+
+    def __init__(
+        self,
+        *,
+        channel: str = "policy",
+        ranks: Literal["leader", "all"] = "leader",
+        dtype: torch.dtype | str | None = None,
+        deadline: float = DEADLINE_S,
+        options: Mapping[str, Any] | None = None,
+        loaded_at_end: bool = False,
+    ) -> None:
+        if ranks not in ("leader", "all"):
+            raise errors.UsageError(f"ranks={ranks!r}", hint='pass "leader" or "all"')
+        cast = getattr(torch, dtype.removeprefix("torch."), "") if isinstance(dtype, str) else dtype
+        if not isinstance(cast, torch.dtype | None):
+            raise errors.UsageError(f"{dtype!r} is no dtype of torch", hint='pass e.g. "bfloat16"')
+        self._name, self._ranks, self._dtype = channel, ranks, cast
+        self._deadline_s = float(deadline)
+        self._options = dict(options or {})
+        self._loaded_at_end = loaded_at_end
+        self._place: Place | None = None
+        self._seat: Seat | None = None
+        self._sync = 0
+        self._lives = 0
+        self._update: replicas.Update | None = None
+        self._read = False
+        self.channel: replicas.Channel | None = None
+
+    def prepare(self) -> dict[str, Any]:
+        """Begin anew: what this worker tells all others.
+
+        A receive that is under way ends with an error, and an update whose end nobody
+        reported counts as failed.
+        """
+        self._lives += 1
+        self._end_update("the sync was broken off")
+        return {
+            "channel": self._name,
+            "ranks": self._ranks,
+            "options": self._options,
+            "seat": None if self._seat is None or not self._is_joined() else tuple(self._seat),
+            "outside": environ.read().endpoint is not None,
+            "sync": max(self._sync, time.time_ns() // 1_000),
+        }
+
+    def init_process_group(self, *, seat: Seat, place: Place | None, sync: int) -> None:
+        """Take the seat, unless this worker has it already.
+
+        :param place: of the coordinator; None: it is in the environment.
+        :param sync: :func:`first_sync`.
+        :raises replicas.errors.ReplicasError: as :func:`replicas.join`.
+        """
+        self._sync = sync
+        if seat.replica < 0:
+            self._leave()
+            self._seat = seat
+            return
+        if (seat, place) == (self._seat, self._place) and self._is_joined():
+            return
+        self._leave()
+        self.channel = replicas.join(
+            self._name,
+            group=seat.group,
+            replica=seat.replica,
+            rank=seat.rank,
+            world_size=seat.world_size,
+            timeout=_JOIN_S,
+            **({} if place is None else place._asdict()),
+        )
+        self._seat, self._place = seat, place
+
+    async def send_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
+    ) -> dict[str, float]:
+        """Publish, if this trainer's seat is one of a publisher; return the figures of
+        the sync.
+
+        The weights are walked to their end in any case, because other trainers take
+        part in the gathers.
+
+        :raises replicas.errors.ReplicasError: as :meth:`replicas.Channel.publish`.
+        """
+        self._sync += 1
+        seat, channel = self._seat, self.channel
+        if seat is None or channel is None:
+            for _ in weights:
+                pass
+            if seat is None:
+                raise _too_early("send_weights")
+            return {}
+        meta = {"sync": self._sync} | ({} if global_steps is None else {"step": global_steps})
+        share = _share(weights, seat) if seat.world_size > 1 else weights
+        pending = channel.publish(share, dtype=self._dtype, meta=meta, deadline=self._deadline_s, new_manifest=True)
+        receipt = await pending
+        for name, why in receipt.not_loaded.items():
+            logger.warning("%s has not loaded an earlier version: %s", name, why)
+        return receipt.metrics()
+
+    async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors of this sync's version, on the host (with ``staging =
+        "device"`` on the GPU).
+
+        :raises replicas.errors.SyncError: there is no trainer, or the sync was broken
+            off.
+        :raises replicas.errors.DeadlineExceeded: nothing came by the deadline.
+        """
+        self._sync += 1
+        if self.channel is None:
+            raise _too_early("receive_weights")
+        self._end_update("the next sync began before this one had ended")
+        self._update, self._read = await self._granted(self.channel), False
+        update = self._update
+        try:
+            for pair in update:
+                yield pair
+        except BaseException as error:
+            if update is self._update:
+                self._end_update(f"{type(error).__name__} in the load: {error}")
+            raise
+        self._read = True
+        if self._loaded_at_end:
+            self.finalize()
+
+    async def _granted(self, channel: replicas.Channel) -> replicas.Update:
+        life, until = self._lives, time.monotonic() + self._deadline_s
+        alone_since: float | None = None
+        pending = channel.receive(at_least=("sync", self._sync), deadline=self._deadline_s)
+        while True:
+            try:
+                async with asyncio.timeout(_BEAT_S):
+                    update = await pending
+                if life == self._lives:
+                    return update
+                update.failed("the sync was broken off")
+            except TimeoutError as error:
+                if isinstance(error, errors.ReplicasError):  # the receive's own deadline
+                    raise
+            now = time.monotonic()
+            if life != self._lives:
+                raise errors.SyncError("the sync was broken off", phase="receive", hint="the next one has begun")
+            there = any(member.group == TRAINERS and not member.rank for member in channel.members)
+            alone_since = None if there else alone_since or now
+            if (alone_since is not None and now - alone_since > ALONE_S) or now > until + _BEAT_S:
+                text = f"no trainer is on channel {self._name!r}" if not there else "no version came in time"
+                raise errors.SyncError(text, phase="receive", hint="begin the next sync with a trainer that lives")
+
+    def finalize(self) -> None:
+        """The sync has ended: what was read is served."""
+        update, read = self._update, self._read
+        if update is None:
+            return
+        if not read:
+            self._end_update("it was not read to its end")
+            return
+        self._update = None
+        update.loaded()
+
+    def close(self) -> None:
+        """Leave the channel."""
+        self._end_update("the worker left")
+        self._leave()
+
+    def _is_joined(self) -> bool:
+        if self.channel is None:
+            return False
+        try:
+            self.channel.committed(deadline=_BEAT_S)
+        except errors.ReplicasError:  # fenced, or cut off for too long
+            return False
+        return True
+
+    def _end_update(self, why: str) -> None:
+        update, self._update, self._read = self._update, None, False
+        if update is not None:
+            try:
+                update.failed(why)
+            except errors.ReplicasError as error:
+                logger.info("the channel does not hear that version %s failed: %s", update.version, error)
+
+    def _leave(self) -> None:
+        channel, self.channel, self._seat, self._place = self.channel, None, None, None
+        if channel is not None:
+            channel.close(wait=False)
+
+
+def _too_early(what: str) -> errors.UsageError:
+    text = f"{what}: this worker has not joined the channel: is it a new process?"
+    return errors.UsageError(text, hint="a sync begins with prepare() and init_process_group() on all workers")
+
+
+def _share(weights: Iterable[tuple[str, torch.Tensor]], seat: Seat) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """This trainer's share: each tensor goes to the one that has the fewest bytes so
+    far, which all of them compute alike."""
+    nbytes = [0] * seat.world_size
+    for name, tensor in weights:
+        owner = nbytes.index(min(nbytes))
+        nbytes[owner] += tensor.nbytes
+        yield name, tensor if owner == seat.rank else None
