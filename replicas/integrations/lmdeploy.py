@@ -2,8 +2,8 @@
 
 ``/update_weights`` takes tensors as a pickled list of names and calls: the server makes
 each call in each of its processes, with the processor's number as the seventh
-argument, and loads what it returns. It is meant for handles of CUDA memory. Here the
-call is :func:`replicas.integrations.model_folder.read_tensor`, which reads the tensor
+argument, and loads what it returns. It is meant for handles of CUDA memory. Here it is
+:func:`replicas.integrations.shared.model_folder.read_tensor`, which reads the tensor
 out of the slot's own memory: the follower needs no GPU, and nothing but names goes over
 HTTP. So the server has to be on this machine, with the same user and this package in
 its environment.
@@ -32,7 +32,7 @@ from replicas import engine, errors
 from replicas.engine import PauseMode
 from replicas.engine.following import MIN_SERVING, START_TIMEOUT_S
 from replicas.integrations.http_engine import ENGINE_TIMEOUT_S, HttpEngine
-from replicas.integrations.model_folder import ModelSpecs, read_tensor
+from replicas.integrations.shared.model_folder import ModelSpecs, read_tensor
 
 if TYPE_CHECKING:
     from replicas.channel import Update

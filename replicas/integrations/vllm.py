@@ -46,7 +46,7 @@ from replicas.engine import PauseMode, VerifyLoad
 from replicas.engine.following import MIN_SERVING, START_TIMEOUT_S
 from replicas.integrations.gate import GATE, GatePage, owner_of
 from replicas.integrations.http_engine import ENGINE_TIMEOUT_S
-from replicas.integrations.serving import Child, child, held_port, scratch_folder, stopped_by_signals, url_of
+from replicas.integrations.shared.serving import Child, child, held_port, scratch_folder, stopped_by_signals, url_of
 from replicas.integrations.vllm_adapters import VllmAdapters
 from replicas.integrations.vllm_verbs import VllmEngine, VllmServer, release_of
 

@@ -1,9 +1,10 @@
 """SGLang's verbs: the HTTP routes by which a released server loads versions.
 
 A version is loaded by ``/update_weights_from_disk``, from a folder whose weights are
-the memory of the slot (:mod:`replicas.integrations.model_folder`); with it comes the
-number by which the server labels its answers. (``/update_weight_version`` aborts all
-requests by default, and is not used.) Every scheduler of the server reads the folder.
+the memory of the slot (:mod:`replicas.integrations.shared.model_folder`); with it comes
+the number by which the server labels its answers. (``/update_weight_version`` aborts
+all requests by default, and is not used.) Each scheduler of the server reads the
+folder.
 
 Of SGLang's pause modes ``in_place`` keeps what was computed for the requests in flight,
 and lets nobody clear it: prefixes of the old weights stay for ever. ``keep`` is
@@ -30,8 +31,8 @@ from replicas import errors
 from replicas.engine import PauseMode
 from replicas.integrations.engine_server import NotDone
 from replicas.integrations.http_engine import HttpEngine
-from replicas.integrations.model_folder import ModelFolder
 from replicas.integrations.sglang.checksum import difference
+from replicas.integrations.shared.model_folder import ModelFolder
 
 if TYPE_CHECKING:
     from replicas.channel import Update

@@ -16,8 +16,8 @@ from replicas.engine import PauseMode, VerifyLoad
 from replicas.engine.following import MIN_SERVING, START_TIMEOUT_S
 from replicas.integrations.gate import GATE, GatePage
 from replicas.integrations.http_engine import ENGINE_TIMEOUT_S
-from replicas.integrations.serving import child, held_port, scratch_folder, stopped_by_signals, url_of
 from replicas.integrations.sglang.engine import SglangEngine
+from replicas.integrations.shared.serving import child, held_port, scratch_folder, stopped_by_signals, url_of
 
 __all__ = ["follow", "main"]
 

@@ -2,7 +2,7 @@
 another process: what happens to the requests in flight, and what a comparison of the
 server's tensors with a version finds.
 
-Covers: integrations/sglang/serve.py, integrations/model_folder.py.
+Covers: integrations/sglang/serve.py, integrations/shared/model_folder.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Whether a version fits a model's files, and the folder that a server reads it from.
 
-Covers: integrations/model_folder.py.
+Covers: integrations/shared/model_folder.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from replicas import errors
-from replicas.integrations.model_folder import ModelFolder, Spec, find_model, misfit, read_specs
+from replicas.integrations.shared.model_folder import ModelFolder, Spec, find_model, misfit, read_specs
 from replicas.testing import FakeRun
 
 MODEL = {"a.weight": Spec("BF16", (4, 2)), "b.weight": Spec("F32", (2,)), "lm_head.weight": Spec("BF16", (4, 2))}

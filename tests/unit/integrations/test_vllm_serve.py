@@ -1,7 +1,7 @@
 """`python -m replicas.integrations.vllm serve`: what it makes of its options before
 vLLM starts.
 
-Covers: integrations/vllm.py, integrations/serving.py.
+Covers: integrations/vllm.py, integrations/shared/serving.py.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import pytest
 from replicas import errors
 from replicas.config.structs import GroupConfig
 from replicas.engine import following
-from replicas.integrations import router, serving, vllm
+from replicas.integrations import router, vllm
 from replicas.integrations.gate import GatePage
+from replicas.integrations.shared import serving
 from replicas.integrations.vllm_verbs import release_of
 from replicas.linux.processes import start_time
 from tests.support.waits import eventually
