@@ -25,6 +25,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from replicas import errors
@@ -64,15 +65,24 @@ class SglangEngine(HttpEngine):
     :param complete: False: versions may lack parameters of the model.
     :param encodes_anew: the server keeps no outputs of encoders (images, audio):
         ``SGLANG_VLM_CACHE_SIZE_MB=0``.
+    :param scratch: where a folder for the server is made; default: the temporary one.
     :param more: as for :class:`replicas.integrations.http_engine.HttpEngine`.
     """
 
     api = "/model_info"
     watched = {"/model_info": 15.0, "/server_info": 30.0}
 
-    def __init__(self, url: str, *, complete: bool = True, encodes_anew: bool = False, **more: Any) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        complete: bool = True,
+        encodes_anew: bool = False,
+        scratch: Path | None = None,
+        **more: Any,
+    ) -> None:
         super().__init__(url, **more)
-        self._complete, self._encodes_anew = complete, encodes_anew
+        self._complete, self._encodes_anew, self._scratch = complete, encodes_anew, scratch
         self._folder: ModelFolder | None = None
         self._settings: dict[str, Any] = {}
         self._paused = False
@@ -93,7 +103,7 @@ class SglangEngine(HttpEngine):
                 raise errors.UsageError(text, hint=f"start it without --{name.replace('_', '-')}")
         self._refuse_kept_encodings()
         self._settings = settings
-        self._folder = ModelFolder(str(settings["model_path"]), complete=self._complete)
+        self._folder = ModelFolder(str(settings["model_path"]), complete=self._complete, parent=self._scratch)
 
     def _refuse_kept_encodings(self) -> None:
         model = self.server.call("GET", "/model_info")

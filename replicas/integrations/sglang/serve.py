@@ -208,6 +208,7 @@ def _serve(options: argparse.Namespace, rest: Sequence[str]) -> None:
                 url_of(options.host, port),
                 complete=complete,
                 encodes_anew=True,
+                scratch=scratch,
                 secret=gate.secret,
                 api_key=options.api_key,
                 is_gone=server.is_gone,

@@ -154,11 +154,14 @@ class ModelSpecs:
 
 class ModelFolder(ModelSpecs):
     """The folder of one server, whose weights are those of one version after the other;
-    it is removed by :meth:`close`."""
+    it is removed by :meth:`close`.
 
-    def __init__(self, model: str, *, complete: bool = True) -> None:
+    :param parent: where to make it; default: the temporary folder.
+    """
+
+    def __init__(self, model: str, *, complete: bool = True, parent: Path | None = None) -> None:
         super().__init__(model, complete=complete)
-        self.path = Path(tempfile.mkdtemp(prefix="replicas-model-"))
+        self.path = Path(tempfile.mkdtemp(prefix="replicas-model-", dir=parent))
         if self._source is not None:
             for file in self._source.iterdir():
                 if file.is_file() and not file.name.endswith(WEIGHTS):

@@ -162,7 +162,7 @@ def run() -> Iterator[FakeRun]:
 
 
 def engine_of(server: FakeSglang, **more: Any) -> SglangEngine:
-    engine = SglangEngine(server.url, **more)
+    engine = SglangEngine(server.url, scratch=Path(server.settings["model_path"]), **more)
     engine.server = server  # type: ignore[assignment]  # a look-alike
     engine.look_up()
     return engine
