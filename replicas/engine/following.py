@@ -218,6 +218,8 @@ class Follower:
             self._replace(update, limit_s)
             loaded = time.monotonic()
             engine.reset_caches(limit_s)
+            if (said := engine.version()) not in (None, update.version):
+                raise _lost(f"{engine.name} says that it has version {said}, and not {update.version}")
             engine.resume(limit_s)
         except Refused:
             engine.resume(limit_s)
@@ -262,9 +264,7 @@ class Follower:
         when, manifest = self._plan.verify_load, update.manifest.hash
         if when == "never" or (when == "first" and manifest == self._proven):
             return
-        said = self._engine.version()
-        wrong = "" if said in (None, update.version) else f"the server says that it has version {said}"
-        found = wrong or self._engine.checksum(update, limit_s)
+        found = self._engine.checksum(update, limit_s)
         if found:
             raise errors.SyncError(
                 f"version {update.version} is not what {self._engine.name} has loaded: {found}",

@@ -16,8 +16,9 @@ The *follower* (:func:`replicas.engine.follow`) is rank 0 of the server's replic
 the server's workers are its other ranks
 (:mod:`replicas.integrations.vllm_worker.engine`). So a version counts as loaded when
 every worker has it and the server answers with it again; a worker, an engine or a
-follower that dies, or is stopped, is a rank that is lost. A channel of LoRA adapters has the follower alone as a member. All processes of a
-server that ``serve`` has started die with the follower.
+follower that dies, or is stopped, is a rank that is lost. A channel of LoRA adapters
+has the follower alone as a member. All processes of a server that ``serve`` has started
+die with the follower.
 """
 
 from __future__ import annotations

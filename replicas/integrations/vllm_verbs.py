@@ -85,6 +85,7 @@ class VllmEngine(VllmServer):
         super().__init__(url, **more)
         self._complete, self._patches = complete, patches
         self._open = False
+        self._version = 0
 
     def look_up(self) -> None:
         super().look_up()
@@ -124,8 +125,16 @@ class VllmEngine(VllmServer):
         self._open = True
         self.post("/start_weight_update", timeout_s=timeout_s)
         self._update(update.version, timeout_s)
-        self.post("/finish_weight_update", {"weight_version": str(update.version)}, timeout_s=timeout_s)
-        self._open = False
+        self._version = update.version
+
+    def checksum(self, update: Update, timeout_s: float) -> str | None:
+        """The workers compare a sample; their logs say how much of it can be."""
+        try:
+            self._update(update.version, timeout_s, prove=True)
+        except NotDone as error:
+            self.raise_if_dying()
+            return error.message
+        return ""
 
     def _update(self, version: int, timeout_s: float, **more: Any) -> None:
         info = {"version": version, "timeout_s": timeout_s / 2, **more}
@@ -137,8 +146,13 @@ class VllmEngine(VllmServer):
             self._update(0, timeout_s, refuse=refuse)
 
     def reset_caches(self, timeout_s: float) -> None:
-        """Requests that were kept hold some of it: they are computed anew then. A store
-        of other machines is cleared, too (``reset_external``)."""
+        """End the update; then forget.
+
+        Requests that were kept hold some of it: they are computed anew then. A store
+        of other machines is cleared, too (``reset_external``).
+        """
+        self.post("/finish_weight_update", {"weight_version": str(self._version)}, timeout_s=timeout_s)
+        self._open = False
         self.post("/reset_encoder_cache", timeout_s=timeout_s)
         for running in ("false", "true"):
             query = {"reset_running_requests": running, "reset_external": "true"}

@@ -85,7 +85,7 @@ async def test_each_version_is_loaded_by_every_worker_and_tagged(workers: int) -
                 await trainer.loaded(number, deadline=10)  # workers and follower have reported it
                 for worker in engine.workers:
                     assert all(tensor.eq(number).all() for tensor in worker.model.values())
-            control = [path for path in engine.calls if path not in ("/health", "/is_paused")]
+            control = [path for path in engine.calls if path not in ("/health", "/is_paused", "/weight_info")]
             assert control[-len(LOAD + RESUME) :] == LOAD + RESUME
             assert "reset_external=true" in engine.queries["/reset_prefix_cache"]
 
@@ -100,6 +100,42 @@ async def test_an_update_that_dies_half_way_is_loaded_again_as_a_whole() -> None
             await publish(trainer, 2)
             await served(engine, 2)
             assert all(tensor.eq(2).all() for tensor in engine.workers[0].model.values())
+
+
+async def test_a_load_that_left_a_tensor_wrong_in_silence_is_found_and_done_again() -> None:
+    async with channel_world(POLICY) as world:
+        trainer = await world.join("trainer")
+        async with FakeEngine() as engine, following(world, engine, verify_load="always"):
+            await publish(trainer, 1)
+            await served(engine, 1)
+            engine.lose_tensors = 1
+            await publish(trainer, 2)
+            await served(engine, 2)
+            assert all(tensor.eq(2).all() for tensor in engine.workers[0].model.values())
+            assert engine.calls.count("prove") == 3
+
+
+async def test_an_engine_that_always_has_something_else_never_serves_it_and_the_tensor_is_named() -> None:
+    async with channel_world(POLICY) as world:
+        trainer = await world.join("trainer")
+        async with FakeEngine() as engine, following(world, engine) as task:
+            engine.lose_tensors = 5
+            await publish(trainer, 1)
+            with pytest.raises(errors.SyncError, match=r"version 1 is not what vLLM 0\.32\.0\+cpu has loaded: .*: c"):
+                await asyncio.wait_for(task, 20)
+            assert engine.paused
+
+
+@pytest.mark.parametrize(("when", "proofs"), [("never", 0), ("first", 2), ("always", 3)])
+async def test_loads_are_proven_as_often_as_is_asked_and_anew_with_other_names(when: str, proofs: int) -> None:
+    async with channel_world(POLICY) as world:
+        trainer = await world.join("trainer")
+        async with FakeEngine() as engine, following(world, engine, verify_load=when):
+            for number, more in enumerate(({}, {}, {"d": torch.ones(1)}), 1):
+                send = partial(trainer.publish, {**weights(number), **more}, new_manifest=True)
+                await (await asyncio.to_thread(send))
+                await served(engine, number)
+            assert engine.calls.count("prove") == proofs
 
 
 async def test_a_version_that_never_loads_leaves_the_server_paused_and_ends_the_follower() -> None:

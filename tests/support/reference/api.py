@@ -12,6 +12,7 @@ import msgspec
 
 import replicas
 from replicas import engine, status, testing
+from replicas.testing import engine_suite
 from tests.support.reference.events import parts, struct
 from tests.support.reference.source import attributes
 from tests.support.reference.text import markdown
@@ -58,6 +59,10 @@ def body() -> str:
             "## `replicas.testing`",
             markdown(testing.__doc__),
             *(_entry(name, getattr(testing, name)) for name in testing.__all__),
+            "## `replicas.testing.engine_suite`",
+            markdown(engine_suite.__doc__),
+            *(_entry(name, getattr(engine_suite, name)) for name in ("Trial", "play")),
+            "Scenes:\n\n" + "\n".join(f"- {name}" for name in engine_suite.SCENES),
             "## `replicas.status`",
             markdown(status.__doc__),
             *(f"#{struct(one)}" for one in states()),

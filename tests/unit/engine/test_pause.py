@@ -32,6 +32,7 @@ def test_the_time_in_which_a_server_ends_its_requests_is_no_pause(
     monkeypatch: pytest.MonkeyPatch, mode: PauseMode, paused_s: float
 ) -> None:
     engine = VllmEngine("http://127.0.0.1:1")
+    monkeypatch.setattr(engine, "version", lambda: None)
     engine.server = server = Server("http://127.0.0.1:1")
     monkeypatch.setattr(following, "time", types.SimpleNamespace(monotonic=lambda: server.now))
     page = GatePage.create()

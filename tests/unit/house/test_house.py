@@ -68,11 +68,12 @@ WAYS = {
 }
 LOOSE = {"__init__", "__main__", "environ", "errors", "status"}
 FILES_MAX = 20
-CODE_LINES_MAX = 36_940
+CODE_LINES_MAX = 37_140
 """A feature that needs more says in its commit what it removes instead. Pulls between
 hosts take 2,680, far ones and the doctor's look at their ports included; with them as
 the default, lanes for weights in host memory go. The loop of engines, 235, has come
-from the integrations, where lines are not counted."""
+from the integrations, where lines are not counted; the scenes that each engine has to
+survive take 205."""
 LINES_MAX = 450
 LONG = {
     "core/moving/transfer.py": 797,
@@ -111,6 +112,7 @@ PUBLIC = {
     "status.py",
     "cli/main.py",
     "control/exit_codes.py",
+    "testing/engine_suite.py",
     "messages/from_coordinator.py",
     "messages/from_member.py",
     "messages/carried.py",

@@ -258,7 +258,9 @@ def engine(run: FakeRun, patcher: Patcher, monkeypatch: pytest.MonkeyPatch) -> A
     module: Any = importlib.import_module("replicas.integrations.vllm_worker.engine")
     monkeypatch.delitem(sys.modules, "replicas.integrations.vllm_worker.engine")
     config = Mock(spec=[])
-    config.parallel_config = SimpleNamespace(data_parallel_index=0, world_size=1, rank=-1)
+    config.parallel_config = SimpleNamespace(
+        data_parallel_index=0, world_size=1, rank=-1, pipeline_parallel_size=1, enable_expert_parallel=False
+    )
     config.model_config = SimpleNamespace(quantization=None)
     config.compilation_config = SimpleNamespace(static_forward_context={})
     made = module.ReplicasEngine(None, config, torch.device("cpu"), Model())
