@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from replicas import Channel, Update, engine, errors
 from replicas.integrations.engine_server import Answer, NotDone
 from replicas.integrations.sglang.engine import SglangEngine
-from replicas.testing import FakeRun
+from replicas.testing import FakeRun, engine_suite
 
 WEIGHTS = {"model.embed.weight": torch.ones(4, 2), "model.norm.weight": torch.ones(2)}
 SETTINGS: dict[str, Any] = {
@@ -70,6 +70,7 @@ class FakeSglang:
         self.in_flight: list[str] = []
         self.prefixes = self.external = 1
         self.paused = ""
+        self.cached: float | None = None
         self.fails = 0
         self.broken = ""
 
@@ -77,7 +78,7 @@ class FakeSglang:
         return self.ask(path) == "good"
 
     def ask(self, path: str) -> Answer:
-        return "good" if path in ("/model_info", "/server_info") else "none"
+        return "dead" if self.broken else "good" if path in ("/model_info", "/server_info") else "none"
 
     def hang_up(self) -> None:
         pass
@@ -96,6 +97,18 @@ class FakeSglang:
         if isinstance(found, dict) and found.get("success") is False:
             raise NotDone(f"400 {found['message']}", phase="load", hint="")
         return found
+
+    def answer(self) -> float | None:
+        """The value of all weights, by the prefix cache if it has one; None: it is
+        paused."""
+        if self.broken:
+            raise ConnectionRefusedError
+        if self.paused:
+            return None
+        if not self.prefixes or self.cached is None:
+            (self.cached,) = {value for tensor in self.weights.values() for value in tensor.flatten().tolist()}
+            self.prefixes = 1
+        return self.cached
 
     def _pause_generation(self, mode: str = "abort") -> None:
         assert mode in ("abort", "retract", "in_place")
@@ -283,3 +296,22 @@ def test_a_follower_refuses_what_does_not_fit_before_it_pauses_the_server(model:
 def served(trainer: Channel, weights: dict[str, torch.Tensor]) -> None:
     """Publish, and wait until the server has it."""
     trainer.loaded(trainer.publish(weights, new_manifest=True).wait().version, deadline=10).wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scene", engine_suite.SCENES)
+def test_it_survives_what_each_engine_has_to(model: Path, scene: str) -> None:
+    server = FakeSglang(model)
+
+    def connect() -> SglangEngine:
+        verbs = SglangEngine(server.url, scratch=model)
+        verbs.server = server  # type: ignore[assignment]  # a look-alike
+        return verbs
+
+    trial = engine_suite.Trial(
+        connect=connect,
+        weights=lambda value: {name: torch.full_like(tensor, value) for name, tensor in WEIGHTS.items()},
+        answer=server.answer,
+        kill=lambda: server.give_up("it was killed"),
+    )
+    engine_suite.play(scene, trial)
