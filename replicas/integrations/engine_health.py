@@ -80,11 +80,19 @@ class Vigil:
         behind it do nothing.
     :param limit_s: the same while they are at work, or cannot be seen.
     :param while_loading: the paths that are answered during a load, too.
+    :param api: the path that the API process answers itself.
     """
 
     def __init__(
-        self, watched: Mapping[str, float], limit_s: float, now: float, *, while_loading: Collection[str]
+        self,
+        watched: Mapping[str, float],
+        limit_s: float,
+        now: float,
+        *,
+        while_loading: Collection[str],
+        api: str = API,
     ) -> None:
+        self._api = api
         self._watched, self._limit_s, self._while_loading = watched, limit_s, while_loading
         self._answered = dict.fromkeys(watched, now)
         self._refused = dict.fromkeys(watched, 0)
@@ -116,7 +124,7 @@ class Vigil:
                 self._answered[path] = now
             if self._refused[path] >= DEAD_LOOKS:
                 return f"the server does not answer {path} any more"
-            if silent_s := self._silent_s(path == API, self._answered[path], patience_s, now):
+            if silent_s := self._silent_s(path == self._api, self._answered[path], patience_s, now):
                 return f"the server has not answered {path} for {silent_s:.0f} s"
         call = self.call
         if call is not None and (silent_s := self._silent_s(False, call.began, call.patience_s, now)):
@@ -164,7 +172,7 @@ class EngineHealth:
         spent: Callable[[], Spent | None] = lambda: None,
     ) -> None:
         self._server, self._is_gone, self._spent = server, is_gone, spent
-        self._vigil = Vigil(watched, limit_s, time.monotonic(), while_loading=while_loading)
+        self._vigil = Vigil(watched, limit_s, time.monotonic(), while_loading=while_loading, api=server.api)
         self._over = threading.Event()
         self.reason = ""
         asks = [threading.Thread(target=self._ask, args=(path,), name="replicas-engine-ask") for path in watched]

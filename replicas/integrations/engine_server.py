@@ -16,7 +16,7 @@ __all__ = ["API", "Answer", "EngineServer", "NotDone", "host_and_port"]
 
 ASK_TIMEOUT_S = 5.0
 API = "/health"
-"""The path that a server's API process answers itself; others need its engine."""
+"""The path that the API process of most servers answers itself."""
 
 Answer = Literal["good", "none", "dead"]
 """``dead``: nobody listens any more, or the server says that its engine is dead."""
@@ -47,11 +47,13 @@ class EngineServer:
     :param url: ``http://HOST:PORT``, and perhaps a prefix of all paths.
     :param secret: the gate's secret, if the server has one.
     :param api_key: the server's API key, if it has one.
+    :param api: the path that its API process answers itself; others need its engine.
     :ivar broken: why it was given up; empty: it was not.
     """
 
-    def __init__(self, url: str, secret: str = "", api_key: str = "") -> None:
+    def __init__(self, url: str, secret: str = "", api_key: str = "", api: str = API) -> None:
         self.url = url.rstrip("/")
+        self.api = api
         self._address = host_and_port(url)
         self._prefix = urlsplit(url).path.rstrip("/")
         self._headers = {HEADER: secret} if secret else {}
@@ -123,7 +125,7 @@ class EngineServer:
         finally:
             self._asking.discard(connection)
             connection.close()
-        return "good" if status == 200 else "dead" if status == 503 and path == API else "none"
+        return "good" if status == 200 else "dead" if status == 503 and path == self.api else "none"
 
     def hang_up(self) -> None:
         """Break the questions under way; on any thread."""

@@ -145,6 +145,7 @@ class Gate:
     :param control: paths that change the engine; one that ends with a slash stands for
         all paths below it.
     :param always: paths that are answered while the gate is shut, too.
+    :param reads: everybody may read (GET, HEAD) the paths that change the engine.
     :param page: the shared page; default: the one that ``REPLICAS_GATE`` names.
     """
 
@@ -155,11 +156,13 @@ class Gate:
         page: GatePage | None = None,
         *,
         always: Collection[str] = ALWAYS,
+        reads: bool = True,
     ) -> None:
         self._app = app
         self._page = GatePage.attach(os.environ[GATE]) if page is None else page
         self._control = [_route(path) for path in control]
         self._always = [_route(path) for path in always]
+        self._reads = reads
         self._readyz = [_route(READYZ)]
         self._kind = functools.lru_cache(_PATHS)(self._find_kind)
 
@@ -168,7 +171,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         kind = self._kind(scope["path"], scope.get("root_path", ""))
-        reads = scope.get("method") in ("GET", "HEAD")
+        reads = self._reads and scope.get("method") in ("GET", "HEAD")
         if kind == "odd":
             await _refuse(scope, send, 400, "the path has a control character")
         elif kind == "control" and not reads and not self._may_control(scope):

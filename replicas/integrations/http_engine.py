@@ -38,10 +38,12 @@ class HttpEngine(Engine):
         processes are at work (it compiles), or cannot be seen from here.
     :param process: the pid of the server's API process; None: the one that listens on
         the port, if that is of this machine's loopback.
+    :cvar api: the path that the server's API process answers itself.
     :cvar watched: seconds for which a path of the server may go without an answer while
         its processes do nothing.
     """
 
+    api: str = API
     watched: Mapping[str, float] = {API: 15.0}
 
     def __init__(
@@ -59,14 +61,14 @@ class HttpEngine(Engine):
             text = f"follow: engine_timeout must be above 0, not {engine_timeout_s}"
             raise errors.UsageError(text, hint="seconds for which a busy engine may answer nothing")
         self.url = public_url or url
-        self.server = EngineServer(url, secret, api_key)
+        self.server = EngineServer(url, secret, api_key, self.api)
         self.has_gate = bool(secret)
         self._is_gone, self._engine_timeout_s, self._process = is_gone, engine_timeout_s, process
         self._health: EngineHealth | None = None
 
     def wait_until_up(self, timeout_s: float) -> None:
         until = time.monotonic() + timeout_s
-        while not self.server.answers(API):
+        while not self.server.answers(self.api):
             if reason := self.health():
                 raise self.lost(reason)
             if time.monotonic() > until:
@@ -82,7 +84,7 @@ class HttpEngine(Engine):
 
         limit_s = self._engine_timeout_s
         self._health = EngineHealth(
-            self.server, self._is_gone, self.watched, while_loading=(API,), limit_s=limit_s, spent=spent
+            self.server, self._is_gone, self.watched, while_loading=(self.api,), limit_s=limit_s, spent=spent
         )
         self._health.__enter__()
 
@@ -130,7 +132,7 @@ class HttpEngine(Engine):
     def raise_if_dying(self) -> None:
         """:raises replicas.errors.SyncError: the server has not done something because
         its engine is dead: it may say so for a moment."""
-        while (answer := self.server.ask(API)) != "good":
+        while (answer := self.server.ask(self.api)) != "good":
             if reason := self.health():
                 raise self.lost(reason)
             if answer == "dead":

@@ -27,18 +27,14 @@ import argparse
 import contextlib
 import functools
 import getpass
-import hashlib
 import importlib.metadata
 import itertools
 import json
 import logging
 import os
-import secrets
 import select
 import shutil
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -46,14 +42,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from replicas import engine, environ, errors
+from replicas import engine, errors
 from replicas.engine import PauseMode, VerifyLoad
 from replicas.engine.following import MIN_SERVING, START_TIMEOUT_S
 from replicas.integrations.gate import GATE, GatePage, owner_of
 from replicas.integrations.http_engine import ENGINE_TIMEOUT_S
+from replicas.integrations.shared.serving import Child, child, held_port, scratch_folder, stopped_by_signals, url_of
 from replicas.integrations.vllm_adapters import VllmAdapters
 from replicas.integrations.vllm_verbs import VllmEngine, VllmServer, release_of
-from replicas.linux.processes import descendants, die_with_parent, is_below, signal_each
 
 __all__ = ["follow", "main", "register"]
 
@@ -64,11 +60,6 @@ API_KEY = "VLLM_API_KEY"
 QUIET_OPTION = "--disable-access-log-for-endpoints"
 QUIET = (0, 32)
 """The first release that is known to have it."""
-STOP_TIMEOUT_S = 6.0
-"""Shorter than a group's default ``stop_timeout``: a run whose supervisor had to kill
-processes at its end has failed."""
-SCRATCH_MAX = 107 - len("/vllm-0123456789/00000000-0000-0000-0000-000000000000")
-"""Longest path of a folder in which vLLM's own sockets still have a name."""
 
 
 def register() -> None:
@@ -267,36 +258,26 @@ def _refuse_odd_addresses(rest: Sequence[str]) -> None:
 
 def _serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
     _refuse_odd_addresses(rest)
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(options.host, options.host)
-    gate = GatePage.create()
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    gate, stop = GatePage.create(), stopped_by_signals()
     if options.lora:
         rest = [*rest, "--enable-lora"]
         if not any(option.startswith(("--api-server-count", "--api_server_count")) for option in rest):
             rest = [*rest, "--api-server-count", "1"]  # with several, vLLM loads no adapters at run time
     with (
-        _port(options) as port,
-        _scratch() as scratch,
-        _vllm(options.host, port, rest, gate, scratch) as process,
+        held_port(options.host, options.port) as port,
+        scratch_folder("vllm", _remove) as scratch,
+        _vllm(options.host, port, rest, gate, scratch) as server,
     ):
-
-        def is_gone() -> str:
-            code = process.poll()
-            return "" if code is None else f"vLLM's server ended with {_ending(code)}"
-
-        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         verbs = _engine(
-            url,
+            url_of(options.host, port),
             scratch if options.lora else None,
             complete=not options.partial,
             patches=options.patches,
             secret=gate.secret,
             api_key=_api_key(rest),
-            is_gone=is_gone,
+            is_gone=server.is_gone,
             engine_timeout_s=options.engine_timeout,
-            process=process.pid,
+            process=server.pid,
         )
         engine.follow(
             verbs,
@@ -309,56 +290,6 @@ def _serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
             stop=stop,
         )
     return 0
-
-
-def _index_here(found: environ.Environment) -> int:
-    """The replica's index among those that a supervisor starts on this host.
-
-    One that others start is expected to have a network address of its own, as in a pod.
-    """
-    started_here = environ.REPLICAS in os.environ
-    return found.replica if started_here and isinstance(found.replica, int) else 0
-
-
-def _ending(code: int) -> str:
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-
-@contextlib.contextmanager
-def _port(options: argparse.Namespace) -> Iterator[int]:
-    """The port to serve on; a free one is held in the block.
-
-    The holder does not listen, and lets those bind who ask for a used address, as
-    vLLM's server does; nobody else is given the port meanwhile.
-    """
-    if options.port:
-        yield options.port + _index_here(environ.read())
-        return
-    with socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET) as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind((options.host, 0))
-        port: int = holder.getsockname()[1]
-        yield port
-
-
-@contextlib.contextmanager
-def _scratch() -> Iterator[Path]:
-    """A folder for the sockets and files that vLLM makes and does not remove.
-
-    A replica has the same one in each generation, so what a killed follower left there
-    goes with the next start.
-    """
-    found = environ.read()
-    state = os.environ.get(environ.STATE_ID) or secrets.token_hex(8)
-    name = hashlib.sha256(f"{state}/{found.group}/{found.replica}".encode()).hexdigest()[:10]
-    base = tempfile.gettempdir()
-    folder = Path(base if len(base) <= SCRATCH_MAX else "/tmp") / f"vllm-{name}"  # its sockets need short paths
-    _remove(folder)
-    folder.mkdir(mode=0o700)
-    try:
-        yield folder
-    finally:
-        _remove(folder)
 
 
 def _remove(folder: Path) -> None:
@@ -381,11 +312,8 @@ def _installed() -> str:
 
 
 @contextlib.contextmanager
-def _vllm(
-    host: str, port: int, rest: Sequence[str], gate: GatePage, scratch: Path
-) -> Iterator[subprocess.Popen[bytes]]:
-    """vLLM's own server as a child; it is ended with the block, and dies with this
-    process."""
+def _vllm(host: str, port: int, rest: Sequence[str], gate: GatePage, scratch: Path) -> Iterator[Child]:
+    """vLLM's own server in the block."""
     release = release_of(_installed())
     if release >= QUIET and not any(option.replace("_", "-").startswith(QUIET_OPTION) for option in rest):
         rest = [*rest, QUIET_OPTION, ",".join(VllmServer.watched)]  # its log would be half of them
@@ -404,26 +332,11 @@ def _vllm(
         "TMPDIR": str(scratch),
         GATE: gate.path,
     }
-    parent = os.getpid()
-    process = subprocess.Popen(command, env=variables, preexec_fn=lambda: die_with_parent(parent))
-    try:
-        yield process
-    except errors.ReplicasError:  # it is gone or frozen, and would wait for its own requests at its end
-        _kill_tree(process)
-        raise
-    finally:
-        gate.shut()
-        process.terminate()
+    with child("vLLM", command, variables) as server:
         try:
-            process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:  # it waits for its requests
-            _kill_tree(process)
-            process.wait()
-
-
-def _kill_tree(process: subprocess.Popen[bytes]) -> None:
-    signal_each(descendants(process.pid), signal.SIGKILL, lambda pid: is_below(pid, process.pid))
-    process.kill()
+            yield server
+        finally:
+            gate.shut()
 
 
 if __name__ == "__main__":
