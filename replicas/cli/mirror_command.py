@@ -22,7 +22,6 @@ from replicas.control.exit_codes import FAILED
 from replicas.errors import UsageError
 
 if TYPE_CHECKING:
-    from replicas.channel import Channel
     from replicas.sources.mirror import Mirror
 
 _JOIN_S = 60.0
@@ -81,7 +80,7 @@ def _write(kept: Mirror, update: replicas.Update) -> None:
 
 
 @contextlib.contextmanager
-def _member(place: RunAddress, channel: str, group: str) -> Iterator[Channel]:
+def _member(place: RunAddress, channel: str, group: str) -> Iterator[replicas.Channel]:
     if group or environ.read().group is None:
         with membership(place, channel, "targets", group, _JOIN_S) as member:
             yield member

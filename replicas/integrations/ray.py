@@ -39,6 +39,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import replicas
 from replicas import environ, errors
+from replicas.integrations.shared import releases
 from replicas.trust.certificate import make_pem
 
 __all__ = ["Handle", "coordinator", "find", "options"]
@@ -141,6 +142,7 @@ def coordinator(
         initialised, or the name is taken.
     :raises replicas.errors.WorldError: the coordinator could not start.
     """
+    releases.check("ray")
     _must_be_connected("coordinator")
     settings: dict[str, Any] = {
         "channels": channels,

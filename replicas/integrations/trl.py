@@ -32,6 +32,7 @@ import torch
 
 import replicas
 from replicas.integrations.router import WorkerList
+from replicas.integrations.shared import releases
 from replicas.integrations.weight_sync import Wait, WeightSync, newest
 from replicas.sources import hf
 
@@ -62,6 +63,7 @@ class WeightTransfer:
     def __init__(
         self, channel: str = "policy", *, wait: Wait = None, deadline: float | None = None, **join: Any
     ) -> None:
+        releases.check("trl")
         self._sync = WeightSync(channel, wait, deadline, join)
         self._logs: dict[str, list[float]] | None = None
         self._warned = False
@@ -168,6 +170,7 @@ def server_mode(
 
     from replicas.integrations.transformers import SyncCallback
 
+    releases.check("trl")
     sync = WeightSync(channel, wait, deadline, join)
     theirs = vllm_generation.VLLMClient
     vllm_generation.VLLMClient = _client(theirs, sync, first, dtype)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ __all__ = ["Raylets", "raylets"]
 
 SMALL = {"object_store_memory": 80 << 20, "include_dashboard": False}
 _OURS = ("replicas.", "ray::", "forkserver", "trainer.py", "rollout.py")
+_STARTS = 4
 _RAYS = ("ray.dashboard", "ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
 VARIABLES = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "OMP_NUM_THREADS": "1"}
 
@@ -58,9 +60,7 @@ def raylets(*cpus: float, **head: Any) -> Iterator[Raylets]:
     (folder / "ray").mkdir()  # where Ray notes the cluster's address, and expects a folder
     try:
         first, *others = cpus
-        cluster = Cluster(
-            initialize_head=True, head_node_args={**SMALL, **head, "num_cpus": first, "temp_dir": str(folder)}
-        )
+        cluster = _with_head({**SMALL, **head, "num_cpus": first, "temp_dir": str(folder)}, mark)
         try:
             for count in others:
                 cluster.add_node(num_cpus=count, object_store_memory=SMALL["object_store_memory"])
@@ -72,3 +72,18 @@ def raylets(*cpus: float, **head: Any) -> Iterator[Raylets]:
         os.environ.clear()
         os.environ.update(before)
         shutil.rmtree(folder)
+
+
+def _with_head(head: dict[str, Any], mark: str) -> Any:
+    """Ray waits half a minute for its own processes, which a busy machine may not give
+    them: then all is started anew."""
+    for _ in range(_STARTS - 1):
+        try:
+            return Cluster(initialize_head=True, head_node_args=head)
+        except Exception as error:  # noqa: BLE001  # Ray raises just this class
+            print(f"Ray is started once more: {error}")
+            for pid in processes_marked(mark):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            eventually(lambda: not processes_marked(mark), "the end of Ray", timeout_s=30)
+    return Cluster(initialize_head=True, head_node_args=head)

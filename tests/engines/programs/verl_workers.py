@@ -2,7 +2,7 @@
 channel's engine in them, which die where a test says.
 
 They do not import verl, which takes ten seconds of processor time: the engine is the
-class below verl's own (tests/engines/test_verl.py runs that one, too).
+class below verl's own (tests/engines/frameworks/test_verl.py runs that one, too).
 """
 
 from __future__ import annotations
