@@ -10,8 +10,7 @@ reload it, to reset the prefix cache and to resume. One after the other, the ord
 changes with every repetition; the servers get no other requests.
 
 Of the time that a follower's engine is paused, "ours" is what the library adds to the
-calls of the engine and to its own load: the time between the calls, and the time until
-a worker has the version open, from the logs of both.
+engine's own load: the time until a worker has the version open, from the logs of both.
 
 TRL's own transfers of weights (and vLLM's other backends) are NCCL's or CUDA's, and do
 not run on a CPU.
@@ -41,9 +40,7 @@ COMMIT_BAR_S = 0.15
 OURS_BAR = 0.1
 OPTIONS = ["--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "256"]
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
-SERVED = re.compile(
-    r"version (\d+) is served: paused in \S+ s, loaded in (\S+) s, resumed in (\S+) s, between the calls (\S+) s"
-)
+SERVED = re.compile(r"version (\d+) is served: paused in \S+ s, loaded in (\S+) s, resumed in (\S+) s")
 RECEIVED = re.compile(r"version (\d+): received in (\S+) s")
 
 
@@ -102,8 +99,7 @@ def pauses(folder: Path, versions: set[int]) -> list[tuple[float, float]]:
         received = {int(one[1]): float(one[2]) for one in RECEIVED.finditer(text)}
         for one in SERVED.finditer(text):
             if int(one[1]) in versions:
-                loaded_s, resumed_s, between_s = (float(one[part]) for part in (2, 3, 4))
-                found.append((loaded_s + resumed_s, between_s + received[int(one[1])]))
+                found.append((float(one[2]) + float(one[3]), received[int(one[1])]))
     return found
 
 

@@ -13,6 +13,7 @@
     │   ├── PeersLost         members that it needed died or left
     │   ├── DeadlineExceeded  the operation's own deadline passed
     │   ├── OutcomeUnknown    no verdict by the deadline; the next operation settles it
+    │   ├── NotAdopted        no target loads the version: one of them cannot
     │   ├── Busy              every slot is in use, by a reader or a transfer
     │   └── Gone              the version, step or channel no longer exists
     ├── WorldError            the machine or the membership does not allow it
@@ -44,6 +45,7 @@ __all__ = [
     "InternalError",
     "ManifestMismatch",
     "NoCapacity",
+    "NotAdopted",
     "OutcomeUnknown",
     "PeersLost",
     "Preflight",
@@ -178,6 +180,15 @@ class OutcomeUnknown(SyncError):
     """
 
     default_hint = "wait for it again, or call the next operation, which first learns what became of this one"
+
+
+class NotAdopted(SyncError):
+    """No target loads the version: one of them refused it, or a newer one came first.
+
+    The message says which. Each target serves the version that it has.
+    """
+
+    default_hint = "go on with the version that you have, and receive the next one"
 
 
 class Busy(SyncError):

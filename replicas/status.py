@@ -147,8 +147,11 @@ class ChannelStatus(msgspec.Struct, frozen=True, kw_only=True):
     ``step``: ``meta["step"]`` of the newest version, if its publisher gave one.
     ``step_before``: the higher one that an earlier version had; None: they have grown.
     ``committed_at``: when it was committed, in seconds since 1970; None: it is not
-    known. ``version_nbytes``: its size. ``slots``: slots of each member. ``sources``,
-    ``targets``, ``peers``: groups that have these roles.
+    known. ``version_nbytes``: its size. ``slots``: slots of each member. ``served``:
+    how many ready replicas serve each version. ``mixed_since``: since when they have
+    served different ones, as ``committed_at``; None: they serve one, or none.
+    ``adopt_together``: as in the config. ``sources``, ``targets``, ``peers``: groups
+    that have these roles.
     """
 
     name: str
@@ -167,6 +170,9 @@ class ChannelStatus(msgspec.Struct, frozen=True, kw_only=True):
     committed_at: float | None = None
     version_nbytes: int = 0
     slots: int = 0
+    served: dict[int, int] = {}
+    mixed_since: float | None = None
+    adopt_together: bool = False
     sources: tuple[str, ...] = ()
     targets: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()

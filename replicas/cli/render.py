@@ -173,7 +173,7 @@ def _channel_row(channel: ChannelConfig) -> tuple[str, ...]:
         channel.backend,
         f"{channel.transport}, encrypted" if channel.encrypt else channel.transport,
         duration_text(channel.deadline_s),
-        channel.on_lost,
+        channel.on_lost + (", adopted together" if channel.adopt_together else ""),
         str(channel.slots),
         channel.staging,
     )
@@ -205,7 +205,8 @@ def run_status(status: RunStatus) -> RenderableType:
         parts.append(_table("Nodes", _NODE_STATE, map(_node_row, status.nodes)))
     if status.channels:
         parts.append(_table("Channels", _CHANNEL_STATE, map(_channel_state_row, status.channels)))
-        parts += [Text(words, style="bold red") for channel in status.channels if (words := _fallen(channel))]
+        notes = [words for channel in status.channels for words in (_fallen(channel), _mixed(channel)) if words]
+        parts += [Text(words, style="bold red") for words in notes]
     return Group(*parts)
 
 
@@ -283,6 +284,14 @@ def _fallen(channel: ChannelStatus) -> str:
     if channel.step is None or channel.step_before is None:
         return ""
     return f"{channel.name}: step {channel.step:g} after {channel.step_before:g} (a trainer without its checkpoint?)"
+
+
+def _mixed(channel: ChannelStatus) -> str:
+    if channel.mixed_since is None:
+        return ""
+    counts = sorted(channel.served.items(), reverse=True)
+    said = ", ".join(f"version {version} on {_count(count, 'replica')}" for version, count in counts)
+    return f"{channel.name}: MIXED for {duration_text(max(0.0, time.time() - channel.mixed_since))}: {said}"
 
 
 def event_line(record: happened.Record) -> Text:

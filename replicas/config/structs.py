@@ -397,6 +397,12 @@ class ChannelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Number of target replicas that a version waits for, and that must hold it to
     commit. Set 1 when a version must outlive its source.
     """
+    adopt_together: Annotated[bool, forms.flag] = False
+    """Targets load a version once all of them hold it and have said that they can load
+    it; if one refuses it, none does. A target that says nothing within the deadline is
+    not waited for, and not ready until it has loaded it. Set it when requests must not
+    be answered by two versions for longer than a load takes.
+    """
     encrypt: Annotated[bool, forms.flag] = False
     """Weights go encrypted from host to host, by TLS 1.3 and through no process group;
     within a host nobody else sees them. Set it when others can listen on the network.

@@ -49,6 +49,7 @@ def channel_status(channel: ChannelState, now: float) -> ChannelStatus:
         step=number_in(meta, "step"),
         step_before=None if fell is None else fell.before,
         slots=channel.config.slots,
+        adopt_together=channel.config.adopt_together,
         sources=tuple(one.group for one in channel.config.sources),
         targets=tuple(one.group for one in channel.config.targets),
         peers=tuple(one.group for one in channel.config.peers),

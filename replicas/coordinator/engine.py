@@ -332,13 +332,13 @@ class Engine:
         if self.tap is not None:
             self.tap(channel, effect)
         match effect:
-            case effects.Send():
-                session = self._sessions.get(effect.member)
-                if isinstance(effect.message, wire.ReceiveGrant) and (state := channel.roster.get(effect.member)):
+            case effects.Send(member, message):
+                session = self._sessions.get(member)
+                if isinstance(message, wire.ReceiveGrant | wire.LoadDecided) and (state := channel.roster.get(member)):
                     state.granted_at = self._now()
-                if session is not None and not session.send(effect.message, self._encoded.of(effect.message)):
+                if session is not None and not session.send(message, self._encoded.of(message)):
                     self.refused("overflow")
-                    channel.lose(effect.member, "overflow", self._now())
+                    channel.lose(member, "overflow", self._now())
                     self._apply(channel)
             case effects.SweepStore():
                 self._store.sweep(effect.prefix)

@@ -6,9 +6,10 @@ ready when newer versions are committed (its lag is a metric): a target that loa
 slowly than its trainer publishes never has the newest version, and still serves as well
 as the others. Joining is enough before a channel's first commit, and also when the
 newest version has died with all its holders: a source may wait for its targets before
-it publishes again. A rank that left in good order has done its part. But when the other
-ranks of its replica go on and ask for a newer version, they are *stranded*: a version
-is loaded by all ranks or by none.
+it publishes again. With ``adopt_together`` one that did not load what the others have
+loaded is not ready until it has. A rank that left in good order has done its part. But
+when the other ranks of its replica go on and ask for a newer version, they are
+*stranded*: a version is loaded by all ranks or by none.
 """
 
 from __future__ import annotations
@@ -137,6 +138,9 @@ class ReadinessBook:
         if round_.partial:
             self._was_ready.pop(key, None)
             return [f"{channel.config.name}: version {latest} is loaded by a part of its ranks"]
+        if channel.adoption.is_behind(group, replica):
+            others = f"the others serve version {channel.adoption.served}"
+            return [f"{channel.config.name}: has version {round_.loaded}, {others}"]
         if round_.loaded or not latest:
             self._was_ready[key] = generation
         elif self._was_ready.get(key) != generation and (

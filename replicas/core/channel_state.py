@@ -41,6 +41,7 @@ from replicas.core.moving.ground import Ground
 from replicas.core.moving.lanes import Lanes
 from replicas.core.moving.links import Links
 from replicas.core.operations.running import Operations, Trials
+from replicas.core.versions.adoption import Adoption
 from replicas.core.versions.commits import Commits
 from replicas.core.versions.load_watches import LoadWatches
 from replicas.core.versions.manifests import Joined
@@ -95,6 +96,7 @@ class ChannelState:
         self.ground = Ground(term, past, *shared, self.quarantine, self.others_wait)
         self.rounds = Rounds(config.name, self.view, self.out)
         self.roster.on_held = self.rounds.touch
+        self.adoption = Adoption(config, self.rounds, self.roster.history, self.out)
         self.commits = Commits(self.ground)
         self.told = Told(*past.decided)
         self.operations = Operations(self.ground)
@@ -132,6 +134,7 @@ class ChannelState:
             self.recovery.heard(state, now)
         if state.is_target:
             self.rounds.joined(state)
+            self.adoption.joined(state)
         self.out.append(MemberJoined(self.config.name, state.member))
         if self.commits.latest > self.told.latest:  # its Welcome leaves out what is still being recorded
             self.out.append(Send(member, self.commits.commit_message()))
@@ -178,6 +181,7 @@ class ChannelState:
         self.lanes.lost(member, now)
         if state.is_target:
             self.rounds.lost(state, in_order=reason == "left")
+            self.adoption.lost(state)
         self._settle(now)
 
     def receive(self, member: Member, message: FromMember, now: float) -> None:
@@ -218,17 +222,19 @@ class ChannelState:
 
     def waits(self, member: Member) -> bool:
         """Return True if a request of the member still waits for other members."""
-        return self.rounds.asks(member) or self.operations.pairing.waits(member)
+        return self.rounds.asks(member) or self.adoption.waits(member) or self.operations.pairing.waits(member)
 
     def set_draining(self, group: str, replica: int, generation: int, now: float) -> None:
         """End this generation: it gets no new work, and may finish what it has."""
         self.drains.begin(group, replica, generation)
+        self.adoption.touch((group, replica))
         self._settle(now)
 
     def forget(self, group: str, replica: int, now: float) -> None:
         """Begin a new life of a replica: all its ranks are expected, and take part."""
         self.roster.history.forget_left(group, replica)
         self.drains.end(group, replica)
+        self.adoption.touch((group, replica))
         self._settle(now)
 
     # ----------------------------------------------------------- callbacks of the parts
@@ -264,7 +270,7 @@ class ChannelState:
         self.keeping.look(self.commits.latest)
         self._admit(now)
         self.commits.advance(now)
-        newest = self.commits.newest
+        newest = self.adoption.advance(self.commits.newest, now)
         for group, replica in self.rounds.take_due(newest):
             self.rounds.advance(group, replica, newest)
         if self.config.peers:
@@ -314,16 +320,20 @@ class ChannelState:
                 self.hosts.release(commits.latest, now, host=state.host)
             case wire.ReceiveAsk() if state.is_target and state.carries:  # no other member is ever granted one
                 self.rounds.ask(member, message)
+                self.adoption.asked(state, message)
             case wire.ReceiveCancel():
                 self.rounds.cancel_ask(member, message.ask)
             case wire.Loaded() if message.version <= commits.latest:  # else it cannot have been loaded
                 state.load_s = message.load_s
                 self.marks.note(member.group, member.replica, version=message.version)
                 self.rounds.loaded(state, message.version)
+            case wire.CanLoad() if state.is_target and state.carries and message.version <= commits.latest:
+                self.adoption.can_load(state, message)
             case wire.LoadFailed():
                 version, why = min(message.version, commits.latest), text_of(message.error.message, REASON_LENGTH)
                 if state.is_target and state.carries:
                     self.roster.history.unloaded.setdefault(member.replica_name, f"version {version}: {why}")
+                    self.adoption.failed(state, version, why)
                 self.rounds.failed(state, version, why, kept=message.kept)
             case wire.WatchLoaded():
                 self.watches.answer()

@@ -18,11 +18,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
 
 from replicas.common.patience import PauseClock
-from replicas.integrations.engine_server import Answer, EngineServer
+from replicas.integrations.engine_server import API, Answer, EngineServer
 from replicas.linux.processes import descendants, stat_fields
 from replicas.linux.sockets import listeners
 
-__all__ = ["API", "EngineHealth", "Spent", "Vigil", "processor_time", "serving_process"]
+__all__ = ["EngineHealth", "Spent", "Vigil", "processor_time", "serving_process"]
 
 EVERY_S = 1.0
 AT_WORK = 0.05
@@ -30,8 +30,6 @@ AT_WORK = 0.05
 SCAN_MAX_S = 5.0
 """Longest scan of ``/proc`` on a large machine; a longer one was a pause."""
 DEAD_LOOKS = 2
-API = "/health"
-"""The path that the server's API process answers itself; others need the engine."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -82,11 +80,19 @@ class Vigil:
         behind it do nothing.
     :param limit_s: the same while they are at work, or cannot be seen.
     :param while_loading: the paths that are answered during a load, too.
+    :param api: the path that the API process answers itself.
     """
 
     def __init__(
-        self, watched: Mapping[str, float], limit_s: float, now: float, *, while_loading: Collection[str]
+        self,
+        watched: Mapping[str, float],
+        limit_s: float,
+        now: float,
+        *,
+        while_loading: Collection[str],
+        api: str = API,
     ) -> None:
+        self._api = api
         self._watched, self._limit_s, self._while_loading = watched, limit_s, while_loading
         self._answered = dict.fromkeys(watched, now)
         self._refused = dict.fromkeys(watched, 0)
@@ -118,7 +124,7 @@ class Vigil:
                 self._answered[path] = now
             if self._refused[path] >= DEAD_LOOKS:
                 return f"the server does not answer {path} any more"
-            if silent_s := self._silent_s(path == API, self._answered[path], patience_s, now):
+            if silent_s := self._silent_s(path == self._api, self._answered[path], patience_s, now):
                 return f"the server has not answered {path} for {silent_s:.0f} s"
         call = self.call
         if call is not None and (silent_s := self._silent_s(False, call.began, call.patience_s, now)):
@@ -166,7 +172,7 @@ class EngineHealth:
         spent: Callable[[], Spent | None] = lambda: None,
     ) -> None:
         self._server, self._is_gone, self._spent = server, is_gone, spent
-        self._vigil = Vigil(watched, limit_s, time.monotonic(), while_loading=while_loading)
+        self._vigil = Vigil(watched, limit_s, time.monotonic(), while_loading=while_loading, api=server.api)
         self._over = threading.Event()
         self.reason = ""
         asks = [threading.Thread(target=self._ask, args=(path,), name="replicas-engine-ask") for path in watched]

@@ -12,15 +12,17 @@ from urllib.parse import urlencode, urlsplit
 from replicas import errors
 from replicas.integrations.gate import HEADER
 
-__all__ = ["Answer", "EngineServer", "Refused", "host_and_port"]
+__all__ = ["API", "Answer", "EngineServer", "NotDone", "host_and_port"]
 
 ASK_TIMEOUT_S = 5.0
+API = "/health"
+"""The path that the API process of most servers answers itself."""
 
 Answer = Literal["good", "none", "dead"]
 """``dead``: nobody listens any more, or the server says that its engine is dead."""
 
 
-class Refused(errors.SyncError):
+class NotDone(errors.SyncError):
     """The server did not do it, and said so: its answer had another status than 200."""
 
 
@@ -45,11 +47,13 @@ class EngineServer:
     :param url: ``http://HOST:PORT``, and perhaps a prefix of all paths.
     :param secret: the gate's secret, if the server has one.
     :param api_key: the server's API key, if it has one.
+    :param api: the path that its API process answers itself; others need its engine.
     :ivar broken: why it was given up; empty: it was not.
     """
 
-    def __init__(self, url: str, secret: str = "", api_key: str = "") -> None:
+    def __init__(self, url: str, secret: str = "", api_key: str = "", api: str = API) -> None:
         self.url = url.rstrip("/")
+        self.api = api
         self._address = host_and_port(url)
         self._prefix = urlsplit(url).path.rstrip("/")
         self._headers = {HEADER: secret} if secret else {}
@@ -70,7 +74,7 @@ class EngineServer:
     ) -> Any:
         """One request; return the decoded answer: JSON, or text.
 
-        :raises Refused: another status than 200.
+        :raises NotDone: another status than 200.
         :raises replicas.errors.SyncError: no answer, or one without sense. A server
             that did not answer in time is given up.
         """
@@ -95,7 +99,7 @@ class EngineServer:
             connection.close()
             self._connection = None
         if response.status != 200:
-            raise self._failure(method, path, f"{response.status} {_message(content)}", Refused)
+            raise self._failure(method, path, f"{response.status} {_message(content)}", NotDone)
         if "json" not in response.getheader("content-type", ""):
             return content.decode(errors="replace")
         try:
@@ -121,7 +125,7 @@ class EngineServer:
         finally:
             self._asking.discard(connection)
             connection.close()
-        return "good" if status == 200 else "dead" if status == 503 and path == "/health" else "none"
+        return "good" if status == 200 else "dead" if status == 503 and path == self.api else "none"
 
     def hang_up(self) -> None:
         """Break the questions under way; on any thread."""

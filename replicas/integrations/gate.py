@@ -44,7 +44,7 @@ from typing import Any
 
 from starlette.routing import Match, Route
 
-__all__ = ["GATE", "HEADER", "READYZ", "Gate", "GatePage", "owner_of"]
+__all__ = ["ALWAYS", "GATE", "HEADER", "READYZ", "Gate", "GatePage", "owner_of"]
 
 GATE = "REPLICAS_GATE"
 """Path of an inference server's gate page, as long as its follower lives."""
@@ -53,7 +53,9 @@ HEADER = "x-replicas-gate"
 READYZ = "/readyz"
 """The gate's own page: 200 while it is open, else 503."""
 
-_ALWAYS = ("/health", "/ping", "/metrics", "/version", "/load", "/v1/models")
+ALWAYS = ("/health", "/metrics")
+"""Paths that are answered while the gate is shut, too."""
+
 _NBYTES = 56
 _PATHS = 1024
 """So many paths are known without asking the routes."""
@@ -142,6 +144,8 @@ class Gate:
     :param app: the server's application.
     :param control: paths that change the engine; one that ends with a slash stands for
         all paths below it.
+    :param always: paths that are answered while the gate is shut, too.
+    :param reads: everybody may read (GET, HEAD) the paths that change the engine.
     :param page: the shared page; default: the one that ``REPLICAS_GATE`` names.
     """
 
@@ -150,11 +154,15 @@ class Gate:
         app: Callable[[Scope, Receive, Send], Awaitable[None]],
         control: Collection[str],
         page: GatePage | None = None,
+        *,
+        always: Collection[str] = ALWAYS,
+        reads: bool = True,
     ) -> None:
         self._app = app
         self._page = GatePage.attach(os.environ[GATE]) if page is None else page
         self._control = [_route(path) for path in control]
-        self._always = [_route(path) for path in _ALWAYS]
+        self._always = [_route(path) for path in always]
+        self._reads = reads
         self._readyz = [_route(READYZ)]
         self._kind = functools.lru_cache(_PATHS)(self._find_kind)
 
@@ -163,7 +171,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         kind = self._kind(scope["path"], scope.get("root_path", ""))
-        reads = scope.get("method") in ("GET", "HEAD")
+        reads = self._reads and scope.get("method") in ("GET", "HEAD")
         if kind == "odd":
             await _refuse(scope, send, 400, "the path has a control character")
         elif kind == "control" and not reads and not self._may_control(scope):

@@ -12,13 +12,13 @@ Three ways in, none of which changes a line of vLLM:
 Theory of operation
 ===================
 
-The *follower* (:mod:`replicas.integrations.follower`) is rank 0 of the server's
-replica, and the server's workers are its other ranks
-(:mod:`replicas.integrations.vllm_engine`). So a version counts as loaded when every
-worker has it and the server answers with it again; a worker, an engine or a follower
-that dies, or is stopped, is a rank that is lost. A channel of LoRA adapters has the
-follower alone as a member. All processes of a server that ``serve`` has started die
-with the follower.
+The *follower* (:func:`replicas.engine.follow`) is rank 0 of the server's replica, and
+the server's workers are its other ranks
+(:mod:`replicas.integrations.vllm_worker.engine`). So a version counts as loaded when
+every worker has it and the server answers with it again; a worker, an engine or a
+follower that dies, or is stopped, is a rank that is lost. A channel of LoRA adapters
+has the follower alone as a member. All processes of a server that ``serve`` has started
+die with the follower.
 """
 
 from __future__ import annotations
@@ -27,18 +27,14 @@ import argparse
 import contextlib
 import functools
 import getpass
-import hashlib
 import importlib.metadata
 import itertools
 import json
 import logging
 import os
-import secrets
 import select
 import shutil
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -46,12 +42,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from replicas import environ, errors
-from replicas.integrations import follower
-from replicas.integrations.engine_server import EngineServer
-from replicas.integrations.follower import Following, PauseMode
+from replicas import engine, errors
+from replicas.engine import PauseMode, VerifyLoad
+from replicas.engine.following import MIN_SERVING, START_TIMEOUT_S
 from replicas.integrations.gate import GATE, GatePage, owner_of
-from replicas.linux.processes import descendants, die_with_parent, is_below, signal_each
+from replicas.integrations.http_engine import ENGINE_TIMEOUT_S
+from replicas.integrations.shared.serving import Child, child, held_port, scratch_folder, stopped_by_signals, url_of
+from replicas.integrations.vllm_adapters import VllmAdapters
+from replicas.integrations.vllm_verbs import VllmEngine, VllmServer, release_of
 
 __all__ = ["follow", "main", "register"]
 
@@ -62,12 +60,6 @@ API_KEY = "VLLM_API_KEY"
 QUIET_OPTION = "--disable-access-log-for-endpoints"
 QUIET = (0, 32)
 """The first release that is known to have it."""
-START_TIMEOUT_S = 900.0
-STOP_TIMEOUT_S = 6.0
-"""Shorter than a group's default ``stop_timeout``: a run whose supervisor had to kill
-processes at its end has failed."""
-SCRATCH_MAX = 107 - len("/vllm-0123456789/00000000-0000-0000-0000-000000000000")
-"""Longest path of a folder in which vLLM's own sockets still have a name."""
 
 
 def register() -> None:
@@ -76,7 +68,9 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     with contextlib.suppress(ValueError):  # it is known already: plugins are loaded more than once
-        WeightTransferEngineFactory.register_engine(BACKEND, "replicas.integrations.vllm_engine", "ReplicasEngine")
+        WeightTransferEngineFactory.register_engine(
+            BACKEND, "replicas.integrations.vllm_worker.engine", "ReplicasEngine"
+        )
     if GATE in os.environ:
         _end_with(owner_of(os.environ[GATE]))
 
@@ -112,14 +106,15 @@ def follow(
     lora: bool = False,
     mode: PauseMode = "keep",
     every: int = 1,
-    min_serving: float = follower.MIN_SERVING,
+    min_serving: float = MIN_SERVING,
+    verify_load: VerifyLoad = "first",
     complete: bool = True,
     patches: bool = False,
     public_url: str | None = None,
     api_key: str | None = None,
     stop: threading.Event | None = None,
     timeout: float = START_TIMEOUT_S,
-    engine_timeout: float = follower.ENGINE_TIMEOUT_S,
+    engine_timeout: float = ENGINE_TIMEOUT_S,
     **identity: Any,
 ) -> None:
     """Load each committed version of a channel into a vLLM server; block until
@@ -141,6 +136,9 @@ def follow(
     :param min_serving: the least share of the time in which the server computes, from 0
         to below 1; default 0.5: after a load it serves for as long as that took, and
         then loads the newest version.
+    :param verify_load: compare the workers' tensors with the version that they have
+        loaded ``"always"``, after the ``"first"`` load of each manifest, or
+        ``"never"``.
     :param complete: False: versions may lack parameters of the model.
     :param patches: write only what has changed since the last version, where that is
         proven to be right: on GPUs, of models that are not quantized.
@@ -159,22 +157,28 @@ def follow(
     :raises replicas.errors.Disconnected: no coordinator answered for 60 s.
     :raises replicas.errors.UsageError: an argument is wrong.
     """
+    key = os.environ.get(API_KEY, "") if api_key is None else api_key
+    given: dict[str, Any] = {"api_key": key, "public_url": public_url, "engine_timeout_s": engine_timeout}
     with tempfile.TemporaryDirectory(prefix="replicas-adapters-") as folder:
-        following = Following(
-            channel=channel,
-            lora=lora,
-            identity=identity,
+        adapters = Path(folder) if lora else None
+        engine.follow(
+            _engine(base_url, adapters, complete=complete, patches=patches, **given),
+            channel,
             mode=mode,
             every=every,
             min_serving=min_serving,
-            complete=complete,
-            patches=patches,
-            folder=Path(folder),
-            url=public_url or base_url,
-            engine_timeout_s=engine_timeout,
+            verify_load=verify_load,
+            stop=stop,
+            timeout=timeout,
+            **identity,
         )
-        server = EngineServer(base_url, api_key=os.environ.get(API_KEY, "") if api_key is None else api_key)
-        follower.run(server, following, threading.Event() if stop is None else stop, timeout)
+
+
+def _engine(url: str, adapters: Path | None, *, complete: bool, patches: bool, **more: Any) -> VllmServer:
+    """The verbs of a server of weights, or of adapters that are written to a folder."""
+    if adapters is not None:
+        return VllmAdapters(url, adapters, **more)
+    return VllmEngine(url, complete=complete, patches=patches, **more)
 
 
 # ------------------------------------------------------------ serve
@@ -205,8 +209,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--min-serving",
         type=float,
-        default=follower.MIN_SERVING,
+        default=MIN_SERVING,
         help="the least share of the time in which the server serves (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--verify-load",
+        choices=["always", "first", "never"],
+        default="first",
+        help="when the engine's tensors are compared with the version (default: %(default)s)",
     )
     parser.add_argument("--partial", action="store_true", help="versions may lack parameters of the model")
     parser.add_argument("--patches", action="store_true", help="write only what has changed, where that is possible")
@@ -220,7 +230,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--engine-timeout",
         type=float,
-        default=follower.ENGINE_TIMEOUT_S,
+        default=ENGINE_TIMEOUT_S,
         help="seconds for which the engine may answer nothing while it is at work (default: %(default)g)",
     )
     return parser
@@ -248,93 +258,38 @@ def _refuse_odd_addresses(rest: Sequence[str]) -> None:
 
 def _serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
     _refuse_odd_addresses(rest)
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(options.host, options.host)
-    gate = GatePage.create()
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    gate, stop = GatePage.create(), stopped_by_signals()
     if options.lora:
         rest = [*rest, "--enable-lora"]
         if not any(option.startswith(("--api-server-count", "--api_server_count")) for option in rest):
             rest = [*rest, "--api-server-count", "1"]  # with several, vLLM loads no adapters at run time
     with (
-        _port(options) as port,
-        _scratch() as scratch,
-        _vllm(options.host, port, rest, gate, scratch) as process,
+        held_port(options.host, options.port) as port,
+        scratch_folder("vllm", _remove) as scratch,
+        _vllm(options.host, port, rest, gate, scratch) as server,
     ):
-
-        def is_gone() -> str:
-            code = process.poll()
-            return "" if code is None else f"vLLM's server ended with {_ending(code)}"
-
-        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        following = Following(
-            channel=options.channel,
-            lora=options.lora,
+        verbs = _engine(
+            url_of(options.host, port),
+            scratch if options.lora else None,
+            complete=not options.partial,
+            patches=options.patches,
+            secret=gate.secret,
+            api_key=_api_key(rest),
+            is_gone=server.is_gone,
+            engine_timeout_s=options.engine_timeout,
+            process=server.pid,
+        )
+        engine.follow(
+            verbs,
+            options.channel,
             mode=options.pause_mode,
             every=options.every,
             min_serving=options.min_serving,
-            complete=not options.partial,
-            patches=options.patches,
-            url=url,
+            verify_load=options.verify_load,
             gate=gate,
-            folder=scratch,
-            is_gone=is_gone,
-            engine_timeout_s=options.engine_timeout,
-            process=process.pid,
+            stop=stop,
         )
-        follower.run(EngineServer(url, gate.secret, _api_key(rest)), following, stop, START_TIMEOUT_S)
     return 0
-
-
-def _index_here(found: environ.Environment) -> int:
-    """The replica's index among those that a supervisor starts on this host.
-
-    One that others start is expected to have a network address of its own, as in a pod.
-    """
-    started_here = environ.REPLICAS in os.environ
-    return found.replica if started_here and isinstance(found.replica, int) else 0
-
-
-def _ending(code: int) -> str:
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-
-@contextlib.contextmanager
-def _port(options: argparse.Namespace) -> Iterator[int]:
-    """The port to serve on; a free one is held in the block.
-
-    The holder does not listen, and lets those bind who ask for a used address, as
-    vLLM's server does; nobody else is given the port meanwhile.
-    """
-    if options.port:
-        yield options.port + _index_here(environ.read())
-        return
-    with socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET) as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind((options.host, 0))
-        port: int = holder.getsockname()[1]
-        yield port
-
-
-@contextlib.contextmanager
-def _scratch() -> Iterator[Path]:
-    """A folder for the sockets and files that vLLM makes and does not remove.
-
-    A replica has the same one in each generation, so what a killed follower left there
-    goes with the next start.
-    """
-    found = environ.read()
-    state = os.environ.get(environ.STATE_ID) or secrets.token_hex(8)
-    name = hashlib.sha256(f"{state}/{found.group}/{found.replica}".encode()).hexdigest()[:10]
-    base = tempfile.gettempdir()
-    folder = Path(base if len(base) <= SCRATCH_MAX else "/tmp") / f"vllm-{name}"  # its sockets need short paths
-    _remove(folder)
-    folder.mkdir(mode=0o700)
-    try:
-        yield folder
-    finally:
-        _remove(folder)
 
 
 def _remove(folder: Path) -> None:
@@ -357,14 +312,11 @@ def _installed() -> str:
 
 
 @contextlib.contextmanager
-def _vllm(
-    host: str, port: int, rest: Sequence[str], gate: GatePage, scratch: Path
-) -> Iterator[subprocess.Popen[bytes]]:
-    """vLLM's own server as a child; it is ended with the block, and dies with this
-    process."""
-    release = follower.release_of(_installed())
+def _vllm(host: str, port: int, rest: Sequence[str], gate: GatePage, scratch: Path) -> Iterator[Child]:
+    """vLLM's own server in the block."""
+    release = release_of(_installed())
     if release >= QUIET and not any(option.replace("_", "-").startswith(QUIET_OPTION) for option in rest):
-        rest = [*rest, QUIET_OPTION, ",".join(follower.WATCHED)]  # its log would be half of them
+        rest = [*rest, QUIET_OPTION, ",".join(VllmServer.watched)]  # its log would be half of them
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *rest),
         *("--host", host, "--port", str(port)),
@@ -380,26 +332,11 @@ def _vllm(
         "TMPDIR": str(scratch),
         GATE: gate.path,
     }
-    parent = os.getpid()
-    process = subprocess.Popen(command, env=variables, preexec_fn=lambda: die_with_parent(parent))
-    try:
-        yield process
-    except errors.ReplicasError:  # it is gone or frozen, and would wait for its own requests at its end
-        _kill_tree(process)
-        raise
-    finally:
-        gate.shut()
-        process.terminate()
+    with child("vLLM", command, variables) as server:
         try:
-            process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:  # it waits for its requests
-            _kill_tree(process)
-            process.wait()
-
-
-def _kill_tree(process: subprocess.Popen[bytes]) -> None:
-    signal_each(descendants(process.pid), signal.SIGKILL, lambda pid: is_below(pid, process.pid))
-    process.kill()
+            yield server
+        finally:
+            gate.shut()
 
 
 if __name__ == "__main__":

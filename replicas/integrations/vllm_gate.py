@@ -19,10 +19,11 @@ from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from replicas.integrations.gate import Gate, GatePage, Receive, Scope, Send
+from replicas.integrations.gate import ALWAYS, Gate, GatePage, Receive, Scope, Send
 
 __all__ = ["VllmGate"]
 
+_ALWAYS = (*ALWAYS, "/ping", "/version", "/load", "/v1/models")
 _CONTROL_PACKAGES = ("vllm.entrypoints.rl", "vllm.entrypoints.serve.dev")
 _OPERATORS_PACKAGES = tuple(f"vllm.entrypoints.serve.{name}" for name in ("elastic_ep", "fault_tolerance", "profile"))
 """Where a release may have further routes that change the engine."""
@@ -33,7 +34,7 @@ class VllmGate(Gate):
     adapters."""
 
     def __init__(self, app: object) -> None:
-        super().__init__(app, frozenset(_control_paths()))  # type: ignore[arg-type]  # FastAPI's app is an ASGI app
+        super().__init__(app, frozenset(_control_paths()), always=_ALWAYS)  # type: ignore[arg-type]  # an ASGI app
         REGISTRY.register(_ServedVersion(self._page))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

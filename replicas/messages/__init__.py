@@ -47,7 +47,9 @@ all ranks of the replica. In between the coordinator moves the version with *tra
 
 **Receiving.** :class:`ReceiveAsk` → :class:`ReceiveGrant` with a committed version, the
 same for all ranks of the replica; the other ranks get :class:`Assigned`, so that they
-keep the slot. Then :class:`Loaded` or :class:`LoadFailed`.
+keep the slot. Then :class:`Loaded` or :class:`LoadFailed`. On a channel with
+``adopt_together`` :class:`CanLoad` → :class:`LoadDecided` come before the load: the
+same decision for all targets (:mod:`replicas.core.versions.adoption`).
 
 **Operations** (collectives between peers). :class:`OperationPost` (``post`` numbers a
 member's own operations) → when all participants have posted, :class:`OperationGo` →
@@ -56,8 +58,8 @@ sidecars run it → :class:`OperationDone` or :class:`OperationFailed` →
 
 **A new coordinator** has another term. Sessions and queues of the old one are gone, the
 decision log may be. In Hello the member says what it knows: ``epoch``, ``latest``, the
-versions that it holds, serves and was assigned. After the Welcome it announces its
-unfinished work again: a publish that already had a number with
+versions that it holds, serves, was assigned and knows adopted. After the Welcome it
+announces its unfinished work again: a publish that already had a number with
 ``PublishBegin(resumed=True)`` and that number (and :class:`Packed`, if it was packed),
 asks and watches; then :class:`Resumed`. The coordinator asks a holder for the manifest
 of the newest committed version (:class:`Describe` → :class:`Described`). So a publish
@@ -101,7 +103,7 @@ __all__ = [
     "encode_frame",
 ]
 
-PROTOCOL = 9
+PROTOCOL = 10
 """Version of this protocol; a Hello with another one is refused."""
 
 

@@ -213,6 +213,8 @@ class ChannelSettings(msgspec.Struct, frozen=True):
     """Carriers speak TLS with each other, and no version passes a process group."""
     carry_port: int = 0
     """The first port at which a carrier may listen; 0: any."""
+    adopt_together: bool = False
+    """A version is loaded once all targets can load it."""
 
 
 class ReceiptData(msgspec.Struct, frozen=True):

@@ -31,6 +31,7 @@ __all__ = [
     "LaneAhead",
     "LaneDrop",
     "LaneForm",
+    "LoadDecided",
     "Locate",
     "OperationEnd",
     "OperationGo",
@@ -238,6 +239,13 @@ class ReceiveGrant(_FromCoordinator, frozen=True):
     version: int
 
 
+class LoadDecided(_FromCoordinator, frozen=True):
+    """Load ``version`` now, as all targets do; or not at all, for this ``error``."""
+
+    version: int
+    error: WireError | None = None
+
+
 class WatchEnd(_FromCoordinator, frozen=True):
     """All live target replicas have loaded ``version``.
 
@@ -309,6 +317,7 @@ FromCoordinator: TypeAlias = (
     | Discard
     | Assigned
     | ReceiveGrant
+    | LoadDecided
     | WatchEnd
     | OperationGo
     | OperationEnd

@@ -22,6 +22,7 @@ from replicas.messages.identity import Member, ProcessIdentity
 
 __all__ = [
     "Bye",
+    "CanLoad",
     "CarrierUp",
     "Described",
     "Dropped",
@@ -67,7 +68,8 @@ class Hello(_FromMember, frozen=True):
     no longer holds, but whose memory others may still have mapped. ``any_replica``: the
     coordinator chooses the index of its replica. ``proof``: that the process runs under
     a shim of this generation (:func:`~replicas.messages.identity.proof_of`); empty:
-    others have started it.
+    others have started it. ``adopted``, ``unadopted``: the newest version that it knows
+    adopted, and the newest that it knows rejected, or has refused.
     """
 
     protocol: int
@@ -99,6 +101,8 @@ class Hello(_FromMember, frozen=True):
     lent: tuple[int, ...] = ()
     any_replica: bool = False
     proof: str = ""
+    adopted: int = 0
+    unadopted: int = 0
 
     @property
     def member(self) -> Member:
@@ -328,6 +332,16 @@ class LoadFailed(_FromMember, frozen=True):
     kept: bool = False
 
 
+class CanLoad(_FromMember, frozen=True):
+    """This rank can load a version that it was granted; answered by ``LoadDecided``.
+
+    ``whole``: it has checked for all ranks of its replica.
+    """
+
+    version: int
+    whole: bool = False
+
+
 class WatchLoaded(_FromMember, frozen=True):
     """Ask to be told when every live target replica has loaded ``version`` or newer.
 
@@ -397,6 +411,7 @@ FromMember: TypeAlias = (
     | ReceiveCancel
     | Loaded
     | LoadFailed
+    | CanLoad
     | WatchLoaded
     | OperationPost
     | OperationDone

@@ -3,5 +3,6 @@ checkpoints; and checkpoints themselves."""
 
 from replicas.sources.checkpoint import Checkpoint, checkpoint
 from replicas.sources.hf import HfSource, hf
+from replicas.sources.megatron import MegatronSource, is_linear, megatron
 
-__all__ = ["Checkpoint", "HfSource", "checkpoint", "hf"]
+__all__ = ["Checkpoint", "HfSource", "MegatronSource", "checkpoint", "hf", "is_linear", "megatron"]

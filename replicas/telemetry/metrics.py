@@ -173,6 +173,10 @@ _CHANNEL = (
     ),
     _Gauge("version_bytes", "Size of the newest committed version.", lambda one: one.version_nbytes),
     _Gauge("slots", "Slots of each member of the channel.", lambda one: one.slots),
+    _Gauge(
+        "served_versions", "Versions of the channel's weights that ready replicas serve.", lambda one: len(one.served)
+    ),
+    _Gauge("adopts_together", "1 when the channel has adopt_together.", lambda one: one.adopt_together),
     _Counter(
         "sync_bytes_total",
         "Bytes of weights that were sent to members, also to latecomers; what is mapped on one host does not move.",

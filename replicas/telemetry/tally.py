@@ -78,7 +78,9 @@ class Tally(msgspec.Struct):
     not come back yet. ``reload_ok``: whether the config that was last read is in use.
     ``commits``: number and time of a channel's newest commits. ``received``: bytes by
     channel and replica. ``loads``: by channel and group. ``operations`` and
-    ``operation_times``: by channel and kind.
+    ``operation_times``: by channel and kind. ``ready``: names of replicas.
+    ``serving``: the version of each replica, by channel. ``mixed``: since when ready
+    replicas have served different versions of a channel.
     """
 
     restarts: dict[str, Counts] = {}
@@ -104,12 +106,15 @@ class Tally(msgspec.Struct):
     loads: dict[str, dict[str, Histogram]] = {}
     operations: dict[str, dict[str, Counts]] = {}
     operation_times: dict[str, dict[str, Histogram]] = {}
+    ready: set[str] = set()
+    serving: dict[str, Counts] = {}
+    mixed: dict[str, float] = {}
 
     def count(self, event: Event, at: float = 0.0) -> None:
         """Count one event; most change nothing. ``at``: when, in seconds since 1970."""
         match event:
             case Transition():
-                self._moved(event)
+                self._moved(event, at)
             case SyncEnded():
                 self._synced(event, at)
             case CaughtUp():
@@ -117,9 +122,12 @@ class Tally(msgspec.Struct):
                 self._received(event.channel, event.moved_to)
             case WrongBytes(channel):
                 _add(self.wrong, channel)
-            case ReplicaLoaded() if event.version and event.load_s:  # else another coordinator has told it
-                spread = self.loads.setdefault(event.channel, {}).setdefault(event.group, Histogram())
-                spread.observe(event.load_s, SYNC_BUCKETS)
+            case ReplicaLoaded():
+                self.serving.setdefault(event.channel, {})[f"{event.group}/{event.replica}"] = event.version
+                self._mix(event.channel, at)
+                if event.version and event.load_s:  # else another coordinator has told it
+                    spread = self.loads.setdefault(event.channel, {}).setdefault(event.group, Histogram())
+                    spread.observe(event.load_s, SYNC_BUCKETS)
             case OperationEnded(channel, kind):
                 _add(self.operations.setdefault(channel, {}).setdefault(kind, {}), event.outcome)
                 spread = self.operation_times.setdefault(channel, {}).setdefault(kind, Histogram())
@@ -158,13 +166,28 @@ class Tally(msgspec.Struct):
         self.events_lost += 1
         self.events_untold += 1
 
-    def _moved(self, step: Transition) -> None:
+    def _moved(self, step: Transition, at: float) -> None:
+        (self.ready.add if step.after == "ready" else self.ready.discard)(f"{step.group}/{step.replica}")
+        for channel in self.serving:
+            self._mix(channel, at)
         if step.restart_reason is not None:
             _add(self.restarts.setdefault(step.group, {}), step.restart_reason)
         if step.start_s is not None:
             self.starts.setdefault(step.group, Histogram()).observe(step.start_s, START_BUCKETS)
         if step.recovery_s is not None:
             self.recoveries.setdefault(step.group, Histogram()).observe(step.recovery_s, START_BUCKETS)
+
+    def _mix(self, channel: str, at: float) -> None:
+        """Note since when its ready replicas have served different versions."""
+        if len(self.served(channel)) > 1:
+            self.mixed.setdefault(channel, at)
+        else:
+            self.mixed.pop(channel, None)
+
+    def served(self, channel: str) -> dict[int, int]:
+        """How many ready replicas serve each version of the channel."""
+        serving = self.serving.get(channel, {}).items()
+        return dict(Counter(version for name, version in serving if version and name in self.ready))
 
     def _received(self, channel: str, moved_to: Counts) -> None:
         counts = self.received.setdefault(channel, {})
@@ -219,6 +242,8 @@ class Tally(msgspec.Struct):
             operations=dict(operations),
             committed_at=commits[-1][1] if commits else None,
             version_nbytes=self.version_nbytes.get(name, 0),
+            served=self.served(name),
+            mixed_since=self.mixed.get(name),
         )
 
     def _replica(self, status: ReplicaStatus, now: float) -> ReplicaStatus:

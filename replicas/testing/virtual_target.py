@@ -45,7 +45,10 @@ class VirtualTarget:
 
     def _take(self, update: Update) -> None:
         try:
+            update.adopt().wait()
             self._load(update)
+        except errors.NotAdopted:
+            return  # the next one will come
         except BaseException as error:  # noqa: BLE001  # reported, as a program's own would be; the thread goes on
             update.failed(error)
             self.channel.committed(after=update.version).wait()  # else it would be given the same one at once

@@ -27,8 +27,10 @@ from replicas.weights.copies.tensors import (
     PLAIN,
     Box,
     alias_of,
+    bits,
     dtype_name,
     is_castable,
+    is_copied,
     is_dtensor,
     local_box,
     why_unusable,
@@ -277,7 +279,7 @@ class Feed:
         why, value = _standing_in(value)
         try:
             with torch.no_grad():
-                gathered: torch.Tensor = value.detach().full_tensor()  # type: ignore[attr-defined]  # torch's stub: detach gives a Tensor
+                gathered = _full(value)
         except BaseException:
             self._end(failed=True)
             raise
@@ -363,6 +365,17 @@ def _standing_in(value: DTensor) -> tuple[str, DTensor]:
     zeros = torch.zeros(local.shape, dtype=local.dtype, device=local.device)
     mesh, placements = value.device_mesh, value.placements
     return why, DTensor.from_local(zeros, mesh, placements, run_check=False, shape=value.shape, stride=value.stride())
+
+
+def _full(value: DTensor) -> torch.Tensor:
+    """Gather; a dtype that not every torch copies as integers, as Gloo moves no
+    float8."""
+    given: Any = value.detach()
+    if is_copied(value.dtype):
+        return cast("torch.Tensor", given.full_tensor())
+    place = {"run_check": False, "shape": value.shape, "stride": value.stride()}
+    whole = type(given).from_local(bits(given.to_local()), value.device_mesh, value.placements, **place).full_tensor()
+    return cast("torch.Tensor", whole.view(value.dtype))
 
 
 def known_values(weights: object) -> dict[str, object] | None:

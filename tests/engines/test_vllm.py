@@ -2,7 +2,7 @@
 
 One start of the server serves all tests; each leaves it serving the newest version.
 
-Covers: integrations/vllm_engine.py, integrations/vllm_gate.py.
+Covers: integrations/vllm_worker/engine.py, integrations/vllm_gate.py.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import replicas
 from replicas import Coordinator, errors
-from replicas.integrations.follower import PauseMode
+from replicas.engine import PauseMode
 from replicas.integrations.vllm import follow
 from replicas.linux.processes import die_with_parent
 from replicas.sources import hf

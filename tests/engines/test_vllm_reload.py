@@ -1,6 +1,6 @@
 """What a released vLLM's worker loads: a whole version or nothing of it, by name.
 
-Covers: integrations/vllm_reload.py.
+Covers: integrations/vllm_worker/reload.py.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ WORDS = {
     "integers": f"torch.int32 is given for {QKV}, which is torch.bfloat16",
     "float8": f"torch.float8_e4m3fn is given for {QKV}",
     "names of a compiled model": "publish hf(model), whose names are those of its checkpoint",
+    "a tensor of nobody's": "the model's, which ignores them: model.layers.0.self_attn.q_proj.bias",
     "another vocabulary": "near lm_head.weight [100, 64]",
 }
 
@@ -56,6 +57,16 @@ def test_a_model_of_experts_computes_with_each_version_that_is_loaded(found: dic
 @pytest.mark.parametrize(("misfit", "words"), WORDS.items())
 def test_a_version_that_does_not_fit_is_refused_by_name(found: dict[str, Any], misfit: str, words: str) -> None:
     assert words in found["refused"][misfit]
+
+
+def test_a_model_that_differs_in_one_element_is_found_by_name(found: dict[str, Any]) -> None:
+    itself = found["proofs"].pop("of itself")
+    assert itself["wrong"] == []
+    named = {name for name, wrong in found["proofs"].items() if wrong}
+    assert all(name in wrong[0] for name, wrong in found["proofs"].items() if wrong)
+    told = {name for name in found["proofs"] if ".experts." not in name}  # a CPU packs those
+    assert named >= told
+    assert itself["equal"] >= len(told)
 
 
 def test_a_refused_version_leaves_the_model_as_it_was(found: dict[str, Any]) -> None:

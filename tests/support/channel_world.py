@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -42,6 +42,7 @@ from replicas.core.versions.fetching import pieces
 from replicas.core.versions.manifests import read
 from replicas.messages.identity import Member, ProcessIdentity
 from replicas.telemetry.tally import Tally
+from tests.support.channel.adoptions import Adoptions
 
 NBYTES = 16
 """Of a version."""
@@ -142,6 +143,15 @@ class SimMember:
     assigned: int = 0
     open: dict[int, OpenPublish] = field(default_factory=dict)
     manifests: dict[str, bytes] = field(default_factory=dict)
+    candidate: int = 0
+    """It can load this version, and waits for the others (``adopt_together``)."""
+    whole: bool = False
+    """It says so for all ranks of its replica."""
+    loaded: int = 0
+    adopted: list[int] = field(default_factory=list)
+    told_no: list[int] = field(default_factory=list)
+    unadopted: list[int] = field(default_factory=list)
+    """Versions that it has refused."""
     seen: list[wire.FromCoordinator] = field(default_factory=list)
     serving: dict[int, wire.TransferOffer] = field(default_factory=dict)
     """What its carrier serves, by transfer; what it pulls, too."""
@@ -181,7 +191,7 @@ class SimMember:
         self.outbox.append(wire.Filled(publish, 0.1, f"digest-{version}", 0.01, place))
 
     def ask(self, at_least: int = 0) -> None:
-        if not self.asked:
+        if not self.asked and not self.candidate:
             self.asked, self.at_least, self.declined = True, at_least, 0
             self.ask_again()
 
@@ -192,15 +202,23 @@ class SimMember:
             self.outbox.append(wire.ReceiveCancel(self.asks))
 
     def look(self) -> None:
-        """Load what it was granted."""
-        if self.unlooked:
-            self.outbox.append(wire.Loaded(self.unlooked, 0.0))
+        """Load what it was granted; or say that it can."""
+        if self.unlooked and self.world.config.adopt_together:
+            self.candidate, self.unlooked = self.unlooked, 0
+            self.outbox.append(wire.CanLoad(self.candidate, self.whole))
+        elif self.unlooked:
+            self._load(self.unlooked)
             self.unlooked = 0
+
+    def _load(self, version: int) -> None:
+        self.loaded = version
+        self.outbox.append(wire.Loaded(version, 0.0))
 
     def keep_own(self, why: str) -> None:
         """Load nothing of what it was granted, and go on with what it has."""
-        version, self.unlooked = self.unlooked, 0
+        version, self.unlooked, self.candidate = self.unlooked or self.candidate, 0, 0
         self.granted.remove(version)
+        self.unadopted.append(version)
         self.refused = version
         self.outbox.append(wire.LoadFailed(version, wire.WireError("ManifestMismatch", why), kept=True))
 
@@ -231,6 +249,8 @@ class SimMember:
             self.outbox.append(wire.PublishBegin(number, version, 60.0, resumed=resumed))
             if publish.packed:
                 self.pack(number, manifest=publish.manifest)
+        if self.candidate:
+            self.outbox.append(wire.CanLoad(self.candidate, self.whole))
         if self.asked:
             self.ask_again()
         self.outbox.append(wire.Resumed())
@@ -300,6 +320,13 @@ class SimMember:
                 self.unlooked = message.version
                 if self.loads:
                     self.look()
+            case wire.LoadDecided(version, error):
+                (self.adopted if error is None else self.told_no).append(version)
+                if version == self.candidate and error is None:
+                    self._load(version)
+                elif version == self.candidate and error is not None:
+                    self.keep_own(error.message)
+                self.candidate *= version != self.candidate
             case wire.OperationEnd():
                 assert message.post not in self.ends, "two verdicts"
                 self.ends[message.post] = message
@@ -608,6 +635,9 @@ class World:
         self.members: dict[Member, SimMember] = {}
         self.decisions: list[CommitDecision] = []
         self.aborted: set[int] = set()
+        self.admitted: dict[int, set[tuple[str, int]]] = defaultdict(set)
+        """Publishes by version: by whom, and which of its. The number of one that was
+        never packed may be used again after a restart."""
         self.log_lost = False
         self.events: list[Event] = []
         self.tally = Tally()
@@ -632,6 +662,7 @@ class World:
         self.holes: set[frozenset[str]] = set()
         """Those between which groups form and connections are made, and nothing
         moves."""
+        self.adoptions = Adoptions()
         self.terms = itertools.count(2)
         self._nonces = itertools.count(1)
         self._lanes: dict[str, dict[Member, int]] = {}
@@ -705,6 +736,7 @@ class World:
             here=self._here,
         )
         self.kept.clear()
+        self.adoptions = Adoptions()
         sims, self.members = list(self.members.values()), {}
         for sim in sims:
             sim.inbox.clear()
@@ -724,20 +756,25 @@ class World:
         """The member's session comes back: it says what it knows, and what is under
         way."""
         latest = sim.commits[-1] if sim.commits else 0
+        loaded = sim.loaded if self.config.adopt_together else max(sim.granted, default=0)
         hello = msgspec.structs.replace(
             sim.hello,
             resume_term=1,
             held=tuple(
                 wire.HeldVersion(version, f"digest-{version}", place=sim.place(version)) for version in sorted(sim.held)
             ),
-            loaded=max(sim.granted, default=0),
+            loaded=loaded,
             epoch=sim.epoch,
             latest=latest,
             latest_digest=f"digest-{latest}" if latest else "",
-            assigned=sim.assigned if sim.assigned > max(sim.granted, default=0) else 0,
+            assigned=sim.assigned if sim.assigned > loaded else 0,
+            adopted=max(sim.adopted, default=0),
+            unadopted=max((*sim.unadopted, *sim.told_no), default=0),
             publishes=sim.publishes,
         )
-        _, older = self.state.join(hello, sim.address, self.now)
+        served = self.state.adoption.served
+        state, older = self.state.join(hello, sim.address, self.now)
+        self.adoptions.joined(state, served)
         if older is not None:
             self.members.pop(older.member, None)
         self.members[sim.member] = sim
@@ -776,7 +813,9 @@ class World:
         return self._add(hello, nonce, machine, address)
 
     def _add(self, hello: wire.Hello, nonce: int, machine: str, address: str) -> SimMember:
+        served = self.state.adoption.served
         state, older = self.state.join(hello, address, self.now)
+        self.adoptions.joined(state, served)
         if older is not None:
             self.members.pop(older.member, None)
         sim = self.member_type(state.member, self, hello, nonce, machine)
@@ -800,6 +839,10 @@ class World:
                 case Send():
                     if isinstance(effect.message, wire.LaneForm):
                         self._lanes.setdefault(effect.message.lane, {})[effect.member] = effect.message.rank
+                    if isinstance(effect.message, wire.LoadDecided):
+                        self.adoptions.decided(effect.message, self.state)
+                    if isinstance(effect.message, wire.PublishAdmitted):
+                        self.admitted[effect.message.version].add((effect.member.incarnation, effect.message.publish))
                     if effect.member in self.members:
                         self.members[effect.member].inbox.append(effect.message)
                 case CommitDecision(kind="abort", version=version):
@@ -825,6 +868,7 @@ class World:
                     self.kept.pop(effect.owner, None)
                 case event:
                     self.events.append(event)
+                    self.adoptions.happened(event)
                     self.tally.count(event)
                     if isinstance(event, MemberLost):
                         self.members.pop(event.member, None)
@@ -860,6 +904,8 @@ class World:
         if isinstance(message, wire.Bye):
             self.lose(sim, "left")
             return True
+        if (known := self.state.roster.get(sim.member)) is not None:
+            self.adoptions.heard(known, message)
         self.state.receive(sim.member, message, self.now)
         self._collect()
         return True

@@ -37,12 +37,14 @@ class _Worker:
             self.update.__enter__()
 
     def check(self, version: int) -> None:
-        """Refuse a version with a tensor called ``misfit``."""
+        """Refuse a version with a tensor called ``misfit`` or ``..._of_nobody``, or
+        that is larger than others."""
         self._open(version)
         assert self.update is not None
-        if any(spec.name == "misfit" for spec in self.update.manifest.tensors):
-            self.refuse("no parameter is called misfit")
-            raise RuntimeError(f"version {version} is refused: no parameter is called misfit")
+        for spec in self.update.manifest.tensors:
+            if spec.name == "misfit" or spec.name.endswith("_of_nobody") or spec.shape > (64,):
+                self.refuse(f"no parameter is called {spec.name} or has its shape")
+                raise RuntimeError(f"version {version} is refused: no parameter is called {spec.name}")
 
     def refuse(self, why: str) -> None:
         update, self.update = self.update, None
@@ -50,14 +52,23 @@ class _Worker:
             update.refuse(why)
             update.__exit__(None, None, None)
 
-    def load(self, version: int, tensors: int | None) -> None:
-        """Load ``tensors`` of the version's tensors; None: all."""
+    def prove(self) -> None:
+        assert self.update is not None
+        for name, tensor in self.update:
+            if not torch.equal(self.model[name], tensor):
+                raise RuntimeError(f"1 tensors are others than those of the version: {name}")
+
+    def load(self, version: int, tensors: int | None, *, loses: bool = False) -> None:
+        """Load ``tensors`` of the version's tensors; None: all. With ``loses`` the last
+        one is not what was published."""
         self._open(version)
         assert self.update is not None
         for number, (name, tensor) in enumerate(self.update):
             if number == tensors:
                 raise RuntimeError(f"the update dies after {tensors} tensors")
             self.model[name] = tensor.clone()
+        if loses:
+            self.model[name] += 1
 
     def finish(self) -> None:
         update, self.update = self.update, None
@@ -72,6 +83,7 @@ class FakeEngine(ThreadingHTTPServer):
     :ivar calls: the control requests so far, by path.
     :ivar queries: the last query of each.
     :ivar fail_updates: how many of the next updates die after their first tensor.
+    :ivar lose_tensors: how many of the next updates load a tensor wrong.
     :ivar kept_requests: frozen requests hold blocks of the prefix cache.
     :ivar pause_s: how long it takes to pause.
     :ivar bad_adapter: it takes no adapter.
@@ -89,7 +101,7 @@ class FakeEngine(ThreadingHTTPServer):
         self.workers: list[_Worker] = []
         self.calls: list[str] = []
         self.queries: dict[str, str] = {}
-        self.fail_updates = 0
+        self.fail_updates = self.lose_tensors = 0
         self.paused = False
         self.active = False
         self.version = "default"
@@ -117,6 +129,17 @@ class FakeEngine(ThreadingHTTPServer):
     async def __aenter__(self) -> FakeEngine:
         self._thread.start()
         return self
+
+    def __enter__(self) -> FakeEngine:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._end()
 
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self._end)
@@ -146,6 +169,8 @@ class FakeEngine(ThreadingHTTPServer):
                 return {}
             case "/version":
                 return {"version": self.release}
+            case "/weight_info":
+                return {"weight_version": self.version}
             case "/get_world_size":
                 return {"world_size": self.count}
             case "/init_weight_transfer_engine":
@@ -181,7 +206,9 @@ class FakeEngine(ThreadingHTTPServer):
                 raise RuntimeError(f"no route {path}")
         return {}
 
-    def _update(self, version: int, timeout_s: float, check: bool = False, refuse: str = "") -> None:
+    def _update(
+        self, version: int, timeout_s: float, check: bool = False, prove: bool = False, refuse: str = ""
+    ) -> None:
         if not self.active:
             raise RuntimeError("start_weight_update must be called before update_weights")
         self.active = False  # as in vLLM: an update that fails is over
@@ -195,9 +222,16 @@ class FakeEngine(ThreadingHTTPServer):
                 worker.check(version)
             self.active = True
             return
+        if prove:
+            self.calls.append("prove")
+            for worker in self.workers:
+                worker.prove()
+            self.active = True
+            return
+        loses, self.lose_tensors = self.lose_tensors > 0, max(0, self.lose_tensors - 1)
         fails, self.fail_updates = self.fail_updates > 0, max(0, self.fail_updates - 1)
         for worker in self.workers:
-            worker.load(version, 1 if fails else None)
+            worker.load(version, 1 if fails else None, loses=loses)
         self.active = True
 
 

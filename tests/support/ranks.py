@@ -117,6 +117,9 @@ class RankProcess:
 
     async def kill(self) -> None:
         """SIGKILL, and its end."""
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.wait([self._reading])
         if self.process.returncode is None:
             self.process.kill()
         # Its helper holds the pipe for a moment longer.
@@ -189,6 +192,19 @@ class _Rank:
         if forget:
             self.forget()
         return self._channel.version
+
+    def refuse(self, why: str) -> int:
+        assert self._update is not None
+        self._update.refuse(why)
+        self._update = None
+        self.forget()
+        return self._channel.version
+
+    def adopt(self) -> int:
+        """Wait until all can load the open update."""
+        assert self._update is not None
+        self._update.adopt().wait()
+        return self._update.version
 
     def forget(self) -> None:
         self._kept = []

@@ -63,6 +63,8 @@ class Holdings:
     :ivar latest_digest: of ``latest``; empty while only its number is known.
     :ivar assigned: the version that this replica was granted and this rank has yet to
         load; 0: none.
+    :ivar adopted: the newest version that all targets may load, as far as is known
+        here. :ivar unadopted: the newest that was rejected, or refused here.
     """
 
     arena: Arena
@@ -73,7 +75,7 @@ class Holdings:
         self._on_drop = on_drop
         self.latest = 0
         self.latest_digest = ""
-        self.assigned = 0
+        self.assigned = self.adopted = self.unadopted = 0
         self.publishing: set[int] = set()
         self.prepared: set[int] = set()
         self.doubtful: set[int] = set()
@@ -117,6 +119,11 @@ class Holdings:
     def lent(self) -> tuple[int, ...]:
         """Versions no longer held, whose memory other processes may still map."""
         return tuple(sorted(self.arena.lent())) if self.opened else ()
+
+    def decisions(self) -> dict[str, Any]:
+        """What was decided of versions, for a Hello."""
+        names = ("latest", "latest_digest", "assigned", "adopted", "unadopted")
+        return {name: getattr(self, name) for name in names}
 
     def digest(self, version: int) -> str:
         """Digest of ``version``; empty while it is not known here."""

@@ -223,9 +223,7 @@ class Hub:
             lent=known.lent(),
             loaded=self._loaded_version(),
             epoch=self.epoch,
-            latest=known.latest,
-            latest_digest=known.latest_digest,
-            assigned=known.assigned,
+            **known.decisions(),
             publishes=self.publishes_made,
         )
         return self._introduced

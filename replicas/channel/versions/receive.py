@@ -43,10 +43,13 @@ from replicas import errors
 from replicas.channel.session.holdings import Holder
 from replicas.channel.session.hub import Hub, Part
 from replicas.channel.session.pending import Promise
-from replicas.channel.versions.update import Base, Update
+from replicas.channel.versions.adopting import Adopting
+from replicas.channel.versions.owner import Base
+from replicas.channel.versions.update import Update
 from replicas.common.waits import locked
 from replicas.core.versions.rounds import is_enough
 from replicas.messages import (
+    LoadDecided,
     Loaded,
     LoadFailed,
     ReceiveAsk,
@@ -102,6 +105,7 @@ class Receiver(Part):
         self._failure: LoadFailed | None = None
         self._given_back = 0
         self._base: Base | None = None
+        self.adopting: Adopting = Adopting(hub)
 
     # ------------------------------------------------------------ caller's thread
 
@@ -167,18 +171,20 @@ class Receiver(Part):
     # ------------------------------------------------------------ session thread
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
-        return {ReceiveGrant: self._grant}
+        return {ReceiveGrant: self._grant, LoadDecided: self.adopting.decided}
 
     def new_term(self) -> None:
         self._wish.granted = 0
         if self._failure is not None:
             self._hub.send(self._failure)
+        self.adopting.new_term()
         if self._wish.pending is not None:
             self._send_ask()
 
     def fail_all(self, error: errors.ReplicasError) -> None:
         pending = self._wish.pending
         self._end_ask()
+        self.adopting.end(error)
         if pending is not None:
             pending.fail(error)
 
@@ -310,11 +316,12 @@ class Receiver(Part):
     def session_down(self, error: errors.ReplicasError) -> None:
         if self._wish.pending is not None:
             self._hub.send(ReceiveCancel(self._asks))
-            self.fail_all(error)
+        self.fail_all(error)
 
     def _report(self, message: Loaded | LoadFailed) -> None:
         is_kept = isinstance(message, LoadFailed) and message.kept
         self._refused = message.version if is_kept else 0
+        self._hub.holdings.unadopted = max(self._hub.holdings.unadopted, self._refused)
         self._failure = message if isinstance(message, LoadFailed) and not is_kept else None
         if self._in_hand == message.version:
             self._in_hand = 0

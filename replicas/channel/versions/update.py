@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -9,15 +10,17 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import NamedTuple, Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
 from replicas import errors
 from replicas.channel.session.holdings import Holder
+from replicas.channel.session.pending import Pending
+from replicas.channel.versions.owner import Base, UpdateOwner
 from replicas.common.waits import locked
 from replicas.core.base.manifest import Manifest
-from replicas.messages import Meta, SlotPlace, arguments
+from replicas.messages import Meta, arguments
 from replicas.messages.bounds import shown
 from replicas.weights.changes import Change, Difference, all_of
 from replicas.weights.copies.accelerator import Event, device_of
@@ -26,28 +29,6 @@ from replicas.weights.memory.arena import Slot
 from replicas.weights.memory.buffers import Buffer
 
 _T = TypeVar("_T")
-
-
-class Base(NamedTuple):
-    """A version that was loaded; its memory may hold another one by now."""
-
-    version: int
-    manifest_hash: str
-    place: SlotPlace
-
-
-class UpdateOwner(Protocol):
-    """Receives the reports of an update."""
-
-    def loaded(self, version: int, load_s: float, base: Base | None) -> None: ...
-
-    def look_at(self, base: Base) -> Buffer: ...  # without a lock
-
-    def failed(self, version: int, error: BaseException, *, kept: bool = False) -> None: ...
-
-    def touched(self, version: int) -> None: ...
-
-    def let_go(self, holder: Holder, slot: Slot) -> None: ...  # a second call does nothing
 
 
 # One object for the user, so it has a method for each way to read a version; its fields
@@ -98,6 +79,8 @@ class Update:
         self.holder: Holder = Holder()
         self._over = False
         self._outcome: str | None = None
+        self._adoption: Pending[None] | None = None
+        self._adopted = self._by_hand = False
         self._began: float | None = None
 
     def __repr__(self) -> str:
@@ -157,7 +140,46 @@ class Update:
         self._outcome = "replaced by a newer one"
         return True
 
+    def adopt(self, *, whole: bool = False) -> Pending[None]:
+        """Say that this rank can load this version; a Pending of what all targets do.
+
+        With ``adopt_together`` it ends when all may load the version; else at once.
+        Read from the update before to find out whether it fits, and :meth:`refuse` it
+        if not: then no target loads it. A ``with`` block and :meth:`load_into` wait by
+        themselves; await it first where that would block an event loop. It ends within
+        the channel's deadline; a replica that has no version waits for the others.
+
+        :param whole: this rank has checked for all ranks of its replica.
+        :raises replicas.errors.UsageError: the update has ended. The Pending raises
+            NotAdopted if no target loads the version, or Disconnected after 60 s
+            without a session; the update is refused then, and a receive gets a newer.
+        """
+        return locked(self._lock, self._adopt, arguments.flag("adopt: whole", whole))
+
+    def _adopt(self, whole: bool) -> Pending[None]:
+        self._touch()
+        if self._adoption is None:
+            self._adoption = self._owner.adopting.begin(self.version, whole, self._decided)
+        return self._adoption
+
+    def _decided(self, error: errors.ReplicasError | None) -> None:
+        """Session thread: all targets load it now; or none does, for this error."""
+        if error is None:
+            self._adopted, self._began = True, time.monotonic()
+        else:
+            with contextlib.suppress(errors.UsageError):  # it was reported meanwhile
+                self.refuse(error)
+
+    def unadopted(self) -> Update:
+        """This update, whose ``with`` block does not wait for :meth:`adopt`: call it in
+        the block, before the load.
+        """
+        self._by_hand = True
+        return self
+
     def __enter__(self) -> Update:
+        if self._owner.adopting.on and not self._by_hand:
+            self.adopt().wait()
         locked(self._lock, self._enter)
         return self
 
@@ -289,6 +311,8 @@ class Update:
             text = f"changes to version {self.version}: this rank has loaded no version before it, or one in part only"
             hint = "load this one whole: load_into(model, changed_only=update.base > 0)"
             raise errors.UsageError(text, version=self.version, hint=hint)
+        if self._owner.adopting.on:
+            self.adopt().wait()
         load = Holder()
         try:
             slot = locked(self._lock, self._begin_load, load)
@@ -319,6 +343,12 @@ class Update:
             :class:`~replicas.errors.Fenced`.
         """
         self._check_process()  # before the lock, which may be taken in a forked child
+        if self._owner.adopting.on and not self._adopted and self._outcome is None:
+            text = f"version {self.version} was loaded before all targets of the channel could load it"
+            hint = "adopt_together: wait for update.adopt() before the load, or load in a plain `with update:` block"
+            error = errors.UsageError(text, version=self.version, hint=hint)
+            self.failed(error)
+            raise error
         if not locked(self._lock, self._report, "loaded"):
             return
         try:

@@ -69,6 +69,7 @@ def settings_of(hello: Hello, config: ChannelConfig, heartbeat_interval_s: float
         staging=config.staging,
         pulls=config.transport != "group" and config.staging == "host",
         encrypt=config.encrypt,
+        adopt_together=config.adopt_together,
         source_ranks="all" if any(party.ranks == "all" for party in config.sources) else "leader",
         peer_ranks=config.peers[0].ranks if config.peers else "leader",
         backend=config.backend,

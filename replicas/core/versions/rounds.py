@@ -97,6 +97,10 @@ class Newest(NamedTuple):
         """Return True if the version meets the ask's bound, ignoring ``after``."""
         return is_enough(ask.at_least, ask.key, self.version, self.meta or {})
 
+    def meets(self, ask: ReceiveAsk) -> bool:
+        """Return True if the version may be granted to who asks so."""
+        return ask.after < self.version and self.is_enough(ask)
+
 
 def is_enough(at_least: float, key: str, version: int, meta: Mapping[str, object]) -> bool:
     """Return True if the version's number is at least ``at_least``.
@@ -126,7 +130,7 @@ class Rounds:
     """
 
     def __init__(self, channel: str, view: Callable[[str, int], ReplicaView], out: list[Effect]) -> None:
-        self._channel, self._view, self._out = channel, view, out
+        self._channel, self.view, self._out = channel, view, out
         self._rounds: dict[tuple[str, int], Round] = {}
         self._due: set[tuple[str, int]] = set()
         self._due_newest = Newest(0)
@@ -135,6 +139,11 @@ class Rounds:
 
     def of(self, group: str, replica: int) -> Round:
         return self._rounds.setdefault((group, replica), Round())
+
+    @property
+    def replicas(self) -> list[tuple[str, int]]:
+        """Replicas that have, or had, ranks that carry bytes."""
+        return list(self._rounds)
 
     def _known(self, group: str, replica: int) -> Round:
         """Return its round, without beginning one."""
@@ -188,7 +197,7 @@ class Rounds:
         round_ = self.of(member.group, member.replica)
         round_.asks[member] = ask
         round_.taken.discard(member)
-        ranks = self._view(member.group, member.replica).ranks
+        ranks = self.view(member.group, member.replica).ranks
         if (ask.at_least or ask.key) and any(one.member == member and ask.after < one.loaded for one in ranks):
             round_.again.add(member)
         else:
@@ -219,7 +228,7 @@ class Rounds:
             assigned, reminded = max(state.hello.assigned, state.loaded), [state]
             if assigned > round_.version:
                 round_.assign(assigned)
-                reminded = list(self._view(state.member.group, state.member.replica).ranks)
+                reminded = list(self.view(state.member.group, state.member.replica).ranks)
             # a rank without the bytes cannot keep them
             for rank in reminded:
                 if rank.loaded < round_.version and round_.version in rank.held:
@@ -241,14 +250,20 @@ class Rounds:
         round_ = self._reported(state, state.loaded if kept else 0)
         if round_ is None:
             return
-        if version > round_.failed:  # of several ranks the first knows why
-            member = state.member
-            round_.failed, round_.failure, round_.refused = version, f"version {version} was not loaded: {why}", kept
-            self._out.append(LoadFailed(self._channel, member.group, member.replica, version, why, kept))
+        self._note_failure(round_, state.member.group, state.member.replica, version, why, kept=kept)
         if not kept:
             round_.refused = False
             round_.move("load_failed")
         self._settle(round_, state.member)
+
+    def left_behind(self, group: str, replica: int, version: int, why: str) -> None:
+        """The others load a version without this replica, which keeps its own."""
+        self._note_failure(self.of(group, replica), group, replica, version, why, kept=True)
+
+    def _note_failure(self, round_: Round, group: str, replica: int, version: int, why: str, *, kept: bool) -> None:
+        if version > round_.failed:  # of several ranks the first knows why
+            round_.failed, round_.failure, round_.refused = version, f"version {version} was not loaded: {why}", kept
+            self._out.append(LoadFailed(self._channel, group, replica, version, why, kept))
 
     def refusals(self, version: int) -> dict[str, str]:
         """Why replicas go on without this version, by name."""
@@ -287,7 +302,7 @@ class Rounds:
         """Recompute the version that the ranks serve together."""
         if round_.asks:
             self._due.add((member.group, member.replica))
-        view = self._view(member.group, member.replica)
+        view = self.view(member.group, member.replica)
         versions = {state.loaded for state in view.ranks}
         # while a rank is missing, it serves none
         loaded = versions.pop() if len(versions) == 1 and len(view.ranks) == view.expected else 0
@@ -308,7 +323,7 @@ class Rounds:
 
     def advance(self, group: str, replica: int, newest: Newest) -> None:
         """Open a round if one is due, and grant what was asked."""
-        latest, view = newest.version, self._view(group, replica)
+        latest, view = newest.version, self.view(group, replica)
         if not view.ranks or not latest:
             return
         round_ = self.of(group, replica)

@@ -40,7 +40,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed import run as torch_run
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.api import PContext
@@ -157,6 +157,7 @@ class _Agent(LocalElasticAgent):
         self._worker_group.spec.monitor_interval = _INSTANT_S  # _monitor_workers waits instead
         self._watched: PContext | None = None
         self._ends = select.poll()
+        self._are_over = False  # the workers have ended, or have had their time to
 
     def _assign_worker_ranks(self, *arguments: Any, **named: Any) -> Any:
         os.environ[_ALIKE] = "1"  # all nodes have as many workers: ranks are computed, not exchanged in the store
@@ -174,7 +175,13 @@ class _Agent(LocalElasticAgent):
             self._ends.unregister(pidfd)
             os.close(pidfd)
         result: RunResult = super()._monitor_workers(worker_group)
+        self._are_over = result.state != WorkerState.HEALTHY
         return result
+
+    def _shutdown(self, *arguments: Any, **named: Any) -> None:
+        """Wait no longer for one that does not die of SIGKILL: the shim names it."""
+        if not self._are_over:
+            super()._shutdown(*arguments, **named)
 
 
 def _run_id(spec: PartSpec) -> str:

@@ -197,7 +197,7 @@ def local_box(tensor: DTensor, name: str) -> Box | None:
     if any(placement.is_partial() for placement in tensor.placements):
         text = f"tensor {name!r} is a DTensor with placements {tensor.placements}"
         raise ManifestMismatch(text, hint="redistribute it to Shard or Replicate first")
-    if tensor.device_mesh.get_coordinate() is None:
+    if tensor.device_mesh.get_coordinate() is None or not tensor.numel():
         return None
     if all(isinstance(placement, Replicate) for placement in tensor.placements):
         return (0,) * tensor.ndim, tuple(tensor.shape)

@@ -69,7 +69,7 @@ class Facts:
         self._one_life_each(what)
         self._gpus(what)
         self._others_go_on(faults, before, what)
-        self._moved(faults, what)
+        self._moved(faults, ticks, what)
         self._commits(faults, before, ticks, what)
         if self._complete:
             self._one_story(what)
@@ -115,10 +115,14 @@ class Facts:
         ended = [str(life) for life in before.alive.values() if life.node not in touched and not life.alive]
         assert not ended, (what, "healthy and ended", ended)
 
-    def _moved(self, faults: Sequence[NodeFault], what: str) -> None:
+    def _moved(self, faults: Sequence[NodeFault], ticks: float, what: str) -> None:
         lives = self._world.census.alive()
+        # An agent that is starved does not count that time as its supervisor's silence.
+        close = self._load.factor(ticks) > BUSY
         for fault in faults:
             if not fault.moves or fault.refused:
+                continue
+            if close and "partition" in fault.kind and fault.lasts_s <= LOST_S:
                 continue
             for life in fault.ranks:
                 assert not life.alive, (what, "it should have ended", str(life))

@@ -15,12 +15,13 @@ from __future__ import annotations
 import heapq
 import os
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 
-from replicas.control.commands import Restart, Scale
+from replicas.control.commands import Order, Restart, Scale
 from replicas.errors import ReplicasError
 from tests.chaos.tree.tree_faults import Fault
 from tests.chaos.tree.tree_world import Picture, Process, TreeWorld
@@ -29,6 +30,8 @@ from tests.support.processes import start_time
 
 __all__ = ["Attack"]
 
+ORDER_S = 90.0
+"""An order is answered by then, whatever happens beside it."""
 SIGNALS = {
     "kill": signal.SIGKILL,
     "pause": signal.SIGSTOP,
@@ -73,6 +76,7 @@ class Attack:
         self._paid: set[str] = set()
         self._scaled: set[str] = set()
         self._unwatched: set[Process] = set()
+        self._orders: list[threading.Thread] = []
         self._last = ""
         self.ends = next((fault for fault in faults if fault.ends_run), None)
 
@@ -86,6 +90,9 @@ class Attack:
             due, _, step = heapq.heappop(self._steps)
             time.sleep(max(0.0, due - time.monotonic()))  # the line of time itself, not a wait for anything
             step()
+        for order in self._orders:
+            order.join(ORDER_S)
+            assert not order.is_alive(), f"{order.name} was not answered within {ORDER_S:g} s"
         if self.ends is not None and any(fault.pair == ("kill", "agent") for fault in self.faults):
             self.frozen |= self._unwatched
 
@@ -207,24 +214,38 @@ class Attack:
         name = names[int(fault.pick * len(names))] if fault.kind == "restart" else "plain-1"
         group, _, index = name.partition("-")
         self.words.append(f"{fault} {name if fault.kind == 'restart' else group}")
-        taken = False
-        try:
-            if fault.kind == "restart":
-                self._world.order(Restart(target=f"{group}/{index}"))
-                taken = True
+        if fault.kind == "restart":
+            self._order(name, Restart(target=f"{group}/{index}"))
+        else:
+            self._order(name, Scale(group=group, replicas=1), Scale(group=group, replicas=2))
+            self._scaled.add(name)
+
+    def _order(self, name: str, *orders: Order) -> None:
+        """Hand in orders that concern a replica, one after the other.
+
+        The supervisor answers an order when it is carried out. The next steps do not
+        wait for that: an order may need who is paused until one of them.
+        """
+        group = name.partition("-")[0]
+        scales, uncounted = len(orders) > 1, name in self._paid
+
+        def carry_out() -> None:
+            for number, order in enumerate(orders):
+                try:
+                    self._world.order(order)
+                except ReplicasError as error:
+                    self.words.append(f"({type(error).__name__}: {error})")
+                    break
+                if number == 0:  # a full disk takes no order
+                    self.hit.add(name)
+                    self.most[group] += not scales
+                    self.doomed |= self._before.all_of(name)
             else:
-                self._world.order(Scale(group=group, replicas=1))
-                taken = True
-                self._world.order(Scale(group=group, replicas=2))
-                self.least[group] -= name in self._paid  # perhaps it was stopped before its end was seen
-                self._scaled.add(name)
-        except ReplicasError as error:
-            self.words.append(f"({type(error).__name__}: {error})")
-        if not taken:  # a full disk takes no order
-            return
-        self.hit.add(name)
-        self.most[group] += fault.kind == "restart"
-        self.doomed |= self._before.all_of(name)
+                self.least[group] -= scales and uncounted  # perhaps it was stopped before its end was seen
+
+        order = threading.Thread(target=carry_out, name=f"order for {name}", daemon=True)
+        order.start()
+        self._orders.append(order)
 
 
 def _send(process: Process, signum: int) -> None:

@@ -24,7 +24,7 @@ from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 
 from replicas import errors
-from replicas.integrations.vllm_engine import _without_reset
+from replicas.integrations.vllm_worker.engine import _without_reset
 
 IDS = [5, 77, 13, 200, 9, 42, 7]
 CONFIG = Qwen3MoeConfig(
@@ -95,6 +95,7 @@ MISFITS: dict[str, Callable[[Weights], Weights]] = {
     "integers": with_q(lambda tensor: tensor.to(torch.int32)),
     "float8": with_q(lambda tensor: tensor.to(torch.float8_e4m3fn)),
     "names of a compiled model": lambda weights: {f"_orig_mod.{name}": one for name, one in weights.items()},
+    "a tensor of nobody's": lambda weights: {**weights, f"{LAYER}.self_attn.q_proj.bias": torch.ones(3)},
     "another vocabulary": lambda weights: {**weights, "lm_head.weight": weights["lm_head.weight"][:100]},
 }
 
@@ -154,6 +155,17 @@ def dying(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
         yield pair
 
 
+def proofs(engine: Engine, weights: Weights) -> dict[str, Any]:
+    """What is found out about a model that has these weights, and others that differ in
+    one element of one tensor."""
+    found: dict[str, Any] = {"of itself": engine.reload.prove(weights, 0)._asdict()}
+    for name, tensor in weights.items():
+        other = tensor.clone()
+        other.view(-1)[-1] += 1
+        found[name] = engine.reload.prove({**weights, name: other}, 0).wrong
+    return found
+
+
 def connectors() -> dict[str, list[str]]:
     """Parts of KV connectors that cannot be cleared, by the connector that is given."""
     parts = [{"kv_connector": name, "kv_role": "kv_both"} for name in ("OffloadingConnector", "ExampleConnector")]
@@ -171,6 +183,7 @@ def main(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {"from disk": engine.error(old), "another model": engine.error(new)}
     engine.load(new_weights, "a")
     found["loaded"] = engine.error(new)
+    found["proofs"] = proofs(engine, new_weights)
     engine.load(old_weights, "a")
     found["loaded again"] = engine.error(old)
     found["refused"] = {name: engine.why_refused(change(new_weights)) for name, change in MISFITS.items()}

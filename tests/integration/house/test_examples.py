@@ -98,7 +98,9 @@ def test_fsdp2(tmp_path: Path) -> None:
 
 
 def test_own_engine(tmp_path: Path) -> None:
-    *engine, _, _, last = _example(tmp_path, "own_engine")
+    *engine, first, second, third, _, _, last = _example(tmp_path, "own_engine")
+    for version, line in enumerate((first, second, third), 1):
+        assert line == f"server: version {version} answers {[2.0 * version * row for row in range(8)]}"
     assert last == "trainer: version 3 is served by all ranks of the engine"
     parts = [f"engine rank {rank}: rows {4 * rank} to {4 * rank + 3} of version" for rank in (0, 1)]
     assert sorted(engine) == [f"{part} {version}" for part in parts for version in (1, 2, 3)]

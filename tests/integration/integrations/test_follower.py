@@ -2,7 +2,8 @@
 
 (The released vLLM: ``make test-engines``.)
 
-Covers: integrations/follower.py.
+Covers: engine/following.py, engine/protocol.py, integrations/http_engine.py,
+integrations/vllm_verbs.py, integrations/vllm_adapters.py.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from safetensors.torch import load_file
 
 import replicas
 from replicas import errors
-from replicas.integrations import engine_health, engine_server, follower
+from replicas.engine import following as loop
+from replicas.integrations import engine_health, engine_server, http_engine
 from replicas.integrations.engine_health import Spent
 from replicas.integrations.vllm import follow
+from replicas.integrations.vllm_verbs import VllmServer
 from replicas.linux.processes import start_time
 from tests.support.channels import POLICY, ChannelWorld, channel_world
 from tests.support.engines import FakeEngine
@@ -82,7 +85,7 @@ async def test_each_version_is_loaded_by_every_worker_and_tagged(workers: int) -
                 await trainer.loaded(number, deadline=10)  # workers and follower have reported it
                 for worker in engine.workers:
                     assert all(tensor.eq(number).all() for tensor in worker.model.values())
-            control = [path for path in engine.calls if path not in ("/health", "/is_paused")]
+            control = [path for path in engine.calls if path not in ("/health", "/is_paused", "/weight_info")]
             assert control[-len(LOAD + RESUME) :] == LOAD + RESUME
             assert "reset_external=true" in engine.queries["/reset_prefix_cache"]
 
@@ -97,6 +100,42 @@ async def test_an_update_that_dies_half_way_is_loaded_again_as_a_whole() -> None
             await publish(trainer, 2)
             await served(engine, 2)
             assert all(tensor.eq(2).all() for tensor in engine.workers[0].model.values())
+
+
+async def test_a_load_that_left_a_tensor_wrong_in_silence_is_found_and_done_again() -> None:
+    async with channel_world(POLICY) as world:
+        trainer = await world.join("trainer")
+        async with FakeEngine() as engine, following(world, engine, verify_load="always"):
+            await publish(trainer, 1)
+            await served(engine, 1)
+            engine.lose_tensors = 1
+            await publish(trainer, 2)
+            await served(engine, 2)
+            assert all(tensor.eq(2).all() for tensor in engine.workers[0].model.values())
+            assert engine.calls.count("prove") == 3
+
+
+async def test_an_engine_that_always_has_something_else_never_serves_it_and_the_tensor_is_named() -> None:
+    async with channel_world(POLICY) as world:
+        trainer = await world.join("trainer")
+        async with FakeEngine() as engine, following(world, engine) as task:
+            engine.lose_tensors = 5
+            await publish(trainer, 1)
+            with pytest.raises(errors.SyncError, match=r"version 1 is not what vLLM 0\.32\.0\+cpu has loaded: .*: c"):
+                await asyncio.wait_for(task, 20)
+            assert engine.paused
+
+
+@pytest.mark.parametrize(("when", "proofs"), [("never", 0), ("first", 2), ("always", 3)])
+async def test_loads_are_proven_as_often_as_is_asked_and_anew_with_other_names(when: str, proofs: int) -> None:
+    async with channel_world(POLICY) as world:
+        trainer = await world.join("trainer")
+        async with FakeEngine() as engine, following(world, engine, verify_load=when):
+            for number, more in enumerate(({}, {}, {"d": torch.ones(1)}), 1):
+                send = partial(trainer.publish, {**weights(number), **more}, new_manifest=True)
+                await (await asyncio.to_thread(send))
+                await served(engine, number)
+            assert engine.calls.count("prove") == proofs
 
 
 async def test_a_version_that_never_loads_leaves_the_server_paused_and_ends_the_follower() -> None:
@@ -191,9 +230,9 @@ async def test_a_version_is_not_refused_when_a_call_is_not_answered_in_time(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lora: bool, call: str
 ) -> None:
     monkeypatch.setattr(engine_health, "EVERY_S", 600.0)  # so the call itself is the first to notice
-    monkeypatch.setattr(follower, "USUAL_LOAD_MIN_S", 0.5)
-    monkeypatch.setattr(follower, "USUAL_LOADS", 1)
-    monkeypatch.setattr(follower, "BACKSTOP_S", 0.0)
+    monkeypatch.setattr(loop, "USUAL_LOAD_MIN_S", 0.5)
+    monkeypatch.setattr(loop, "USUAL_LOADS", 1)
+    monkeypatch.setattr(http_engine, "BACKSTOP_S", 0.0)
     async with channel_world(POLICY) as world:
         trainer = await world.join("trainer")
         async with FakeEngine() as engine, following(world, engine, lora=lora, engine_timeout=2.0) as task:
@@ -256,8 +295,8 @@ async def test_a_follower_that_was_replaced_ends_the_update_that_the_first_left_
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_server, "ASK_TIMEOUT_S", 0.3)
     monkeypatch.setattr(engine_health, "EVERY_S", 0.1)
-    monkeypatch.setattr(follower, "WATCHED", {"/health": 1.0, "/is_paused": 1.0})
-    monkeypatch.setattr(follower, "serving_process", lambda port: None)  # it is this one, which is at work
+    monkeypatch.setattr(VllmServer, "watched", {"/health": 1.0, "/is_paused": 1.0})
+    monkeypatch.setattr(engine_health, "serving_process", lambda port: None)  # it is this one, which is at work
 
 
 @pytest.mark.usefixtures("impatient")
@@ -292,8 +331,8 @@ async def test_an_engine_that_is_frozen_behind_a_healthy_server_is_given_up() ->
 async def test_an_engine_that_freezes_in_a_load_misses_the_loads_deadline(
     monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    monkeypatch.setattr(follower, "USUAL_LOAD_MIN_S", 0.5)
-    monkeypatch.setattr(follower, "USUAL_LOADS", 1)
+    monkeypatch.setattr(loop, "USUAL_LOAD_MIN_S", 0.5)
+    monkeypatch.setattr(loop, "USUAL_LOADS", 1)
     async with channel_world(POLICY) as world:
         trainer = await world.join("trainer")
         async with FakeEngine() as engine, following(world, engine, engine_timeout=1.0) as task:
@@ -308,15 +347,15 @@ async def test_an_engine_that_freezes_in_a_load_misses_the_loads_deadline(
 @pytest.mark.usefixtures("impatient")
 async def test_an_engine_that_is_at_work_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """It compiles within a step, in which it answers nothing."""
-    monkeypatch.setattr(follower, "serving_process", lambda port: os.getpid())
-    monkeypatch.setattr(follower, "processor_time", lambda pid: Spent(0.0, time.monotonic()))
+    monkeypatch.setattr(engine_health, "serving_process", lambda port: os.getpid())
+    monkeypatch.setattr(engine_health, "processor_time", lambda pid: Spent(0.0, time.monotonic()))
     async with channel_world(POLICY) as world:
         trainer = await world.join("trainer")
         async with FakeEngine() as engine, following(world, engine) as task:
             await publish(trainer, 1)
             await served(engine, 1)
             engine.engine_answers.clear()
-            await asyncio.wait([task], timeout=4 * follower.WATCHED["/is_paused"])
+            await asyncio.wait([task], timeout=4 * VllmServer.watched["/is_paused"])
             assert not task.done()
             engine.engine_answers.set()
             await publish(trainer, 2)

@@ -301,11 +301,13 @@ POOLS: dict[str, dict[str, Pool]] = {
     "Pending.done": {},
     "Receipt.metrics": {"prefix": []},
     "Update.load_into": {"model": [*WEIGHTS, *({"w": one} for one in TENSORS)], "changed_only": [False, True]},
+    "Update.adopt": {"whole": [False, True]},
     "Update.changes": {},
     "Update.failed": {"error": ERRORS},
     "Update.refuse": {"error": ERRORS},
     "Update.loaded": {},
     "Update.tensors": {},
+    "Update.unadopted": {},
     "Shard": {
         "tensor": TENSORS,
         "offsets": [(0,), (0, 0), (-1,), (9,), (0.5,), (2**70,)],

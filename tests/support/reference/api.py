@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 
 import replicas
-from replicas import status, testing
+from replicas import engine, status, testing
+from replicas.testing import engine_suite
 from tests.support.reference.events import parts, struct
 from tests.support.reference.source import attributes
 from tests.support.reference.text import markdown
@@ -47,9 +48,21 @@ def body() -> str:
             intro,
             "## `replicas`",
             *(_entry(name, value) for name, value in public().items()),
+            "## `replicas.engine`",
+            markdown(engine.__doc__),
+            *(
+                _entry(name, getattr(engine, name))
+                for name in engine.__all__
+                if isinstance(getattr(engine, name), type)
+            ),
+            _entry("follow", engine.follow),
             "## `replicas.testing`",
             markdown(testing.__doc__),
             *(_entry(name, getattr(testing, name)) for name in testing.__all__),
+            "## `replicas.testing.engine_suite`",
+            markdown(engine_suite.__doc__),
+            *(_entry(name, getattr(engine_suite, name)) for name in ("Trial", "play")),
+            "Scenes:\n\n" + "\n".join(f"- {name}" for name in engine_suite.SCENES),
             "## `replicas.status`",
             markdown(status.__doc__),
             *(f"#{struct(one)}" for one in states()),

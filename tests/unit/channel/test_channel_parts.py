@@ -19,8 +19,10 @@ from replicas import messages as wire
 from replicas.channel.operations.results import OperationCall
 from replicas.channel.session.holdings import Holder
 from replicas.channel.session.pending import Promise, Receipt
+from replicas.channel.versions.adopting import Adopting
 from replicas.channel.versions.filling import PublishJob
-from replicas.channel.versions.update import Base, Update
+from replicas.channel.versions.owner import Base
+from replicas.channel.versions.update import Update
 from replicas.core.base.manifest import PartManifest
 from replicas.messages import Segment
 from replicas.messages.identity import Member
@@ -327,6 +329,7 @@ async def test_update_reports_what_its_block_did() -> None:
     class Owner:
         def __init__(self) -> None:
             self.log: list[tuple[str, object]] = []
+            self.adopting = Adopting(world.hub)
 
         def loaded(self, version: int, load_s: float, base: Base | None) -> None:
             self.log.append(("loaded", version))

@@ -334,6 +334,7 @@ def test_a_command_is_looked_up_in_the_groups_own_folder_and_path(folder: Path) 
             "channels.policy.min_targets: 2 is more than the 1 replicas of the target groups",
         ),
         ({**POLICY, "encrypt": 1}, "channels.policy.encrypt: expected true or false, got 1"),
+        ({**POLICY, "adopt_together": 1}, "channels.policy.adopt_together: expected true or false, got 1"),
         (
             {**POLICY, "encrypt": True, "transport": "group"},
             'channels.policy.encrypt: transport = "group" passes process groups, which torch does not encrypt; '

@@ -111,6 +111,8 @@ def test_what_a_hello_may_say(change: dict[str, object], problem: str | None) ->
         (wire.PublishBegin(-1, None, 1.0), "PublishBegin with publish = -1"),
         (wire.Loaded(2**63, 0.0), f"Loaded with version = {2**63}"),
         (wire.Loaded(1, -1.0), "Loaded with load_s = -1.0"),
+        (wire.CanLoad(2**63), f"CanLoad with version = {2**63}"),
+        (wire.CanLoad(1, whole=True), None),
         (wire.Packed(1, "h", -5, "cpu", 0.0, 0.0), "Packed with nbytes = -5"),
         (wire.Filled(1, 0.0, "d", 0.0, wire.SlotPlace(1, 1, 1, -5, 1)), "Filled: SlotPlace with nbytes = -5"),
         (wire.OperationPost(1, "all_reduce", (), 1.0, step=-1), None),

@@ -4,7 +4,10 @@ decision log or without, and told whom to expect or not) keeps the invariants.
 
 I1: every publish ends. I2: a replica is granted committed versions only, each rank of
 it the same ones in the same order, never an older one after a newer. I4: when the
-faults stop, the next publish commits and every target holds it.
+faults stop, the next publish commits and every target holds it. With
+``adopt_together`` no target loads a version before all have said that they can, a
+version is decided once, and whoever waits is told (:class:`Adoptions` looks at each
+decision).
 """
 
 from __future__ import annotations
@@ -25,6 +28,13 @@ from tests.support.channel_world import SimMember, World, channel_config
 SOURCES = ("trainer/0/0", "trainer/1/0")
 NAMES = (*SOURCES, "rollout/0/0", "rollout/0/1", "rollout/1/0", "rollout/1/1")
 WORLD_SIZES = {"trainer": 1, "rollout": 2}
+CONFIGS: tuple[dict[str, object], ...] = (
+    {},
+    {"staging": "device"},
+    {"transport": "group"},
+    {"adopt_together": True, "deadline_s": 20.0},
+    {"adopt_together": True, "slots": 3},
+)
 
 
 class Channel(RuleBasedStateMachine):
@@ -39,8 +49,8 @@ class Channel(RuleBasedStateMachine):
         """Somebody came later than a coordinator waits."""
         self.read: dict[SimMember, int] = {}
 
-    @initialize(config=st.sampled_from(({}, {}, {"staging": "device"}, {"transport": "group"})))
-    def begin(self, config: dict[str, str]) -> None:
+    @initialize(config=st.sampled_from(CONFIGS))
+    def begin(self, config: dict[str, object]) -> None:
         groups = {"rollout": GroupShape(replicas=2, world_size=2, heartbeat_timeout_s=20.0)}
         self.world = World(channel_config(**config), groups, machine="a")
 
@@ -117,6 +127,19 @@ class Channel(RuleBasedStateMachine):
         targets = [sim for sim in self._sims() if sim.member.group == "rollout"]
         if targets:
             data.draw(st.sampled_from(targets)).ask(0 if more is None else self.world.state.commits.latest + more)
+
+    @precondition(lambda self: self.world.config.adopt_together)
+    @rule(data=st.data(), what=st.sampled_from(("refuse", "whole", "all ask")))
+    def together(self, data: st.DataObject, what: str) -> None:
+        targets = [sim for sim in self._sims() if sim.member.group == "rollout"]
+        found = [sim for sim in targets if sim.unlooked or sim.candidate]
+        if what == "all ask":
+            for sim in targets:
+                sim.ask()
+        elif what == "whole" and targets:
+            data.draw(st.sampled_from(targets)).whole = data.draw(st.booleans())
+        elif what == "refuse" and found:
+            data.draw(st.sampled_from(found)).keep_own("it has other shapes")
 
     @precondition(lambda self: self._sims())
     @rule(data=st.data(), what=st.sampled_from(("hesitate", "look", "give back", "give up")))
@@ -275,7 +298,8 @@ class Channel(RuleBasedStateMachine):
         committed = Counter(record.version for record in records if record.outcome == "committed")
         assert self.world.log_lost or max(committed.values(), default=1) == 1
         failed = Counter(record.version for record in records if record.version in self.world.aborted)
-        assert self.world.log_lost or max(failed.values(), default=1) == 1
+        told = all(count <= max(1, len(self.world.admitted[version])) for version, count in failed.items())
+        assert self.world.log_lost or told
 
     @invariant()
     def nobody_takes_the_number_of_a_publish_under_way(self) -> None:
@@ -304,6 +328,14 @@ class Channel(RuleBasedStateMachine):
         for sim in self.world.members.values():
             assert set(sim.granted) <= committed
             assert sim.granted == sorted(set(sim.granted))
+
+    @invariant()
+    def a_version_is_decided_once(self) -> None:
+        """For all targets alike, as long as no newer one has been decided."""
+        sims = [*self.world.members.values(), *self.away]
+        adopted = {version for sim in sims for version in sim.adopted}
+        told = {version for sim in sims for version in sim.told_no}
+        assert not {version for version in adopted & told if version == max(adopted)}
 
     @invariant()
     def ranks_of_a_replica_agree(self) -> None:

@@ -4,6 +4,7 @@ of samples, and what hits when."""
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from bench.bench_faults import Lines
 from bench.hold_scene import within
 from bench.peers import FOLDER, python_with
 from bench.processes import Progress, children_of, held, send
-from bench.shapes import FULL, SETS, SMALL, nbytes_of, nbytes_of_set, shapes
+from bench.shapes import FULL, SETS, SMALL, moe, nbytes_of, nbytes_of_set, shapes
 from bench.support import Bar, Spread, available_nbytes, machine, rotated, threads_for
 from tests.gpu import prepare
 
@@ -40,6 +41,9 @@ def test_the_other_sets() -> None:
     assert nbytes_of_set("smollm2") == nbytes_of(FULL)
     assert nbytes_of_set("few") == 1 << 30
     assert nbytes_of_set("many") == 100_000 * 256
+    real = dict(moe(1))
+    assert len(real) == 18_867
+    assert sum(map(math.prod, real.values())) == pytest.approx(30.5e9, rel=0.01)
     for make in SETS.values():
         names = [name for name, _ in make()]
         assert len(names) == len(set(names))

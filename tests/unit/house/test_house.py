@@ -47,16 +47,33 @@ WAYS = {
     "control": {*BOTTOM, "trust", "core", "telemetry", "coordinator"},
     "supervisor": {*BOTTOM, "trust", "config", "core", "telemetry", "coordinator", "control"},
     "cli": {*BOTTOM, "trust", "config", "core", "telemetry", "control", "supervisor", "sources"},
-    "testing": {"common", "messages", "config", "channel", "coordinator"},
+    "engine": {"channel"},
+    "testing": {"common", "messages", "config", "channel", "coordinator", "engine"},
     "sources": {"core", "weights"},
-    "integrations": {"common", "linux", "trust", "config", "core", "telemetry", "supervisor", "cli", "sources"},
+    "integrations": {
+        *(
+            "common",
+            "linux",
+            "trust",
+            "config",
+            "core",
+            "telemetry",
+            "supervisor",
+            "cli",
+            "sources",
+            "channel",
+            "engine",
+        )
+    },
 }
 LOOSE = {"__init__", "__main__", "environ", "errors", "status"}
 FILES_MAX = 20
-CODE_LINES_MAX = 36_700
+CODE_LINES_MAX = 37_140
 """A feature that needs more says in its commit what it removes instead. Pulls between
 hosts take 2,680, far ones and the doctor's look at their ports included; with them as
-the default, lanes for weights in host memory go."""
+the default, lanes for weights in host memory go. The loop of engines, 235, has come
+from the integrations, where lines are not counted; the scenes that each engine has to
+survive take 205."""
 LINES_MAX = 450
 LONG = {
     "core/moving/transfer.py": 797,
@@ -95,6 +112,7 @@ PUBLIC = {
     "status.py",
     "cli/main.py",
     "control/exit_codes.py",
+    "testing/engine_suite.py",
     "messages/from_coordinator.py",
     "messages/from_member.py",
     "messages/carried.py",
@@ -116,11 +134,13 @@ WAITS_WITHOUT_LIMIT = {
     "channel/versions/publish.py: done.result()": _DONE,
     "channel/versions/publish.py: held.result()": _DONE,
     "channel/versions/publish.py: job.admitted.wait()": _PENDING,
+    "channel/versions/update.py: self.adopt().wait()": _PENDING,
     "common/aside.py: self._queue.get()": _OWN,
     "common/waits.py: asleep.acquire()": "its own new lock",
     "coordinator/server.py: over.wait()": "a task, which is cancelled",
     "testing/virtual_target.py: self.channel.committed(after=update.version).wait()": _PENDING,
     "testing/virtual_target.py: self.channel.receive().wait()": _PENDING,
+    "testing/virtual_target.py: update.adopt().wait()": _PENDING,
     "testing/fake_wire.py: frame.result()": _DONE,
     "testing/fake_wire.py: self._cut.wait()": "a task, which is cancelled",
     "testing/fake_wire.py: self._frames.get()": "a task, which is cancelled",
@@ -135,11 +155,13 @@ WAITS_WITHOUT_LIMIT = {
 WAITS = {"wait", "join", "result", "get", "acquire", "_wait_ended", "wait_ended", "wait_for_session"}
 LOGGERS_OF_THE_PROGRAM = (
     "common/logs.py",
+    "engine/following.py",
     "supervisor/console.py",
     "supervisor/agent/local.py",
     "supervisor/agent/remote.py",
 )
-"""They set logging up in programs of ours, or hand records over."""
+"""They set logging up in programs of ours, hand records over, or log on the thread of
+their caller."""
 
 
 @pytest.fixture(scope="module", autouse=True)

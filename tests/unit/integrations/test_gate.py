@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
 
-from replicas.integrations.gate import HEADER, Gate, GatePage, Receive, Scope, Send
+from replicas.integrations.gate import ALWAYS, HEADER, Gate, GatePage, Receive, Scope, Send
 
 pytestmark = pytest.mark.anyio
 
@@ -49,7 +49,7 @@ async def ask(
 
     server_side = GatePage.attach(page.path)  # what another process would map
     headers = [(HEADER.encode(), secret.encode())] if secret else []
-    gate = Gate(app, CONTROL, server_side)
+    gate = Gate(app, CONTROL, server_side, always=(*ALWAYS, "/v1/models"))
     await gate(
         {"type": "http", "path": path, "method": method, "headers": headers, "query_string": b"", **scope},
         receive,

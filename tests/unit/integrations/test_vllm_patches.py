@@ -1,7 +1,7 @@
 """What a vLLM worker writes of a version, with stand-ins for vLLM's modules and a model
 that loads as vLLM's do.
 
-Covers: integrations/vllm_patches.py, integrations/vllm_engine.py.
+Covers: integrations/vllm_worker/patches.py, integrations/vllm_worker/engine.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import nn
 
-from replicas.integrations.vllm_patches import EnginePatches
+from replicas.integrations.vllm_worker.patches import EnginePatches
 from replicas.testing import FakeRun
 
 PATCHES = "vllm.model_executor.model_loader.checkpoint_weight_patch"
@@ -210,7 +210,7 @@ def test_a_patch_that_is_not_what_was_meant_is_made_good(run: FakeRun, patcher: 
 
 
 class Reload:
-    """As :class:`replicas.integrations.vllm_reload.EngineReload`; it can die."""
+    """As :class:`replicas.integrations.vllm_worker.reload.EngineReload`; it can die."""
 
     def __init__(self, model: Model, model_config: object, device: torch.device) -> None:
         self.model, self.dies = model, False
@@ -250,15 +250,17 @@ class Base(Generic[One, Other]):
 def engine(run: FakeRun, patcher: Patcher, monkeypatch: pytest.MonkeyPatch) -> Any:
     base: Any = ModuleType("vllm.distributed.weight_transfer.base")
     base.WeightTransferEngine, base.WeightTransferInitInfo, base.WeightTransferUpdateInfo = Base, Info, Info
-    reload: Any = ModuleType("replicas.integrations.vllm_reload")
+    reload: Any = ModuleType("replicas.integrations.vllm_worker.reload")
     reload.EngineReload = Reload
     monkeypatch.setitem(sys.modules, base.__name__, base)
     monkeypatch.setitem(sys.modules, reload.__name__, reload)
-    monkeypatch.delitem(sys.modules, "replicas.integrations.vllm_engine", raising=False)
-    module: Any = importlib.import_module("replicas.integrations.vllm_engine")
-    monkeypatch.delitem(sys.modules, "replicas.integrations.vllm_engine")
+    monkeypatch.delitem(sys.modules, "replicas.integrations.vllm_worker.engine", raising=False)
+    module: Any = importlib.import_module("replicas.integrations.vllm_worker.engine")
+    monkeypatch.delitem(sys.modules, "replicas.integrations.vllm_worker.engine")
     config = Mock(spec=[])
-    config.parallel_config = SimpleNamespace(data_parallel_index=0, world_size=1, rank=-1)
+    config.parallel_config = SimpleNamespace(
+        data_parallel_index=0, world_size=1, rank=-1, pipeline_parallel_size=1, enable_expert_parallel=False
+    )
     config.model_config = SimpleNamespace(quantization=None)
     config.compilation_config = SimpleNamespace(static_forward_context={})
     made = module.ReplicasEngine(None, config, torch.device("cpu"), Model())

@@ -1,12 +1,11 @@
 """`python -m replicas.integrations.vllm serve`: what it makes of its options before
 vLLM starts.
 
-Covers: integrations/vllm.py.
+Covers: integrations/vllm.py, integrations/shared/serving.py.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import socket
@@ -20,9 +19,11 @@ import pytest
 
 from replicas import errors
 from replicas.config.structs import GroupConfig
-from replicas.integrations import follower, router, vllm
-from replicas.integrations.follower import release_of
+from replicas.engine import following
+from replicas.integrations import router, vllm
 from replicas.integrations.gate import GatePage
+from replicas.integrations.shared import serving
+from replicas.integrations.vllm_verbs import release_of
 from replicas.linux.processes import start_time
 from tests.support.waits import eventually
 
@@ -53,7 +54,7 @@ HOSTS = ["127.0.0.1", *(["::1"] if Path("/proc/net/if_inet6").exists() else [])]
 @pytest.mark.parametrize("host", HOSTS)
 def test_a_free_port_is_held_until_the_server_has_it(host: str) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with vllm._port(argparse.Namespace(port=0, host=host)) as port:
+    with serving.held_port(host, 0) as port:
         with socket.socket(family) as other, pytest.raises(OSError, match="in use"):
             other.bind((host, port))
         with socket.socket(family) as server:  # as vLLM binds its own
@@ -110,22 +111,22 @@ def starts(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
 
 def test_a_server_has_ended_before_its_supervisor_would_kill_it() -> None:
     promised_s = {field.name: field.default for field in msgspec.structs.fields(GroupConfig)}["stop_timeout_s"]
-    for limit_s in (vllm.STOP_TIMEOUT_S, router.STOP_TIMEOUT_S):
-        assert limit_s + 4 * follower.BEAT_S <= promised_s
+    for limit_s in (serving.STOP_TIMEOUT_S, router.STOP_TIMEOUT_S):
+        assert limit_s + 4 * following.BEAT_S <= promised_s
 
 
 def test_a_server_that_does_not_end_in_time_is_killed_with_its_frozen_engine(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     starts(monkeypatch, DEAF)
-    monkeypatch.setattr(vllm, "STOP_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(serving, "STOP_TIMEOUT_S", 0.01)
     page = GatePage.create()
     with vllm._vllm("127.0.0.1", 1, (), page, tmp_path) as server:
-        assert server.stdout is not None
-        engine = int(server.stdout.readline())
-        server.stdout.close()
+        assert server.process.stdout is not None
+        engine = int(server.process.stdout.readline())
+        server.process.stdout.close()
         os.kill(engine, signal.SIGSTOP)
-    assert server.returncode == -signal.SIGKILL
+    assert server.process.returncode == -signal.SIGKILL
     eventually(lambda: start_time(engine) is None, "the end of the engine")
     page.close()
 
@@ -137,11 +138,11 @@ def test_a_server_that_is_given_up_is_killed_with_its_frozen_engine(
     starts(monkeypatch, TREE)
     page = GatePage.create()
     with pytest.raises(errors.SyncError), vllm._vllm("127.0.0.1", 1, (), page, tmp_path) as server:
-        assert server.stdout is not None
-        engine = int(server.stdout.readline())
-        server.stdout.close()
+        assert server.process.stdout is not None
+        engine = int(server.process.stdout.readline())
+        server.process.stdout.close()
         os.kill(engine, signal.SIGSTOP)
         raise errors.SyncError("frozen")
-    assert server.returncode == -signal.SIGKILL
+    assert server.process.returncode == -signal.SIGKILL
     eventually(lambda: start_time(engine) is None, "the end of the engine")
     page.close()

@@ -15,11 +15,10 @@ import pytest
 
 from replicas.control.exit_codes import CUT, DONE
 from replicas.linux.processes import children, parents, start_time
+from tests.support.machine.freezer import freezes, frozen
 from tests.support.programs import SLEEPS, group
 from tests.support.runs import ROOT, Run, alive, running
 from tests.support.waits import eventually
-
-FREEZER = Path("/sys/fs/cgroup/freezer")
 
 SLEEPER = f"'{sys.executable}', '-c', 'import time; time.sleep(600)'"
 NAMESPACE = f"import os; os.execvp('unshare', ['unshare', '--pid', '--fork', {SLEEPER}])"
@@ -37,22 +36,6 @@ def pid_of(run: Run, name: str) -> int:
 
 
 @contextmanager
-def frozen(pid: int) -> Iterator[int]:
-    """The process in a frozen control group: a signal, SIGKILL also, is taken when that
-    thaws."""
-    folder = FREEZER / f"replicas-test-{os.getpid()}"
-    folder.mkdir()
-    try:
-        (folder / "cgroup.procs").write_text(str(pid))
-        (folder / "freezer.state").write_text("FROZEN")
-        yield pid
-    finally:
-        (folder / "freezer.state").write_text("THAWED")
-        eventually(lambda: not (folder / "cgroup.procs").read_text(), "the end of the process")
-        folder.rmdir()
-
-
-@contextmanager
 def not_waited_for(pid: int) -> Iterator[int]:
     """A namespace whose first process cannot die, as nobody waits for another one in
     it."""
@@ -65,10 +48,6 @@ def not_waited_for(pid: int) -> Iterator[int]:
         finally:
             outside.send_signal(signal.SIGCONT)
             outside.wait(30)
-
-
-def freezes() -> bool:
-    return os.access(FREEZER / "cgroup.procs", os.W_OK)
 
 
 def has_namespaces() -> bool:

@@ -15,13 +15,16 @@ host and holds it until its model is whole: nothing writes to the slot meanwhile
 A worker reports *loaded* when vLLM has finished its layerwise reload. A version whose
 manifest is not known to fit is tried first, on all workers: one that does not fit is
 *refused*, and the server goes on with the version that it has
-(:mod:`replicas.integrations.vllm_reload`). A load that fails half-way is not reported
-at once: the follower asks once more for the same version, of which the worker still
-holds the bytes. Until a load has succeeded the model is a mixture of two versions, so
-the follower keeps the server from answering.
+(:mod:`replicas.integrations.vllm_worker.reload`). A load that fails half-way is not
+reported at once: the follower asks once more for the same version, of which the worker
+still holds the bytes. Until a load has succeeded the model is a mixture of two
+versions, so the follower keeps the server from answering. A load that the follower
+wants proven is compared with the version before it is reported
+(:mod:`replicas.integrations.vllm_worker.proof`).
 
 With ``patches``, versions after the first are written in place where that is proven to
-be right (:mod:`replicas.integrations.vllm_patches`); all else is loaded as above.
+be right (:mod:`replicas.integrations.vllm_worker.patches`); all else is loaded as
+above.
 
 Nothing that was computed with old weights may be served: servers with memories that
 cannot be cleared (draft models, stores of keys and values) are refused at the start.
@@ -43,8 +46,9 @@ from vllm.distributed.weight_transfer.base import (
 
 import replicas
 from replicas import errors
-from replicas.integrations.vllm_patches import EnginePatches
-from replicas.integrations.vllm_reload import EngineReload
+from replicas.integrations.vllm_worker.patches import EnginePatches
+from replicas.integrations.vllm_worker.proof import some
+from replicas.integrations.vllm_worker.reload import EngineReload
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -88,12 +92,14 @@ class UpdateInfo(WeightTransferUpdateInfo):
     :param version: its number; 0 ends an update that was left open.
     :param timeout_s: seconds until this worker must have its bytes.
     :param check: only find out whether it fits.
+    :param prove: compare what was loaded with the version.
     :param refuse: with version 0: refuse the version that was checked; why.
     """
 
     version: int
     timeout_s: float = 60.0
     check: bool = False
+    prove: bool = False
     refuse: str = ""
 
 
@@ -136,6 +142,7 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         )
         self._reload = EngineReload(self.model, self.model_config, self.device)  # what fitted before may not any more
         self._reload.complete = init_info.complete
+        self._reload.has_all = parallel.pipeline_parallel_size == 1 and not parallel.enable_expert_parallel
         # else layers compute with what they have made of their weights
         plain = self.device.type != "cpu" and self.model_config.quantization is None
         self._patches = EnginePatches(self.model, self.device) if init_info.patches and plain else None
@@ -186,19 +193,34 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """
         began = time.monotonic()
         update = self._open_update(update_info)
+        if update_info.prove:
+            self._prove(update)
+            return
         if not self._reload.fits(update.manifest.hash):
             self._try(update)
         if update_info.check:
             return
         opened = time.monotonic()
+        update.adopt().wait(update_info.timeout_s)  # at once: the follower has waited for it
         self._begun = True
         self._patched = self._patches is not None and self._patches.apply(update)
         if not self._patched:
             self._reload.load(update)
+            self._reload.finish()
         logger.info(
             "version %d: received in %.4f s, loaded in %.4f s",
             *(update.version, opened - began, time.monotonic() - opened),
         )
+
+    def _prove(self, update: replicas.Update) -> None:
+        """:raises replicas.errors.SyncError: the model is not the version."""
+        if not self._begun:
+            raise errors.UsageError("no version was loaded", hint="call update_weights first")
+        found = self._reload.prove(dict(update), update.version)
+        if found.wrong:
+            what = f"{len(found.wrong)} tensors are others than those of version {update.version}"
+            raise errors.SyncError(f"{what}: {some(found.wrong)}", version=update.version, phase="load", hint="")
+        logger.info("version %d: compared in %d places, %d others cannot be", update.version, found.equal, found.untold)
 
     def _try(self, update: replicas.Update) -> None:
         try:
@@ -228,7 +250,7 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                     version=info.version,
                     hint="the follower asks again",
                 )
-            self._update, self._begun = update.__enter__(), False
+            self._update, self._begun = update.unadopted().__enter__(), False
         return self._update
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -238,11 +260,9 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             torch.accelerator.synchronize()
 
     def finish_weight_update(self) -> None:
-        """Put the layers together, and report the version loaded."""
+        """Report the version loaded."""
         if not self._begun:
             raise errors.UsageError("no version was loaded", hint="call update_weights first")
-        if not self._patched:
-            self._reload.finish()
         self._clear_memory()
         if self._patches is not None and self._update is not None:
             self._patches.loaded(self._update)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from replicas.integrations import engine_health, follower
-from replicas.integrations.engine_health import EngineHealth
+from replicas.engine import PauseMode, following
+from replicas.engine.following import Follower, Plan
 from replicas.integrations.engine_server import EngineServer
-from replicas.integrations.follower import Following, PauseMode, Weights
 from replicas.integrations.gate import GatePage
+from replicas.integrations.vllm_verbs import VllmEngine
 
 PAUSE_S = 100.0
 
@@ -31,16 +31,15 @@ class Server(EngineServer):
 def test_the_time_in_which_a_server_ends_its_requests_is_no_pause(
     monkeypatch: pytest.MonkeyPatch, mode: PauseMode, paused_s: float
 ) -> None:
-    server = Server("http://127.0.0.1:1")
-    clock = types.SimpleNamespace(monotonic=lambda: server.now)
-    for module in (follower, engine_health):
-        monkeypatch.setattr(module, "time", clock)
+    engine = VllmEngine("http://127.0.0.1:1")
+    monkeypatch.setattr(engine, "version", lambda: None)
+    engine.server = server = Server("http://127.0.0.1:1")
+    monkeypatch.setattr(following, "time", types.SimpleNamespace(monotonic=lambda: server.now))
     page = GatePage.create()
     page.open(1)  # so it is warm
-    following = Following(channel="policy", url=server.url, mode=mode, gate=page, min_serving=0.5)
-    health = EngineHealth(server, lambda: "", {}, while_loading=(), limit_s=1.0)
-    weights = Weights(server, following, health, threading.Event())
-    weights._load(2)
+    follower = Follower(engine, Plan(mode=mode, min_serving=0.5, verify_load="never"), page, threading.Event())
+    update: Any = types.SimpleNamespace(version=2, manifest=types.SimpleNamespace(hash="a"))
+    follower._load(update)
     assert page.paused_s == paused_s
-    assert weights._serves_until == server.now + paused_s
+    assert follower._serves_until == server.now + paused_s
     page.close()

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,34 +33,45 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS, SKIP
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors, get_tensor_load_numel
 
 from replicas import errors
+from replicas.integrations.vllm_worker.proof import Place, Proof, place_of, prove, some
 
 __all__ = ["EngineReload"]
 
 logger = logging.getLogger("vllm.replicas")
 _NEVER = -(1 << 62)
 """A count of elements that no load completes."""
-_NAMED = 5
+_Region = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""Offset, shape and strides, in elements."""
 _WORDS = 300
+_DERIVED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+"""Ends of the names of buffers of old checkpoints, which every loader leaves out."""
 _FITS = "publish hf(model), whose names are those of its checkpoint"
 
 
 class _Given(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class has none
     """Notes which regions of meta parameters are written.
 
+    :param names: path, name and shape of each parameter, by the address of its storage.
     :param strict: nothing but floats of a usual size may be given for floats.
+    :ivar tensor: name and value of the tensor that is given now.
     :ivar regions: of each storage, by its address.
+    :ivar places: where tensors go; None: into this region goes something computed.
     """
 
-    def __init__(self, names: dict[int, str], *, strict: bool) -> None:
+    def __init__(self, names: dict[int, tuple[str, str, tuple[int, ...]]], *, strict: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own class has none
         self._names, self._strict = names, strict
-        self.regions: dict[int, set[tuple[int, tuple[int, ...], tuple[int, ...]]]] = {}
+        self.tensor: tuple[str, torch.Tensor] | None = None
+        self.regions: dict[int, set[_Region]] = {}
+        self.places: dict[int, dict[_Region, Place | None]] = {}
         self.calls = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         aten = torch.ops.aten
         if func in (aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default) and args[0].is_meta:
             self._note(args[0], args[1] if func is aten.copy_.default else None)
+        elif func._schema.is_mutable and isinstance(args[0], torch.Tensor) and args[0].is_meta:
+            self.places.setdefault(_storage(args[0]), {})[_region(args[0])] = None  # something is computed in place
         return func(*args, **(kwargs or {}))
 
     def _note(self, written: torch.Tensor, given: torch.Tensor | None) -> None:
@@ -70,10 +81,22 @@ class _Given(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             floats = written.is_floating_point() and given.is_floating_point()
             packed = given.dtype.itemsize == 1 < written.dtype.itemsize
             if self._strict and written.is_floating_point() and (not floats or packed):
-                name = self._names.get(storage, "a parameter")
+                name = ".".join(self._names[storage][:2]) if storage in self._names else "a parameter"
                 raise _Misfit(f"{given.dtype} is given for {name}, which is {written.dtype}")
-        region = (int(written.storage_offset()), tuple(written.shape), tuple(written.stride()))
+        region = _region(written)
         self.regions.setdefault(storage, set()).add(region)
+        places = self.places.setdefault(storage, {})
+        if given is None:
+            places.pop(region, None)
+        elif region not in places and self.tensor is not None and storage in self._names:
+            places[region] = place_of(*self.tensor, given, written, self._names[storage])
+        else:
+            places[region] = None
+
+    def all_places(self) -> list[Place]:
+        """Of parameters into which tensors are copied, and nothing else."""
+        whole = (found.values() for found in self.places.values() if None not in found.values())
+        return [place for found in whole for place in found if place is not None]
 
     def count(self, tensor: torch.Tensor) -> int:
         """How many elements of it were written."""
@@ -88,6 +111,7 @@ class EngineReload:
     """Loads versions into one model.
 
     :ivar complete: False: versions may lack parameters of the model.
+    :ivar has_all: no other worker has layers or experts that this one does not have.
     """
 
     def __init__(self, model: Any, model_config: Any, device: torch.device) -> None:
@@ -95,7 +119,8 @@ class EngineReload:
         self._parameters = frozenset(name for name, _ in model.named_parameters())
         self._kernels: list[tuple[Any, Any]] = []
         self._fitting = ""
-        self.complete = True
+        self._places: list[Place] = []
+        self.complete = self.has_all = True
 
     def fits(self, manifest: str) -> bool:
         """Return True if a version of this manifest fits, as the last one tried did."""
@@ -116,6 +141,7 @@ class EngineReload:
             for name, tensor in weights:
                 before = given.calls
                 last = f"{name} {list(tensor.shape)}"
+                given.tensor = name, tensor
                 yield name, tensor
                 if given.calls == before:
                     unused.append(name)
@@ -134,20 +160,27 @@ class EngineReload:
             raise errors.ManifestMismatch(f"it does not fit {what} ({_FITS}); {text}", phase="load", hint="") from error
         finally:
             self.abandon()
-        if 2 * len(unused) < given.calls:  # else the model collects them before it loads
-            self._warn(unused)
+        collects = 2 * len(unused) >= given.calls  # before it loads: none of them is known to be ignored
+        self._places = [] if collects else given.all_places()
+        if not collects:
+            self._check_ignored(unused)
         self._fitting = manifest
 
-    def _hold_up(self) -> dict[int, str]:
-        """Let no layer become complete; names of all parameters, by their storage."""
-        names: dict[int, str] = {}
+    def prove(self, weights: Mapping[str, torch.Tensor], turn: int) -> Proof:
+        """Compare the model with the version that it has loaded."""
+        return prove(self._model, self._places, weights, turn)
+
+    def _hold_up(self) -> dict[int, tuple[str, str, tuple[int, ...]]]:
+        """Let no layer become complete; path, name and shape of all parameters, by
+        their storage."""
+        names: dict[int, tuple[str, str, tuple[int, ...]]] = {}
         for path, layer in self._model.named_modules():
             get_layerwise_info(layer).load_numel = _NEVER
             for name, tensor in get_layer_tensors(layer).items():
                 if not tensor.is_meta:  # vLLM keeps some real, and loads into them at once
                     tensor = to_meta_tensor(tensor)
                     (layer._parameters if name in layer._parameters else layer._buffers)[name] = tensor
-                names[_storage(tensor)] = f"{path}.{name}"
+                names[_storage(tensor)] = path, name, tuple(tensor.shape)
         return names
 
     def _check_names(self, loaded: set[str] | None) -> None:
@@ -156,7 +189,7 @@ class EngineReload:
         if not self.complete or loaded is None or self._config.quantization is not None:
             return
         if missing := sorted(self._parameters - loaded):
-            text = f"it has no weights for {len(missing)} of the model's parameters: {_some(missing)}"
+            text = f"it has no weights for {len(missing)} of the model's parameters: {some(missing)}"
             raise errors.ManifestMismatch(
                 f"{text} ({_FITS}; --partial if the trainer leaves these out)", phase="load", hint=""
             )
@@ -178,14 +211,21 @@ class EngineReload:
                 if count < total and (count or not optional):
                     torn.append(f"{path}.{name} ({count} of {total} elements)")
         if torn:
-            text = f"it has a part only of {len(torn)} of the model's layers: {_some(torn)}"
+            text = f"it has a part only of {len(torn)} of the model's layers: {some(torn)}"
             raise errors.ManifestMismatch(
                 f"{text}; publish all tensors of which a layer is made", phase="load", hint=""
             )
 
-    def _warn(self, unused: list[str]) -> None:
-        if unused:
-            logger.warning("%d tensors of the version are not the model's, and ignored: %s", len(unused), _some(unused))
+    def _check_ignored(self, unused: list[str]) -> None:
+        """Refuse tensors that no loader of the model takes, as a renamed expert."""
+        tied = getattr(self._config.hf_config, "tie_word_embeddings", False)
+        ignored = [one for one in unused if not one.endswith(_DERIVED) and not (tied and one == "lm_head.weight")]
+        if not ignored:
+            return
+        text = f"{len(ignored)} tensors of the version are not the model's, which ignores them: {some(ignored)}"
+        if self.has_all:
+            raise errors.ManifestMismatch(f"{text}; leave them out, or {_FITS}", phase="load", hint="")
+        logger.warning("%s", text)  # other workers may have them
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load a version that fits; :meth:`finish` follows."""
@@ -250,10 +290,10 @@ class EngineReload:
             layer.quant_method.process_weights_after_loading(layer)
 
 
+def _region(tensor: torch.Tensor) -> _Region:
+    return int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride())
+
+
 def _storage(tensor: torch.Tensor) -> int:
     address: int = tensor.untyped_storage()._cdata
     return address
-
-
-def _some(names: list[str]) -> str:
-    return f"{', '.join(names[:_NAMED])}{', ...' if len(names) > _NAMED else ''}"

@@ -1,0 +1,83 @@
+"""Say that this rank can load a version, and hear whether all targets load it now.
+
+:mod:`replicas.core.versions.adoption` decides. There is at most one open update, so at
+most one such wait. It has no timer: the coordinator has the channel's deadline, and a
+new one is told again. When there has been no session for long, the update is refused.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import NamedTuple
+
+from replicas import errors
+from replicas.channel.session.hub import Hub
+from replicas.channel.session.pending import Promise
+from replicas.messages import CanLoad, LoadDecided
+
+Tell = Callable[[errors.ReplicasError | None], None]
+
+
+class _Wait(NamedTuple):
+    """``tell``: weak, as an update that is dropped must be missed."""
+
+    said: CanLoad
+    pending: Promise[None]
+    tell: weakref.WeakMethod[Tell]
+
+
+class Adopting:
+    """The adoption of the open update of one rank."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._wait: _Wait | None = None
+
+    @property
+    def on(self) -> bool:
+        """Whether the channel has ``adopt_together``."""
+        return self._hub.settings.adopt_together
+
+    def begin(self, version: int, whole: bool, tell: Tell) -> Promise[None]:
+        """Caller's thread: wait for the decision.
+
+        :param tell: a method, called first: with None when all targets load the version
+            now, or the error for which none does.
+        """
+        pending: Promise[None] = self._hub.pending(f"adoption of version {version}")
+        if self.on:
+            self._hub.call(self._begin, _Wait(CanLoad(version, whole), pending, weakref.WeakMethod(tell)))
+        else:
+            pending.resolve(None)
+        return pending
+
+    # ------------------------------------------------------------ session thread
+
+    def _begin(self, wait: _Wait) -> None:
+        self._wait = wait
+        self.new_term()
+        if self._hub.over is not None:
+            self.end(self._hub.over)
+
+    def new_term(self) -> None:
+        if self._wait is not None:
+            self._hub.send(self._wait.said)
+
+    def decided(self, message: LoadDecided) -> None:
+        error = None if message.error is None else message.error.exception()
+        setattr(self._hub.holdings, "adopted" if error is None else "unadopted", message.version)
+        if self._wait is not None and self._wait.said.version == message.version:
+            self.end(error)
+
+    def end(self, error: errors.ReplicasError | None) -> None:
+        """End the wait, if there is one."""
+        wait, self._wait = self._wait, None
+        if wait is None:
+            return
+        if (tell := wait.tell()) is not None:
+            tell(error)
+        if error is None:
+            wait.pending.resolve(None)
+        else:
+            wait.pending.fail(error)

@@ -1,0 +1,36 @@
+"""What an update needs of the receiver that hands it out."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from replicas.channel.session.holdings import Holder
+from replicas.channel.versions.adopting import Adopting
+from replicas.messages import SlotPlace
+from replicas.weights.memory.arena import Slot
+from replicas.weights.memory.buffers import Buffer
+
+
+class Base(NamedTuple):
+    """A version that was loaded; its memory may hold another one by now."""
+
+    version: int
+    manifest_hash: str
+    place: SlotPlace
+
+
+class UpdateOwner(Protocol):
+    """Receives the reports of an update."""
+
+    @property
+    def adopting(self) -> Adopting: ...
+
+    def loaded(self, version: int, load_s: float, base: Base | None) -> None: ...
+
+    def look_at(self, base: Base) -> Buffer: ...  # without a lock
+
+    def failed(self, version: int, error: BaseException, *, kept: bool = False) -> None: ...
+
+    def touched(self, version: int) -> None: ...
+
+    def let_go(self, holder: Holder, slot: Slot) -> None: ...  # a second call does nothing

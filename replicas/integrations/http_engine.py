@@ -1,0 +1,144 @@
+"""What engines that are followed by HTTP have in common.
+
+Such a server has an API process and an engine behind it, which answers between two
+steps only, and not during a load. So :mod:`replicas.integrations.engine_health` watches
+both: ``timeout_s`` of a call counts only while the engine's processes do nothing, and a
+server that is given up has its connections broken, so that no call hangs on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from replicas import errors
+from replicas.engine import Engine
+from replicas.integrations import engine_health
+from replicas.integrations.engine_health import EngineHealth, Spent
+from replicas.integrations.engine_server import API, EngineServer
+
+__all__ = ["ENGINE_TIMEOUT_S", "HttpEngine"]
+
+START_BEAT_S = 0.2
+ENGINE_TIMEOUT_S = 600.0
+BACKSTOP_S = 60.0
+
+
+class HttpEngine(Engine):
+    """One server and the watch over it; engines inherit from it.
+
+    :param url: ``http://HOST:PORT``, and perhaps a prefix of its paths.
+    :param secret: the gate's secret, if the server has one.
+    :param api_key: the server's API key, if it has one.
+    :param public_url: its address for routers; default: ``url``.
+    :param is_gone: returns why the server is gone, or an empty text.
+    :param engine_timeout_s: how long the engine may answer nothing while its
+        processes are at work (it compiles), or cannot be seen from here.
+    :param process: the pid of the server's API process; None: the one that listens on
+        the port, if that is of this machine's loopback.
+    :cvar api: the path that the server's API process answers itself.
+    :cvar watched: seconds for which a path of the server may go without an answer while
+        its processes do nothing.
+    """
+
+    api: str = API
+    watched: Mapping[str, float] = {API: 15.0}
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        secret: str = "",
+        api_key: str = "",
+        public_url: str | None = None,
+        is_gone: Callable[[], str] = lambda: "",
+        engine_timeout_s: float = ENGINE_TIMEOUT_S,
+        process: int | None = None,
+    ) -> None:
+        if not engine_timeout_s > 0:
+            text = f"follow: engine_timeout must be above 0, not {engine_timeout_s}"
+            raise errors.UsageError(text, hint="seconds for which a busy engine may answer nothing")
+        self.url = public_url or url
+        self.server = EngineServer(url, secret, api_key, self.api)
+        self.has_gate = bool(secret)
+        self._is_gone, self._engine_timeout_s, self._process = is_gone, engine_timeout_s, process
+        self._health: EngineHealth | None = None
+
+    def wait_until_up(self, timeout_s: float) -> None:
+        until = time.monotonic() + timeout_s
+        while not self.server.answers(self.api):
+            if reason := self.health():
+                raise self.lost(reason)
+            if time.monotonic() > until:
+                raise self.lost(f"{self.server.url} was not healthy within {timeout_s:.0f} s")
+            time.sleep(START_BEAT_S)
+        self.look_up()
+        process = self._process
+        if process is None and self.server.local_port is not None:
+            process = engine_health.serving_process(self.server.local_port)
+
+        def spent() -> Spent | None:
+            return None if process is None else engine_health.processor_time(process)
+
+        limit_s = self._engine_timeout_s
+        self._health = EngineHealth(
+            self.server, self._is_gone, self.watched, while_loading=(self.api,), limit_s=limit_s, spent=spent
+        )
+        self._health.__enter__()
+
+    def look_up(self) -> None:
+        """Learn the server's name and workers.
+
+        :raises replicas.errors.UsageError: it cannot be followed.
+        """
+
+    def health(self) -> str:
+        watched = "" if self._health is None else self._health.reason
+        return watched or self.server.broken or ("" if self._health else self._is_gone())
+
+    def abort(self, reason: str) -> None:
+        self.server.give_up(reason)
+
+    def close(self) -> None:
+        if self._health is not None:
+            self._health.__exit__(None, None, None)
+
+    def post(
+        self,
+        path: str,
+        body: Any = None,
+        *,
+        query: dict[str, str] | None = None,
+        timeout_s: float,
+        serving: bool = False,
+    ) -> Any:
+        """One control request; return the decoded answer.
+
+        :param timeout_s: for so long the engine may do nothing meanwhile.
+        :param serving: the engine answers other requests meanwhile, too.
+        :raises NotDone: the server did not do it, and said so.
+        :raises replicas.errors.SyncError: the server is gone, or was given up.
+        """
+        longest_s = max(timeout_s, self._engine_timeout_s) + BACKSTOP_S
+        with contextlib.ExitStack() as stack:
+            if self._health is not None:
+                stack.enter_context(self._health.calling(path, timeout_s))
+                if not serving:
+                    stack.enter_context(self._health.loading())
+            return self.server.call("POST", path, body, query=query, timeout_s=longest_s)
+
+    def raise_if_dying(self) -> None:
+        """:raises replicas.errors.SyncError: the server has not done something because
+        its engine is dead: it may say so for a moment."""
+        while (answer := self.server.ask(self.api)) != "good":
+            if reason := self.health():
+                raise self.lost(reason)
+            if answer == "dead":
+                raise self.lost("the server has died while it looked at a new version")
+            time.sleep(START_BEAT_S)
+
+    def lost(self, reason: str) -> errors.SyncError:
+        """The error of a server that is gone."""
+        return errors.SyncError(reason, phase="load", hint="see the server's own log")

@@ -1,0 +1,178 @@
+"""LMDeploy's verbs, and its follower.
+
+``/update_weights`` takes tensors as a pickled list of names and calls: the server makes
+each call in each of its processes, with the processor's number as the seventh
+argument, and loads what it returns. It is meant for handles of CUDA memory. Here it is
+:func:`replicas.integrations.shared.model_folder.read_tensor`, which reads the tensor
+out of the slot's own memory: the follower needs no GPU, and nothing but names goes over
+HTTP. So the server has to be on this machine, with the same user and this package in
+its environment.
+
+A server takes weights while it sleeps, and computes nothing then: ``/sleep`` aborts
+all requests, and gives its KV cache back. There is no way to keep them, or to wait for
+them: the pause mode is ``abort``. What it knows of cached prefixes outlives the sleep:
+a server with ``--enable-prefix-caching`` would answer by memory that is gone, so start
+it without.
+
+The server does not say what it has loaded, neither a version nor a checksum.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+import threading
+from collections.abc import Iterator
+from itertools import groupby
+from multiprocessing.reduction import ForkingPickler
+from typing import TYPE_CHECKING, Any
+
+from replicas import engine, errors
+from replicas.engine import PauseMode
+from replicas.engine.following import MIN_SERVING, START_TIMEOUT_S
+from replicas.integrations.http_engine import ENGINE_TIMEOUT_S, HttpEngine
+from replicas.integrations.shared.model_folder import ModelSpecs, read_tensor
+
+if TYPE_CHECKING:
+    from replicas.channel import Update
+
+__all__ = ["LmdeployEngine", "follow"]
+
+LAYER = re.compile(r"\blayers\.\d+\.")
+
+
+class LmdeployEngine(HttpEngine):
+    """A server of ``lmdeploy serve api_server`` on this machine.
+
+    :param model: path or name of the model, with whose files versions are compared;
+        default: the first version that was loaded.
+    :param complete: False: versions may lack parameters of the model.
+    :param more: as for :class:`replicas.integrations.http_engine.HttpEngine`.
+    """
+
+    name = "LMDeploy"
+
+    def __init__(self, url: str, *, model: str = "", complete: bool = True, **more: Any) -> None:
+        super().__init__(url, **more)
+        self._specs = ModelSpecs(model, complete=complete)
+
+    def look_up(self) -> None:
+        self._sleeps()
+
+    def _sleeps(self) -> bool:
+        answer = self.server.call("GET", "/is_sleeping")
+        if not isinstance(answer, dict) or not isinstance(answer.get("is_sleeping"), bool):
+            raise errors.UsageError(f"{self.server.url} is no LMDeploy server", hint="/is_sleeping is to tell")
+        return bool(answer["is_sleeping"])
+
+    def check(self, update: Update, timeout_s: float) -> str:
+        return self._specs.misfit(update)
+
+    def pause(self, mode: PauseMode, timeout_s: float) -> None:
+        if mode != "abort":
+            text = f"{self.name} cannot {mode} requests: it aborts them when it sleeps, to take weights"
+            raise errors.UsageError(text, hint='follow it with mode "abort"')
+        if not self._sleeps():  # with --empty-init it does, and one that an earlier follower has left
+            self.post("/sleep", {}, query={"level": "1"}, timeout_s=timeout_s)
+        self.post("/wakeup", {}, query={"tags": "weights"}, timeout_s=timeout_s)
+
+    def load(self, update: Update, timeout_s: float) -> None:
+        """One request for each layer, as one of LMDeploy's engines wants it."""
+        parts = [list(part) for _, part in groupby(_calls(update), key=lambda call: _layer(call[0]))]
+        for number, part in enumerate(parts, 1):
+            stream = io.BytesIO()
+            ForkingPickler(stream).dump(part)
+            text = base64.b64encode(stream.getvalue()).decode()
+            body = {"serialized_named_tensors": text, "finished": number == len(parts)}
+            self.post("/update_weights", body, timeout_s=timeout_s)
+        self._specs.loaded(update)
+
+    def reset_caches(self, timeout_s: float) -> None:
+        """It has given its cache back, and gets an empty one when it wakes."""
+
+    def resume(self, timeout_s: float) -> None:
+        self.post("/wakeup", {}, query={"tags": "kv_cache"}, timeout_s=timeout_s)
+        if self._sleeps():
+            raise self.lost(f"{self.name} sleeps on: {self.server.url} has refused to wake")
+
+
+def _layer(name: str) -> str:
+    found = LAYER.search(name)
+    return name[: found.end()] if found else ""
+
+
+def _calls(update: Update) -> Iterator[tuple[str, tuple[Any, tuple[Any, ...]]]]:
+    """Name and call of each tensor, those of a layer in a row, tied ones by each
+    name."""
+    manifest, path, start = update.manifest, update.path, update.manifest.data_offset
+    places = {spec.name: (spec, offset) for spec, offset in zip(manifest.tensors, manifest.offsets, strict=True)}
+    named = {**{name: name for name in places}, **dict(manifest.aliases)}
+    for name in sorted(named, key=_layer):
+        spec, offset = places[named[name]]
+        yield name, (read_tensor, (path, start + offset, spec.nbytes, spec.dtype, spec.shape, None, None))
+
+
+def follow(
+    base_url: str,
+    channel: str,
+    *,
+    model: str = "",
+    every: int = 1,
+    min_serving: float = MIN_SERVING,
+    complete: bool = True,
+    public_url: str | None = None,
+    api_key: str = "",
+    stop: threading.Event | None = None,
+    timeout: float = START_TIMEOUT_S,
+    engine_timeout: float = ENGINE_TIMEOUT_S,
+    **identity: Any,
+) -> None:
+    """Load each committed version of a channel into a LMDeploy server of this machine;
+    block until ``stop``.
+
+    The server runs as the same user, sees this process in ``/proc``, has this package
+    in its environment, and was started without ``--enable-prefix-caching``. Its control
+    routes have no password unless it has an API key: bind it to loopback. Requests in
+    flight during a load are aborted.
+
+    :param base_url: ``http://HOST:PORT`` of the server, and perhaps a prefix of its
+        paths.
+    :param channel: name of the channel, of versions of the model's weights.
+    :param model: path or name of the model, with whose files versions are compared;
+        default: the first version that was loaded.
+    :param every: load every n-th version at most; 1: each, unless a newer one is there.
+    :param min_serving: the least share of the time in which the server computes, from 0
+        to below 1; default 0.5.
+    :param complete: False: versions may lack parameters of the model.
+    :param public_url: address for routers, shown as ``info["url"]``; default: base_url.
+    :param api_key: the server's API key.
+    :param stop: ends the call when it is set; default: never.
+    :param timeout: seconds until the server must be up; default 900.
+    :param engine_timeout: as for :func:`replicas.integrations.sglang.follow`.
+    :param identity: ``endpoint``, ``token``, ``run``, ``group`` and ``replica`` as for
+        :func:`replicas.join`; default: the environment.
+    :raises replicas.errors.SyncError: the server is gone, or a version failed to load
+        twice; the server is left asleep then.
+    :raises replicas.errors.Disconnected: no coordinator answered for 60 s.
+    :raises replicas.errors.UsageError: an argument is wrong.
+    """
+    verbs = LmdeployEngine(
+        base_url,
+        model=model,
+        complete=complete,
+        api_key=api_key,
+        public_url=public_url,
+        engine_timeout_s=engine_timeout,
+    )
+    engine.follow(
+        verbs,
+        channel,
+        mode="abort",
+        every=every,
+        min_serving=min_serving,
+        verify_load="never",
+        stop=stop,
+        timeout=timeout,
+        **identity,
+    )

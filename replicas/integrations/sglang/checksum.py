@@ -1,0 +1,92 @@
+"""Compare what a SGLang server holds with a version.
+
+``/weights_checker`` tells a checksum of every parameter of each scheduler. Those of a
+model on a CPU are the first 8 bytes of the SHA-256 of the parameter's memory, and can
+be computed here: of one scheduler, as parameters are split among several. Parameters
+that SGLang packs (``qkv_proj`` of three, ``gate_up_proj`` of two) are put together.
+
+Checksums of a GPU are computed by a kernel of SGLang's own. There
+``/get_weights_by_name`` shows the first rows of a tensor by the name that a checkpoint
+has for it, which some models can do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["difference"]
+
+PACKED = {".qkv_proj.": (".q_proj.", ".k_proj.", ".v_proj."), ".gate_up_proj.": (".gate_proj.", ".up_proj.")}
+SAMPLES = 12
+ROWS = 2
+NAMED = 3
+
+Ask = Callable[[str, dict[str, Any]], Any]
+"""Path and body of a request → its decoded answer; None: the server cannot tell."""
+
+
+def difference(tensors: Mapping[str, torch.Tensor], ask: Ask, *, on_cpu: bool) -> str | None:
+    """What the server holds in another way, by its name; empty: nothing of all that was
+    compared; None: nothing could be compared."""
+    found = _by_checksums(tensors, ask) if on_cpu else None
+    return _by_samples(tensors, ask) if found is None else found
+
+
+def _by_checksums(tensors: Mapping[str, torch.Tensor], ask: Ask) -> str | None:
+    answer = ask("/weights_checker", {"action": "checksum", "selector": "target"}) or {}
+    ranks = answer.get("ranks") or []
+    if len(ranks) != 1:
+        return None
+    compared, others = 0, []
+    for name, checksum in ranks[0]["checksums"].items():
+        parts = [tensors.get(one) for one in _parts(name)]
+        if all(part is not None for part in parts):
+            compared += 1
+            if _checksum([part for part in parts if part is not None]) != checksum:
+                others.append(name)
+    return _named(others) if compared else None
+
+
+def _parts(name: str) -> list[str]:
+    for packed, parts in PACKED.items():
+        if packed in name:
+            return [name.replace(packed, part) for part in parts]
+    return [name]
+
+
+def _checksum(parts: list[torch.Tensor]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]
+
+
+def _by_samples(tensors: Mapping[str, torch.Tensor], ask: Ask) -> str | None:
+    names = list(tensors)
+    compared, others = 0, []
+    for name in names[:: max(1, len(names) // SAMPLES)]:
+        shown = ask("/get_weights_by_name", {"name": name, "truncate_size": ROWS})
+        if isinstance(shown, list) and shown:
+            compared += 1
+            rows = tensors[name][: len(shown)].float().reshape(-1).tolist()
+            told = [value for row in shown for value in (row if isinstance(row, list) else [row])]
+            if not _same(rows, told):
+                others.append(name)
+    return _named(others) if compared else None
+
+
+def _same(ours: list[float], told: list[Any]) -> bool:
+    """The same numbers; JSON has no word for NaN and infinities: they come as null."""
+    return len(ours) == len(told) and all(
+        one == other or (other is None and not math.isfinite(one)) for one, other in zip(ours, told, strict=True)
+    )
+
+
+def _named(names: list[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return f"{', '.join(names[:NAMED])}{more} differ" if names else ""

@@ -1,0 +1,189 @@
+"""SGLang's verbs: the HTTP routes by which a released server loads versions.
+
+A version is loaded by ``/update_weights_from_disk``, from a folder whose weights are
+the memory of the slot (:mod:`replicas.integrations.shared.model_folder`); with it comes
+the number by which the server labels its answers. (``/update_weight_version`` aborts
+all requests by default, and is not used.) Each scheduler of the server reads the
+folder.
+
+Of SGLang's pause modes ``in_place`` keeps what was computed for the requests in flight,
+and lets nobody clear it: prefixes of the old weights stay for ever. ``keep`` is
+``retract`` here: requests go back to the queue, and are computed anew from their own
+tokens. ``wait`` is the lock that SGLang itself takes for a load: it waits for the
+requests in flight, and holds back new ones until the load is done.
+
+A load that fails half-way is rolled back by SGLang to the files of the same version: a
+scheduler that cannot read them dies of it, and its server with it. Other failed loads
+may leave anything, so the server is paused then, and loads once more.
+
+``/health`` has the server compute a token, which it does not do while it is paused:
+``/model_info`` is answered by its API process, ``/server_info`` by its schedulers.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from replicas import errors
+from replicas.engine import PauseMode
+from replicas.integrations.engine_server import NotDone
+from replicas.integrations.http_engine import HttpEngine
+from replicas.integrations.sglang.checksum import difference
+from replicas.integrations.shared.model_folder import ModelFolder
+
+if TYPE_CHECKING:
+    from replicas.channel import Update
+
+__all__ = ["OLDEST", "SglangEngine"]
+
+logger = logging.getLogger("replicas.integrations.sglang")
+
+OLDEST = (0, 5, 23)
+"""The first release of SGLang whose control routes these are."""
+WARM_UP = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 2}, "return_logprob": True}
+CALL_TIMEOUT_S = 60.0
+NOT_FOLLOWED: Mapping[str, tuple[Any, str]] = {
+    "tokenizer_worker_num": (1, "each tokenizer worker has a label and a lock of its own"),
+    "nnodes": (1, "schedulers on other machines do not see the memory of a version here"),
+    "disaggregation_mode": ("null", "prefixes that prefill servers have passed on cannot be taken back"),
+    "speculative_draft_model_path": (None, "a version of the policy has no draft model"),
+    "weight_cache_mode": ("off", "its weights are those of other servers, too"),
+    "enable_lmcache": (False, "what LMCache keeps of old weights cannot be cleared"),
+    "enable_flexkv": (False, "what FlexKV keeps of old weights cannot be cleared"),
+    "enable_unified_cache_external_linker": (False, "what its store keeps of old weights cannot be cleared"),
+}
+"""Settings of a server that cannot be followed if they are others, and why."""
+
+
+class SglangEngine(HttpEngine):
+    """A SGLang server on this machine.
+
+    :param complete: False: versions may lack parameters of the model.
+    :param encodes_anew: the server keeps no outputs of encoders (images, audio):
+        ``SGLANG_VLM_CACHE_SIZE_MB=0``.
+    :param scratch: where a folder for the server is made; default: the temporary one.
+    :param more: as for :class:`replicas.integrations.http_engine.HttpEngine`.
+    """
+
+    api = "/model_info"
+    watched = {"/model_info": 15.0, "/server_info": 30.0}
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        complete: bool = True,
+        encodes_anew: bool = False,
+        scratch: Path | None = None,
+        **more: Any,
+    ) -> None:
+        super().__init__(url, **more)
+        self._complete, self._encodes_anew, self._scratch = complete, encodes_anew, scratch
+        self._folder: ModelFolder | None = None
+        self._settings: dict[str, Any] = {}
+        self._paused = False
+
+    def look_up(self) -> None:
+        settings = self.server.call("GET", "/server_info")
+        if not isinstance(settings, dict) or "model_path" not in settings:
+            raise errors.UsageError(f"{self.server.url} is no SGLang server", hint="/server_info is to tell its model")
+        version = str(settings.get("version", ""))
+        self.name = f"SGLang {version}".strip()
+        found = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+        if (0, 0, 0) < found < OLDEST:  # 0.0.0 is built from source
+            oldest = ".".join(map(str, OLDEST))
+            raise errors.UsageError(f"the server is {self.name}", hint=f"install SGLang {oldest} or newer")
+        for name, (good, why) in NOT_FOLLOWED.items():
+            if (given := settings.get(name, good)) not in (good, None):
+                text = f"{self.name} with {name} = {given!r} cannot be followed: {why}"
+                raise errors.UsageError(text, hint=f"start it without --{name.replace('_', '-')}")
+        self._refuse_kept_encodings()
+        self._settings = settings
+        self._folder = ModelFolder(str(settings["model_path"]), complete=self._complete, parent=self._scratch)
+
+    def _refuse_kept_encodings(self) -> None:
+        model = self.server.call("GET", "/model_info")
+        understands = model.get("has_image_understanding") or model.get("has_audio_understanding")
+        if understands and not self._encodes_anew:
+            text = f"{self.name} keeps outputs of encoders by their inputs, and cannot clear them"
+            raise errors.UsageError(text, hint="start it by `serve`, which sets SGLANG_VLM_CACHE_SIZE_MB=0")
+
+    def _shown(self) -> ModelFolder:
+        if self._folder is None:
+            raise errors.UsageError("the engine is not up", hint="call wait_until_up() first")
+        return self._folder
+
+    def check(self, update: Update, timeout_s: float) -> str:
+        return self._shown().misfit(update)
+
+    def pause(self, mode: PauseMode, timeout_s: float) -> None:
+        if mode == "wait":
+            if self._settings.get("hicache_storage_backend"):
+                text = f"{self.name} cannot wait for requests: its external store is cleared in a pause only"
+                raise errors.UsageError(text, hint='follow it with mode "keep" or "abort"')
+            return  # load() waits
+        self._pause("retract" if mode == "keep" else "abort", timeout_s)
+
+    def _pause(self, how: str, timeout_s: float) -> None:
+        self._paused = True  # perhaps, even if the call fails
+        self.post("/pause_generation", {"mode": how}, timeout_s=timeout_s, serving=True)
+
+    def load(self, update: Update, timeout_s: float) -> None:
+        body = {
+            "model_path": str(self._shown().show(update)),
+            "load_format": "safetensors",
+            "weight_version": str(update.version),
+            "abort_all_requests": False,
+            "flush_cache": True,
+        }
+        try:
+            self.post("/update_weights_from_disk", body, timeout_s=timeout_s)
+        except NotDone:
+            if not self._paused:
+                self._pause("retract", timeout_s)
+            raise
+        self._shown().loaded(update)
+
+    def reset_caches(self, timeout_s: float) -> None:
+        """The load has cleared the prefix caches, and fails if a scheduler could not:
+        ``/flush_cache`` would have the server collect garbage, too, for seconds."""
+        if self._settings.get("hicache_storage_backend"):
+            self.post("/hicache/storage-backend/clear", timeout_s=timeout_s)
+
+    def resume(self, timeout_s: float) -> None:
+        # Always: a follower that was killed in a load has left the server paused.
+        self.post("/continue_generation", {}, timeout_s=timeout_s)
+        self._paused = False
+
+    def warm_up(self, timeout_s: float) -> None:
+        try:
+            self.post("/generate", WARM_UP, timeout_s=timeout_s, serving=True)
+        except errors.SyncError as error:
+            if reason := self.health():
+                raise self.lost(reason) from error
+            logger.info("the server could not be warmed up (it may generate nothing): %s", error)
+
+    def version(self) -> int | None:
+        said = self.server.call("GET", "/model_info").get("weight_version")
+        return int(said) if str(said).isdigit() else None
+
+    def checksum(self, update: Update, timeout_s: float) -> str | None:
+        """By ``/weights_checker`` where the model is on a CPU, else by some rows of
+        some tensors, if the server shows them (``/get_weights_by_name``)."""
+
+        def ask(path: str, body: dict[str, Any]) -> Any:
+            try:
+                return self.post(path, body, timeout_s=timeout_s)
+            except NotDone:  # this model has no such thing
+                return None
+
+        return difference(dict(update.tensors()), ask, on_cpu=self._settings.get("device") == "cpu")
+
+    def close(self) -> None:
+        super().close()
+        if self._folder is not None:
+            self._folder.close()

@@ -1,0 +1,221 @@
+"""SGLang's follower and its command: ``serve`` and ``follow``."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from typing import Any, get_args
+
+from replicas import engine, errors
+from replicas.engine import PauseMode, VerifyLoad
+from replicas.engine.following import MIN_SERVING, START_TIMEOUT_S
+from replicas.integrations.gate import GATE, GatePage
+from replicas.integrations.http_engine import ENGINE_TIMEOUT_S
+from replicas.integrations.sglang.engine import SglangEngine
+from replicas.integrations.shared.serving import child, held_port, scratch_folder, stopped_by_signals, url_of
+
+__all__ = ["follow", "main"]
+
+USAGE = "usage: python -m replicas.integrations.sglang serve MODEL [options of sglang.launch_server] | follow URL"
+OTHER_DOORS = (
+    "--ssl-",
+    "--enable-ssl",
+    "--enable-http2",
+    "--grpc-mode",
+    "--smg-grpc-mode",
+    "--encoder-only",
+    "--use-ray",
+)
+QUIET_OPTION = "--uvicorn-access-log-exclude-prefixes"
+
+
+def follow(
+    base_url: str,
+    channel: str,
+    *,
+    mode: PauseMode = "keep",
+    every: int = 1,
+    min_serving: float = MIN_SERVING,
+    verify_load: VerifyLoad = "first",
+    complete: bool = True,
+    public_url: str | None = None,
+    api_key: str = "",
+    stop: threading.Event | None = None,
+    timeout: float = START_TIMEOUT_S,
+    engine_timeout: float = ENGINE_TIMEOUT_S,
+    **identity: Any,
+) -> None:
+    """Load each committed version of a channel into a SGLang server of this machine;
+    block until ``stop``.
+
+    The server runs as the same user and sees this process in ``/proc``. Its control
+    routes have no password unless it has an API key: bind it to loopback, or use
+    ``serve``, which has a gate.
+
+    :param base_url: ``http://HOST:PORT`` of the server, and perhaps a prefix of its
+        paths.
+    :param channel: name of the channel, of versions of the model's weights.
+    :param mode: requests in flight during a load are kept (put back, computed anew from
+        the tokens that they have, and continued with the new weights), waited for, or
+        aborted. SGLang's ``in_place`` would keep prefixes of the old weights.
+    :param every: load every n-th version at most; 1: each, unless a newer one is there.
+    :param min_serving: the least share of the time in which the server computes, from 0
+        to below 1; default 0.5.
+    :param verify_load: compare the server's own tensors with the version ``"always"``,
+        after the ``"first"`` load of each manifest, or ``"never"``.
+    :param complete: False: versions may lack parameters of the model.
+    :param public_url: address for routers, shown as ``info["url"]``; default: base_url.
+    :param api_key: the server's API key; with an administrator's key, that one alone.
+    :param stop: ends the call when it is set; default: never.
+    :param timeout: seconds until the server must be up; default 900.
+    :param engine_timeout: seconds for which the schedulers may answer nothing while
+        they are at work, or if they cannot be seen from here; default 600. A server
+        whose processes do nothing is given up after 30 s.
+    :param identity: ``endpoint``, ``token``, ``run``, ``group`` and ``replica`` as for
+        :func:`replicas.join`; default: the environment.
+    :raises replicas.errors.SyncError: the server is gone, or a version failed to load
+        twice; the server is left paused then.
+    :raises replicas.errors.Disconnected: no coordinator answered for 60 s.
+    :raises replicas.errors.UsageError: an argument is wrong, or the server cannot be
+        followed.
+    """
+    verbs = SglangEngine(
+        base_url, complete=complete, api_key=api_key, public_url=public_url, engine_timeout_s=engine_timeout
+    )
+    engine.follow(
+        verbs,
+        channel,
+        mode=mode,
+        every=every,
+        min_serving=min_serving,
+        verify_load=verify_load,
+        stop=stop,
+        timeout=timeout,
+        **identity,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """``python -m replicas.integrations.sglang serve|follow ...``; return the exit
+    code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] not in (["serve"], ["follow"]) or len(given) < 2 or given[1].startswith("-"):
+        print(USAGE, file=sys.stderr)
+        return 2
+    parser = _parser(given[0])
+    options, rest = parser.parse_known_args(given[1:])
+    if given[0] == "follow" and rest:
+        parser.error(f"unknown options: {' '.join(rest)}")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    try:
+        if given[0] == "serve":
+            _serve(options, rest)
+        else:
+            how = _how(options)
+            follow(options.url, options.channel, api_key=options.api_key, stop=stopped_by_signals(), **how)
+    except errors.ReplicasError as error:
+        print(f"replicas: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser(command: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"python -m replicas.integrations.sglang {command}", allow_abbrev=False)
+    if command == "serve":
+        parser.add_argument("model", metavar="MODEL", help="the model's folder, or its name on the hub")
+        parser.add_argument("--host", default="127.0.0.1")
+        parser.add_argument("--port", type=int, default=0, help="plus the replica's index; default: a free one")
+    else:
+        parser.add_argument("url", metavar="URL", help="http://HOST:PORT of a SGLang server on this machine")
+    parser.add_argument("--channel", default="policy", help="the channel to follow (default: policy)")
+    parser.add_argument("--pause-mode", choices=get_args(PauseMode), default="keep")
+    parser.add_argument("--every", type=int, default=1, help="load every n-th version at most")
+    parser.add_argument(
+        "--min-serving",
+        type=float,
+        default=MIN_SERVING,
+        help="the least share of the time in which the server serves (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--verify-load",
+        choices=get_args(VerifyLoad),
+        default="first",
+        help="when the server's tensors are compared with the version (default: %(default)s)",
+    )
+    parser.add_argument("--partial", action="store_true", help="versions may lack parameters of the model")
+    parser.add_argument("--api-key", default="", help="the server's API key")
+    parser.add_argument(
+        "--engine-timeout",
+        type=float,
+        default=ENGINE_TIMEOUT_S,
+        help="seconds for which the schedulers may answer nothing while they are at work (default: %(default)g)",
+    )
+    return parser
+
+
+def _how(options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "mode": options.pause_mode,
+        "every": options.every,
+        "min_serving": options.min_serving,
+        "verify_load": options.verify_load,
+        "complete": not options.partial,
+        "engine_timeout": options.engine_timeout,
+    }
+
+
+def _refuse_other_doors(rest: Sequence[str]) -> None:
+    """:raises replicas.errors.UsageError: the server would listen in a way that the
+    gate or the follower does not know."""
+    for option in rest:
+        if (name := option.partition("=")[0].replace("_", "-")).startswith(OTHER_DOORS):
+            raise errors.UsageError(
+                f"serve: {name} is not supported: gate, follower, router and probes speak plain HTTP on a TCP port",
+                hint="bind the server to loopback or a private network, and put a proxy with TLS in front",
+            )
+        if name == "--admin-api-key":
+            hint = "leave it out: the gate keeps the control routes for the follower"
+            raise errors.UsageError("serve: --admin-api-key is not supported", hint=hint)
+
+
+def _serve(options: argparse.Namespace, rest: Sequence[str]) -> None:
+    _refuse_other_doors(rest)
+    stop, gate, how = stopped_by_signals(), GatePage.create(), _how(options)
+    complete, timeout_s = how.pop("complete"), how.pop("engine_timeout")
+    with held_port(options.host, options.port) as port, scratch_folder("sglang") as scratch:
+        command = [
+            *(sys.executable, "-m", "replicas.integrations.sglang.server", "--model-path", options.model, *rest),
+            *("--host", options.host, "--port", str(port)),
+            "--skip-server-warmup",  # it asks for an answer, before the gate lets any out
+            *([] if QUIET_OPTION in rest else [QUIET_OPTION, *SglangEngine.watched]),  # its log would be half of them
+            *(["--api-key", options.api_key] if options.api_key else []),
+        ]
+        variables = {
+            "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # a paused server lives
+            "TORCHINDUCTOR_CACHE_DIR": os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}"),  # noqa: PTH118
+            **os.environ,
+            "SGLANG_VLM_CACHE_SIZE_MB": "0",  # it is kept by the inputs, and cannot be cleared
+            "TMPDIR": str(scratch),
+            GATE: gate.path,
+        }
+        with child("SGLang", command, variables) as server:
+            verbs = SglangEngine(
+                url_of(options.host, port),
+                complete=complete,
+                encodes_anew=True,
+                scratch=scratch,
+                secret=gate.secret,
+                api_key=options.api_key,
+                is_gone=server.is_gone,
+                engine_timeout_s=timeout_s,
+                process=server.pid,
+            )
+            try:
+                engine.follow(verbs, options.channel, gate=gate, stop=stop, **how)
+            finally:
+                gate.shut()

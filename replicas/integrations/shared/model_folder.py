@@ -1,0 +1,214 @@
+"""A folder that an inference server loads as a model, whose weights are a version's
+memory.
+
+Engines that load from a disk are given a folder: configuration and tokenizer are links
+to those of the model's own folder, and ``model.safetensors`` is a link to the slot that
+holds the version. So nothing is copied to a disk. The server has to be on this machine,
+with the same user and the same view of ``/proc``.
+
+Some engines ignore tensors that they do not know, keep the old values of tensors that
+are missing, or take wrong shapes (SGLang on a CPU does all three). So names, shapes and
+kinds of dtypes are compared here, before a server is told of a version: with the
+headers of the model's safetensors files, or with the first version that it has loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from replicas import errors
+
+if TYPE_CHECKING:
+    import torch
+
+    from replicas.channel import Update
+
+__all__ = ["ModelFolder", "ModelSpecs", "Spec", "find_model", "misfit", "read_specs", "read_tensor"]
+
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+HEADER_MAX_NBYTES = 1 << 28
+FLOATS = {"F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16"}
+DERIVED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+"""Buffers of old checkpoints, which servers compute themselves."""
+HEAD = "lm_head.weight"
+NAMED = 3
+"""So many tensors are named in an error."""
+
+
+class Spec(NamedTuple):
+    """A tensor as a version or a checkpoint has it; dtypes are torch's or safetensors'
+    names."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+    def fits(self, other: Spec) -> bool:
+        """One can be copied into the other: a float of 16 bits or more is cast."""
+        return self.shape == other.shape and _kind(self.dtype) == _kind(other.dtype)
+
+
+def _kind(dtype: str) -> str:
+    if dtype in FLOATS:
+        return "float"
+    return "float8" if dtype.lower().startswith(("f8", "float8")) else "integer"
+
+
+def find_model(model: str) -> Path | None:
+    """The folder of a model: a path, or a name of the Hugging Face hub that has been
+    downloaded; None: it is not seen from here."""
+    if model and (folder := Path(model)).is_dir():
+        return folder
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(model, local_files_only=True))
+    return None
+
+
+def read_specs(folder: Path) -> dict[str, Spec]:
+    """Names, dtypes and shapes by the headers of a folder's safetensors files; empty:
+    it has none.
+
+    :raises replicas.errors.UsageError: a file is malformed.
+    """
+    found: dict[str, Spec] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with file.open("rb") as opened:
+                nbytes = int.from_bytes(opened.read(8), "little")
+                header = json.loads(opened.read(min(nbytes, HEADER_MAX_NBYTES)))
+            for name, spec in header.items():
+                if name != "__metadata__":
+                    found[name] = Spec(spec["dtype"], tuple(spec["shape"]))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            text = f"{file} is no safetensors file: {error}"
+            raise errors.UsageError(text, hint="download the model again") from error
+    return found
+
+
+def misfit(given: Mapping[str, Spec], expected: Mapping[str, Spec], *, tied: bool, complete: bool) -> str:
+    """Why tensors do not fit a model, by their names; empty: they do.
+
+    :param tied: the output layer shares the embedding's weight, so that either may have
+        it or not.
+    :param complete: tensors may not be missing.
+    """
+    problems = [
+        (name, f"has {spec}, the model {expected[name]}")
+        for name, spec in given.items()
+        if name in expected and not spec.fits(expected[name])
+    ]
+    unknown = [name for name in given if name not in expected and not _is_optional(name, tied)]
+    problems += [(name, "is not in the model") for name in unknown]
+    if complete:
+        missing = [name for name in expected if name not in given and not _is_optional(name, tied)]
+        problems += [(name, "is missing") for name in missing]
+    return _named(problems)
+
+
+def _is_optional(name: str, tied: bool) -> bool:
+    return name.endswith(DERIVED) or (tied and name.endswith(HEAD))
+
+
+def _named(problems: Iterable[tuple[str, str]]) -> str:
+    texts = [f"{name} {what}" for name, what in problems]
+    more = f", and {len(texts) - NAMED} more" if len(texts) > NAMED else ""
+    return ", ".join(texts[:NAMED]) + more
+
+
+class ModelSpecs:
+    """The tensors of a server's model, as far as they are known here.
+
+    :param model: path or name of the model that the server has been started with.
+    :param complete: False: versions may lack tensors of the model.
+    :raises replicas.errors.UsageError: the model's files are malformed.
+    """
+
+    def __init__(self, model: str, *, complete: bool = True) -> None:
+        self._source = find_model(model)
+        self._complete = complete
+        self._expected = {} if self._source is None else read_specs(self._source)
+        self._tied = self._source is not None and _is_tied(self._source)
+
+    def misfit(self, update: Update) -> str:
+        """Why the version does not fit the model; empty: it does, or nothing is known
+        of the model yet."""
+        if not self._expected:
+            return ""
+        return misfit(_specs(update), self._expected, tied=self._tied, complete=self._complete)
+
+    def loaded(self, update: Update) -> None:
+        """Later versions are compared with this one, if the model's own files are not
+        seen from here."""
+        self._expected = self._expected or _specs(update)
+
+
+class ModelFolder(ModelSpecs):
+    """The folder of one server, whose weights are those of one version after the other;
+    it is removed by :meth:`close`.
+
+    :param parent: where to make it; default: the temporary folder.
+    """
+
+    def __init__(self, model: str, *, complete: bool = True, parent: Path | None = None) -> None:
+        super().__init__(model, complete=complete)
+        self.path = Path(tempfile.mkdtemp(prefix="replicas-model-", dir=parent))
+        if self._source is not None:
+            for file in self._source.iterdir():
+                if file.is_file() and not file.name.endswith(WEIGHTS):
+                    (self.path / file.name).symlink_to(file.absolute())
+
+    def show(self, update: Update) -> Path:
+        """Let the folder's weights be those of the version, as long as that is open."""
+        link = self.path / "model.safetensors"
+        link.unlink(missing_ok=True)
+        link.symlink_to(update.path)
+        return self.path
+
+    def close(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def read_tensor(
+    path: str, offset: int, nbytes: int, dtype: str, shape: tuple[int, ...], _: None, device: int | str
+) -> torch.Tensor:
+    """Read one tensor out of a version's memory; called by a server's processes, by
+    name.
+
+    :param path: of the memory.
+    :param offset: bytes before the tensor.
+    :param dtype: torch's name of it, without ``torch.``.
+    :param device: where to put it.
+    """
+    import torch
+
+    data = bytearray(nbytes)  # it may be written to, and is kept
+    with Path(path).open("rb") as file:
+        file.seek(offset)
+        file.readinto(data)
+    number = getattr(torch, dtype)
+    flat = torch.frombuffer(data, dtype=number) if data else torch.empty(0, dtype=number)
+    return flat.view(shape).to(device)
+
+
+def _specs(update: Update) -> dict[str, Spec]:
+    found = {spec.name: Spec(spec.dtype, spec.shape) for spec in update.manifest.tensors}
+    return found | {alias: found[target] for alias, target in update.manifest.aliases}
+
+
+def _is_tied(folder: Path) -> bool:
+    try:
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        text = config.get("text_config") or {}
+        return bool(config.get("tie_word_embeddings") or text.get("tie_word_embeddings"))
+    except (OSError, ValueError, AttributeError):
+        return False

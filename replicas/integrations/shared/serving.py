@@ -1,0 +1,147 @@
+"""What the commands that start an inference server and follow it have in common: a port
+that nobody else is given, a folder for what the server leaves, and the server as a
+child that dies with this process."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from replicas import environ, errors
+from replicas.linux.processes import descendants, die_with_parent, is_below, signal_each
+
+__all__ = ["Child", "child", "held_port", "scratch_folder", "stopped_by_signals", "url_of"]
+
+STOP_TIMEOUT_S = 6.0
+"""Shorter than a group's default ``stop_timeout``: a run whose supervisor had to kill
+processes at its end has failed."""
+SCRATCH_MAX = 107 - len("/sglang-0123456789/00000000-0000-0000-0000-000000000000")
+"""Longest path of a folder in which servers' own sockets still have a name."""
+
+
+def stopped_by_signals() -> threading.Event:
+    """An event that SIGTERM and SIGINT set from now on; on the main thread."""
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    return stop
+
+
+def url_of(host: str, port: int) -> str:
+    """How this machine reaches a server that listens on an address."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+@contextlib.contextmanager
+def held_port(host: str, port: int) -> Iterator[int]:
+    """The port to serve on. Replica i of a supervised group gets ``port + i``; 0: a
+    free one, held in the block.
+
+    The holder does not listen, and lets those bind who ask for a used address, as
+    servers do; nobody else is given the port meanwhile.
+    """
+    if port:
+        yield port + _index_here(environ.read())
+        return
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((host, 0))
+        found: int = holder.getsockname()[1]
+        yield found
+
+
+def _index_here(found: environ.Environment) -> int:
+    """The replica's index among those that a supervisor starts on this host.
+
+    One that others start is expected to have a network address of its own, as in a pod.
+    """
+    started_here = environ.REPLICAS in os.environ
+    return found.replica if started_here and isinstance(found.replica, int) else 0
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def scratch_folder(kind: str, remove: Callable[[Path], None] = _remove) -> Iterator[Path]:
+    """A folder for the sockets and files that a server makes and does not remove.
+
+    A replica has the same one in each generation, so what a killed follower left there
+    goes with the next start.
+
+    :param kind: of the server, the beginning of the folder's name.
+    :param remove: removes the folder, and what else bears its name.
+    """
+    found = environ.read()
+    state = os.environ.get(environ.STATE_ID) or secrets.token_hex(8)
+    name = hashlib.sha256(f"{state}/{found.group}/{found.replica}".encode()).hexdigest()[:10]
+    base = tempfile.gettempdir()
+    folder = Path(base if len(base) <= SCRATCH_MAX else "/tmp") / f"{kind}-{name}"
+    remove(folder)
+    folder.mkdir(mode=0o700)
+    try:
+        yield folder
+    finally:
+        remove(folder)
+
+
+class Child:
+    """A server that this process has started.
+
+    :ivar process: its first process.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], kind: str) -> None:
+        self.process, self._kind = process, kind
+        self.pid = process.pid
+
+    def is_gone(self) -> str:
+        """How it has ended; empty: it lives."""
+        code = self.process.poll()
+        if code is None:
+            return ""
+        ending = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return f"{self._kind}'s server ended with {ending}"
+
+    def end(self) -> None:
+        """Let it end, or kill it."""
+        self.process.terminate()
+        try:
+            self.process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:  # it waits for its requests
+            self.kill()
+
+    def kill(self) -> None:
+        """Kill it and all processes below it."""
+        signal_each(descendants(self.pid), signal.SIGKILL, lambda pid: is_below(pid, self.pid))
+        self.process.kill()
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def child(kind: str, command: Sequence[str], variables: Mapping[str, str]) -> Iterator[Child]:
+    """A server in the block, which dies with this process. After an error of the block
+    it is killed: it is gone or frozen, and would wait for its own requests at its
+    end."""
+    parent = os.getpid()
+    process = subprocess.Popen(command, env=dict(variables), preexec_fn=lambda: die_with_parent(parent))
+    server = Child(process, kind)
+    try:
+        yield server
+    except errors.ReplicasError:
+        server.kill()
+        raise
+    finally:
+        server.end()

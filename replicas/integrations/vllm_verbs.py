@@ -1,0 +1,176 @@
+"""vLLM's verbs: the HTTP routes by which a released server loads versions.
+
+Its workers are ranks of the server's replica, and receive on their own
+(:mod:`replicas.integrations.vllm_worker.engine`); a request tells them which version.
+Its ``/health`` is answered by its API process, also when its engine is frozen;
+``/is_paused`` is answered by the engine, but only between two steps. A first request
+that asks for log-probabilities makes vLLM compile, for a minute on a busy machine: it
+gets one before its gate opens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from typing import TYPE_CHECKING, Any
+
+from replicas import errors
+from replicas.engine import Identity, PauseMode
+from replicas.integrations.engine_server import API, NotDone
+from replicas.integrations.http_engine import HttpEngine
+
+if TYPE_CHECKING:
+    from replicas.channel import Update
+
+__all__ = ["VllmEngine", "VllmServer", "release_of"]
+
+logger = logging.getLogger("replicas.integrations.vllm")
+
+OLDEST = (0, 29)
+"""The first release of vLLM whose control routes these are."""
+WARM_UP = {"prompt": [1, 2, 3], "max_tokens": 2, "temperature": 1.0, "logprobs": 1}
+
+
+def release_of(version: str) -> tuple[int, ...]:
+    """First two numbers of vLLM's version; of an unknown one, those of none.
+
+    :raises UsageError: it is too old: its control routes are others.
+    """
+    found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if len(found) < 2 or found == (0, 0):  # built from source, perhaps
+        return ()
+    if found < OLDEST:
+        raise errors.UsageError(
+            f"the server is vLLM {version}, which has other control routes",
+            hint=f"install vLLM {'.'.join(map(str, OLDEST))} or newer (tested: 0.32)",
+        )
+    return found
+
+
+class VllmServer(HttpEngine):
+    """What a vLLM server that follows weights has in common with one of adapters."""
+
+    watched = {API: 15.0, "/is_paused": 30.0}
+
+    def look_up(self) -> None:
+        answer = self.server.call("GET", "/version")
+        version = str(answer.get("version", "")) if isinstance(answer, dict) else ""
+        release_of(version)
+        self.name = f"vLLM {version}".strip()
+
+    def warm_up(self, timeout_s: float) -> None:
+        """Have the server compile what a first request needs."""
+        try:
+            self.post("/v1/completions", {"model": self.model(), **WARM_UP}, timeout_s=timeout_s, serving=True)
+        except (errors.SyncError, KeyError, IndexError, TypeError) as error:
+            if reason := self.health():
+                raise self.lost(reason) from error
+            logger.info("the server could not be warmed up (it may serve no completions): %s", error)
+
+    def model(self) -> str:
+        """The name by which requests ask for what is served."""
+        return str(self.server.call("GET", "/v1/models")["data"][0]["id"])
+
+
+class VllmEngine(VllmServer):
+    """A vLLM server with the weight-transfer backend ``"replicas"``.
+
+    :param complete: False: versions may lack parameters of the model.
+    :param patches: the workers may write what has changed alone.
+    :param more: as for :class:`HttpEngine`.
+    """
+
+    def __init__(self, url: str, *, complete: bool = True, patches: bool = False, **more: Any) -> None:
+        super().__init__(url, **more)
+        self._complete, self._patches = complete, patches
+        self._open = False
+        self._version = 0
+
+    def look_up(self) -> None:
+        super().look_up()
+        self.workers = self.server.call("GET", "/get_world_size")["world_size"]
+
+    def attach(self, identity: Identity, timeout_s: float) -> None:
+        info = {"channel": identity.channel, "world_size": identity.world_size, "complete": self._complete}
+        if self._patches:
+            info["patches"] = True
+        if not self.has_gate:  # a server that is older than this follower
+            self._end_open_update(timeout_s)
+        info = {"init_info": {**info, **identity.join, "replica": identity.replica}}
+        self.post("/init_weight_transfer_engine", info, timeout_s=timeout_s)
+
+    def check(self, update: Update, timeout_s: float) -> str:
+        if self.workers > 1:
+            # vLLM does not read the replies of other workers after an error, and takes
+            # them for those to its next calls. With several workers the load itself
+            # finds a misfit, and the server starts anew.
+            return ""
+        self.post("/start_weight_update", timeout_s=timeout_s)
+        try:
+            self._update(update.version, timeout_s, check=True)
+        except NotDone as error:
+            self.raise_if_dying()
+            self._end_open_update(timeout_s, refuse="it does not fit another worker of the server")
+            return error.message
+        self._end_open_update(timeout_s)
+        return ""
+
+    def drop(self, update: Update, reason: str, timeout_s: float) -> None:
+        if self.workers == 1:  # as for check
+            self._end_open_update(timeout_s, refuse=reason)
+
+    def pause(self, mode: PauseMode, timeout_s: float) -> None:
+        self.post("/pause", query={"mode": mode}, timeout_s=timeout_s, serving=True)
+
+    def load(self, update: Update, timeout_s: float) -> None:
+        if self._open:
+            self._end_open_update(timeout_s)
+        self._open = True
+        self.post("/start_weight_update", timeout_s=timeout_s)
+        self._update(update.version, timeout_s)
+        self._version = update.version
+
+    def checksum(self, update: Update, timeout_s: float) -> str | None:
+        """The workers compare a sample; their logs say how much of it can be."""
+        try:
+            self._update(update.version, timeout_s, prove=True)
+        except NotDone as error:
+            self.raise_if_dying()
+            return error.message
+        return ""
+
+    def _update(self, version: int, timeout_s: float, **more: Any) -> None:
+        info = {"version": version, "timeout_s": timeout_s / 2, **more}
+        self.post("/update_weights", {"update_info": info}, timeout_s=timeout_s)
+
+    def _end_open_update(self, timeout_s: float, refuse: str = "") -> None:
+        """End an update that an earlier call, or a follower that died, left open."""
+        with contextlib.suppress(errors.SyncError):  # the answer is the error that ends it, or that there is none
+            self._update(0, timeout_s, refuse=refuse)
+
+    def reset_caches(self, timeout_s: float) -> None:
+        """End the update; then forget.
+
+        Requests that were kept hold some of it: they are computed anew then. A store
+        of other machines is cleared, too (``reset_external``).
+        """
+        self.post("/finish_weight_update", {"weight_version": str(self._version)}, timeout_s=timeout_s)
+        self._open = False
+        self.post("/reset_encoder_cache", timeout_s=timeout_s)
+        for running in ("false", "true"):
+            query = {"reset_running_requests": running, "reset_external": "true"}
+            answer = self.post("/reset_prefix_cache", query=query, timeout_s=timeout_s)
+            if isinstance(answer, dict) and answer.get("success"):
+                return
+        raise self.lost("the prefix cache of the old version could not be reset")
+
+    def resume(self, timeout_s: float) -> None:
+        self.post("/resume", timeout_s=timeout_s)
+
+    def version(self) -> int | None:
+        try:
+            said = self.server.call("GET", "/weight_info")["weight_version"]
+        except (NotDone, KeyError, TypeError):
+            return None
+        return int(said) if str(said).isdigit() else None

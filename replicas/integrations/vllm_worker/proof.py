@@ -1,0 +1,170 @@
+"""Proof after a load: a sample of a vLLM worker's own tensors is compared with the
+version.
+
+Theory of operation
+===================
+
+A layer's parameter is made of several tensors of a version (``qkv_proj`` of three), or
+of a part of one (tensor parallelism), padded, and perhaps packed for a kernel. So the
+*places* are noted when the version is tried (:mod:`.reload`): which elements of which
+tensor the model's own loaders copy to which elements of which parameter. A place counts
+only if it is a plain copy, and the only one to these elements: what a loader computes
+is not known.
+
+Afterwards some elements of each place are looked up in the model. Where the parameter
+lies as its loader left it, they are read. Where a CPU's layer has packed it away, the
+layer itself is asked: multiplied with a unit vector it returns a column of its weight,
+exactly, as all other products are 0. Whatever else a layer has made of its weights (a
+quantized layer, experts that were padded or turned) *cannot be told*.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["Place", "Proof", "place_of", "prove", "some"]
+
+PLACES_MAX = 256
+"""So many places are compared, other ones with each version."""
+NAMED = 5
+ELEMENTS = 4
+"""Of each place: its first and last, and some between."""
+_PLAIN = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "NoneType")
+"""Methods of layers that leave a parameter as it is loaded, or have ``cpu_linear``."""
+
+
+class Place(NamedTuple):
+    """Where elements of a tensor of a version go in a model.
+
+    :ivar tensor: its name. :ivar start: first element of the region in it.
+    :ivar strides: of the region in the tensor.
+    :ivar layer, parameter: path of the module, and the name in it.
+    :ivar whole: shape of the parameter as it is loaded.
+    :ivar offset, shape, into: of the region in the parameter; ``into`` are its strides.
+    """
+
+    tensor: str
+    start: int
+    strides: tuple[int, ...]
+    layer: str
+    parameter: str
+    whole: tuple[int, ...]
+    offset: int
+    shape: tuple[int, ...]
+    into: tuple[int, ...]
+
+
+class Proof(NamedTuple):
+    """What was found.
+
+    :ivar wrong: names of tensors that differ, each with the parameter's; sorted.
+    :ivar equal, untold: numbers of places.
+    """
+
+    wrong: list[str]
+    equal: int
+    untold: int
+
+
+def place_of(
+    name: str, tensor: torch.Tensor, given: torch.Tensor, written: torch.Tensor, where: tuple[str, str, tuple[int, ...]]
+) -> Place | None:
+    """The place of a copy of ``given``, a view of ``tensor``; None: it is none."""
+    start = int(given.storage_offset() - tensor.storage_offset())
+    span = 1 + sum((size - 1) * step for size, step in zip(given.shape, given.stride(), strict=True))
+    shares = given.untyped_storage()._cdata == tensor.untyped_storage()._cdata and given.dtype == tensor.dtype
+    if not shares or not 0 <= start <= tensor.numel() - span or given.shape != written.shape or not given.numel():
+        return None
+    offset = int(written.storage_offset())
+    return Place(name, start, given.stride(), *where, offset, tuple(written.shape), written.stride())
+
+
+def prove(model: torch.nn.Module, places: list[Place], weights: Mapping[str, torch.Tensor], turn: int) -> Proof:
+    """Compare some elements of a model with a version.
+
+    :param turn: chooses which places; the version's number.
+    """
+    wrong: set[str] = set()
+    equal = untold = 0
+    for place in _chosen(places, turn):
+        tensor = weights[place.tensor]
+        source = torch.as_strided(tensor, place.shape, place.strides, tensor.storage_offset() + place.start)
+        for read in _readers(model, place):
+            there = None if read is None else _differs(place, source, read)
+            if there is None:
+                untold += 1
+            elif there:
+                wrong.add(f"{place.tensor} in {place.layer}.{place.parameter}")
+            else:
+                equal += 1
+    return Proof(sorted(wrong), equal, untold)
+
+
+def _chosen(places: list[Place], turn: int) -> list[Place]:
+    """Every n-th, so that with many versions all have their turn."""
+    step = math.ceil(len(places) / PLACES_MAX) or 1
+    return places[turn % step :: step]
+
+
+def _differs(place: Place, source: torch.Tensor, read: Callable[[list[int]], torch.Tensor]) -> bool | None:
+    """Whether elements differ; None: it cannot be told."""
+    last = source.numel() - 1
+    at = sorted({last * part // (ELEMENTS - 1) for part in range(ELEMENTS)})
+    rows = [_unravel(one, place.shape) for one in at]
+    flat = [place.offset + sum(i * step for i, step in zip(row, place.into, strict=True)) for row in rows]
+    there = read(flat).cpu()
+    wanted = torch.stack([source[row] for row in rows]).cpu().to(there.dtype)
+    if (there.isnan() & ~wanted.isnan()).any():  # a NaN elsewhere in the layer may have come in
+        return None
+    return bool(((there != wanted) & ~wanted.isnan()).any())
+
+
+def _unravel(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    found = []
+    for size in reversed(shape):
+        index, rest = divmod(index, size)
+        found.append(rest)
+    return tuple(reversed(found))
+
+
+def _readers(model: torch.nn.Module, place: Place) -> Iterator[Callable[[list[int]], torch.Tensor] | None]:
+    """What reads elements of the parameter by their numbers, for each layer that
+    computes with it; None: the layer cannot be read."""
+    layer: Any = model.get_submodule(place.layer)
+    parameter = layer._parameters.get(place.parameter)
+    tied = [one for one in model.modules() if parameter is not None and one._parameters.get("weight") is parameter]
+    for one in tied if len(tied) > 1 else [layer]:
+        yield _reader(one, parameter, place)
+
+
+def _reader(layer: Any, parameter: torch.Tensor | None, place: Place) -> Callable[[list[int]], torch.Tensor] | None:
+    method = getattr(layer, "quant_method", None)
+    if parameter is None or type(method).__name__ not in _PLAIN:
+        return None
+    if place.parameter == "weight" and hasattr(layer, "cpu_linear"):  # a CPU computes with a packed copy of it
+        return _columns(layer, method, parameter, place.whole) if len(place.whole) == 2 else None
+    if tuple(parameter.shape) != place.whole or not parameter.is_contiguous():
+        return None
+    return lambda flat: parameter.detach().view(-1)[torch.tensor(flat, device=parameter.device)]
+
+
+def _columns(
+    layer: Any, method: Any, parameter: torch.Tensor, whole: tuple[int, ...]
+) -> Callable[[list[int]], torch.Tensor]:
+    def read(flat: list[int]) -> torch.Tensor:
+        rows, columns = zip(*(divmod(one, whole[1]) for one in flat), strict=True)
+        units = torch.zeros(len(flat), whole[1], dtype=parameter.dtype, device=parameter.device)
+        units[range(len(flat)), columns] = 1
+        with torch.no_grad():
+            return method.apply(layer, units)[range(len(flat)), list(rows)]  # type: ignore[no-any-return]  # vLLM's
+
+    return read
+
+
+def some(names: list[str]) -> str:
+    """The first of these names, as a text."""
+    return f"{', '.join(names[:NAMED])}{', ...' if len(names) > NAMED else ''}"

@@ -1,0 +1,140 @@
+"""SGLang's released server on a CPU: supervised by a run, or on its own, with a tiny
+model whose answers show which version computed them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from tests.engines.world import MODEL, EngineWorld, _children, ask, get
+from tests.support.waits import eventually
+
+__all__ = [
+    "OPTIONS",
+    "START_S",
+    "VARIABLES",
+    "SglangWorld",
+    "answer",
+    "distance",
+    "make_model",
+    "run_text",
+    "running_requests",
+]
+
+HERE = Path(__file__).parent
+START_S = 900.0
+"""SGLang imports for a minute on two cores, and for many on busy ones."""
+OPTIONS = [
+    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    *("--grammar-backend", "none", "--disable-overlap-schedule", "--cuda-graph-backend-decode=disabled"),
+    *("--cuda-graph-backend-prefill=disabled", "--mem-fraction-static", "0.3", "--max-total-tokens", "8192"),
+]
+VARIABLES = {
+    "PYTHONPATH": os.pathsep.join(filter(None, (str(HERE / "stand_ins"), os.environ.get("PYTHONPATH")))),
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "KMP_BLOCKTIME": "0",
+}
+PROMPT = list(range(100, 164))
+
+
+def make_model(folder: Path) -> None:
+    """A model of two layers with random weights, and SmolLM2's tokenizer."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        initializer_range=0.3,
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(MODEL).save_pretrained(folder)
+
+
+def run_text(model: Path, *options: str) -> str:
+    """A run of a trainer and one SGLang server."""
+    command = ["-m", "replicas.integrations.sglang", "serve", str(model), *OPTIONS, *options]
+    variables = "\n".join(f"{name} = {json.dumps(value)}" for name, value in VARIABLES.items())
+    return f"""
+[groups.trainer]
+launcher = "exec"
+command = ["{HERE.parent}/programs/trainer.py", "port"]
+[groups.trainer.env]
+MODEL = "{model}"
+[groups.server]
+launcher = "exec"
+command = {json.dumps(command)}
+restart = {{ max_restarts = 100, window = "1h", initial_delay = "0s", no_progress_cycles = 0 }}
+health = {{ start_timeout = "15m" }}
+[groups.server.env]
+{variables}
+[channels.policy]
+sources = ["trainer"]
+targets = ["server"]
+slots = 3
+"""
+
+
+class SglangWorld(EngineWorld):
+    """A run with a SGLang server."""
+
+    @property
+    def url(self) -> str:
+        def look() -> str:
+            members = self.run.status().channels[0].members
+            return next((one.info["url"] for one in members if "url" in one.info and one.state != "gone"), "")
+
+        return str(eventually(look, "a follower that has joined", timeout_s=START_S))
+
+    def wait_until_served(self, version: int) -> None:
+        eventually(lambda: self.loaded() >= version, f"version {version} is loaded", timeout_s=START_S)
+        assert int(get(f"{self.url}/model_info")["weight_version"]) >= version
+
+    def processes(self) -> dict[str, int]:
+        """The living processes of the engine, by role."""
+        (follower,) = _children(self.run.pid, "replicas.integrations.sglang", depth=3)
+        (server,) = _children(follower, "replicas.integrations.sglang.server")
+        (scheduler,) = _children(server, "sglang::scheduler")
+        (detokenizer,) = _children(server, "sglang::detokenizer")
+        return {"follower": follower, "server": server, "scheduler": scheduler, "detokenizer": detokenizer}
+
+
+def answer(url: str, prompt: list[int] = PROMPT, *, tokens: int = 8) -> Mapping[str, Any]:
+    """Greedy tokens after a prompt of token ids: ``output_ids`` and ``meta_info``."""
+    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    found: dict[str, Any] = ask(
+        f"{url}/generate", {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
+    )
+    return found
+
+
+def running_requests(url: str) -> int:
+    """By the server's own account."""
+    (state,) = get(f"{url}/v1/loads")["loads"]
+    return int(state["num_running_reqs"])
+
+
+def distance(model: Path, scale: float, prompt: list[int], found: Mapping[str, Any]) -> float:
+    """How far an answer's log-probabilities are from those of the model, whose weights
+    are multiplied by a factor; on average."""
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.mul_(scale)
+        ids = [*prompt, *found["output_ids"]]
+        told = reference(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+    ours = told[len(prompt) - 1 : -1].gather(1, torch.tensor(found["output_ids"])[:, None])[:, 0]
+    theirs = torch.tensor([one[0] for one in found["meta_info"]["output_token_logprobs"]])
+    return float((ours - theirs).abs().mean())

@@ -1,0 +1,106 @@
+"""Whether a version fits a model's files, and the folder that a server reads it from.
+
+Covers: integrations/shared/model_folder.py.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from replicas import errors
+from replicas.integrations.shared.model_folder import ModelFolder, Spec, find_model, misfit, read_specs
+from replicas.testing import FakeRun
+
+MODEL = {"a.weight": Spec("BF16", (4, 2)), "b.weight": Spec("F32", (2,)), "lm_head.weight": Spec("BF16", (4, 2))}
+GOOD = {"a.weight": Spec("bfloat16", (4, 2)), "b.weight": Spec("bfloat16", (2,))}
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({}, ""),
+        ({"lm_head.weight": Spec("bfloat16", (4, 2))}, ""),
+        ({"layers.0.rotary_emb.inv_freq": Spec("float32", (8,))}, ""),
+        ({"b.weight": Spec("bfloat16", (3,))}, "b.weight has bfloat16[3], the model F32[2]"),
+        ({"b.weight": Spec("int32", (2,))}, "b.weight has int32[2], the model F32[2]"),
+        ({"b.weight": Spec("float8_e4m3fn", (2,))}, "b.weight has float8_e4m3fn[2], the model F32[2]"),
+        ({"c.weight": Spec("bfloat16", (2,))}, "c.weight is not in the model"),
+        ({"b.weight": None}, "b.weight is missing"),
+    ],
+)
+def test_a_misfit_is_named(changed: dict[str, Spec | None], why: str) -> None:
+    given = {name: spec for name, spec in {**GOOD, **changed}.items() if spec is not None}
+    assert misfit(given, MODEL, tied=True, complete=True) == why
+
+
+def test_an_output_layer_of_its_own_may_not_be_missing() -> None:
+    assert misfit(GOOD, MODEL, tied=False, complete=True) == "lm_head.weight is missing"
+
+
+def test_a_version_that_may_lack_tensors_may_not_have_others() -> None:
+    assert misfit({"a.weight": GOOD["a.weight"]}, MODEL, tied=True, complete=False) == ""
+    assert "is not in" in misfit({"x": GOOD["a.weight"]}, MODEL, tied=True, complete=False)
+
+
+def test_of_many_misfits_the_first_are_named() -> None:
+    given = {f"{number}": Spec("float32", ()) for number in range(9)}
+    assert misfit(given, {}, tied=False, complete=True).endswith(", and 6 more")
+
+
+def test_the_headers_of_all_files_of_a_model_count(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(2, 3)}, tmp_path / "model-1.safetensors")
+    save_file({"b": torch.zeros(1, dtype=torch.bfloat16)}, tmp_path / "model-2.safetensors")
+    assert read_specs(tmp_path) == {"a": Spec("F32", (2, 3)), "b": Spec("BF16", (1,))}
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"garbage" * 9, b"\x02\0\0\0\0\0\0\0[]", b"\x0a\0\0\0\0\0\0\0" + b'{"a": 3}  ']
+)
+def test_a_malformed_file_is_an_error_that_names_it(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(errors.UsageError, match=r"model\.safetensors is no safetensors file"):
+        read_specs(tmp_path)
+
+
+def test_a_model_that_is_not_here_is_not_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    assert find_model("nobody/has-this") is None
+
+
+def test_the_folder_shows_a_versions_memory_beside_the_models_own_files(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file({"a": torch.zeros(2)}, source / "model.safetensors")
+    (source / "model.safetensors.index.json").write_text("{}")
+    (source / "config.json").write_text(json.dumps({"text_config": {"tie_word_embeddings": True}}))
+    folder = ModelFolder(str(source))
+    with FakeRun() as run:
+        trainer, server = run.join("trainer"), run.join("rollout")
+        for value in (1.0, 2.0):
+            trainer.publish({"a": torch.full((2,), value)}).wait()
+            with server.receive().wait() as update:
+                assert folder.misfit(update) == ""
+                shown = folder.show(update)
+                assert {file.name for file in shown.iterdir()} == {"config.json", "model.safetensors"}
+                assert load_file(shown / "model.safetensors")["a"].tolist() == [value, value]
+    folder.close()
+    assert not folder.path.exists()
+    assert (source / "model.safetensors").exists()
+
+
+def test_without_the_models_files_the_first_version_that_was_loaded_counts(tmp_path: Path) -> None:
+    folder = ModelFolder(str(tmp_path / "elsewhere"))
+    with FakeRun() as run:
+        trainer, server = run.join("trainer"), run.join("rollout")
+        for size, fits in ((2, True), (3, False)):
+            trainer.publish({"a": torch.zeros(size)}, new_manifest=True).wait()
+            with server.receive().wait() as update:
+                assert (folder.misfit(update) == "") is fits
+                folder.loaded(update)
+    folder.close()
