@@ -157,16 +157,26 @@ class Refit:
         self._lives = 0
         self._update: replicas.Update | None = None
         self._read = False
+        self._sending: replicas.Pending[replicas.Receipt] | None = None
         self.channel: replicas.Channel | None = None
 
     def prepare(self) -> dict[str, Any]:
         """Begin anew: what this worker tells all others.
 
         A receive that is under way ends with an error, and an update whose end nobody
-        reported counts as failed.
+        reported counts as failed. A trainer that shares a publish which is still open
+        leaves with it: the others' parts of the next one could be taken for those that
+        it waits for.
         """
         self._lives += 1
         self._end_update("the sync was broken off")
+        if (
+            self._sending is not None
+            and not self._sending.done()
+            and self._seat is not None
+            and self._seat.world_size > 1
+        ):
+            self._leave()
         return {
             "channel": self._name,
             "ranks": self._ranks,
@@ -223,8 +233,10 @@ class Refit:
             return {}
         meta = {"sync": self._sync} | ({} if global_steps is None else {"step": global_steps})
         share = _share(weights, seat) if seat.world_size > 1 else weights
-        pending = channel.publish(share, dtype=self._dtype, meta=meta, deadline=self._deadline_s, new_manifest=True)
-        receipt = await pending
+        self._sending = channel.publish(
+            share, dtype=self._dtype, meta=meta, deadline=self._deadline_s, new_manifest=True
+        )
+        receipt = await self._sending
         for name, why in receipt.not_loaded.items():
             logger.warning("%s has not loaded an earlier version: %s", name, why)
         return receipt.metrics()

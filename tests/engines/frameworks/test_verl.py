@@ -220,8 +220,9 @@ def test_all_trainers_publish_a_share_each(world: World) -> None:
     """On a channel of its own, and so with a coordinator of its own."""
     shared = World(trainers=2, ranks="all", channel="shares")
     assert shared.sync()["replicas/version"] == 1
-    ray.get(shared.trainers[1].doom.remote("update_weights", "middle"))
-    shared.sync_of_the_dead()
-    ask(*shared.trainers)
-    shared.sync()
+    for moment in ("entry", "middle"):
+        ray.get(shared.trainers[1].doom.remote("update_weights", moment))
+        shared.sync_of_the_dead()
+        ask(*shared.trainers)
+        shared.sync()
     world.sync()

@@ -19,6 +19,7 @@ from replicas.integrations.nemo import CheckpointEngine
 from replicas.integrations.shared import refit, releases
 from replicas.integrations.shared.refit import Place, Refit, Seat, channel_settings, first_sync, seats
 from replicas.testing import FakeRun
+from tests.support.waits import eventually
 
 SIZE = 100
 
@@ -202,6 +203,32 @@ def test_trainers_share_the_tensors() -> None:
             return (await asyncio.gather(*sent, take(world.rollouts[0])))[-1]
 
         assert asyncio.run(scene()) == dict.fromkeys((f"layer{number}" for number in range(5)), 4.0)
+        world.close()
+
+
+@pytest.mark.slow
+def test_a_share_of_the_next_sync_is_not_taken_for_that_of_a_lost_trainer() -> None:
+    with FakeRun({"policy": {"sources": [{"group": "trainer", "ranks": "all"}], "targets": ["rollout"]}}) as run:
+        world = World(run, [Refit(ranks="all"), Refit(ranks="all")], [Refit()])
+        world.begin()
+
+        async def send(worker: Refit, value: float) -> dict[str, float]:
+            return await asyncio.to_thread(asyncio.run, worker.send_weights(weights(value, 5)))
+
+        async def scene() -> dict[str, float]:
+            waits = asyncio.create_task(send(world.trainers[0], 2.0))
+            await asyncio.to_thread(eventually, lambda: world.trainers[0]._sending, "the publish")
+            lost = world.trainers[1].channel
+            assert lost is not None
+            run.kill(lost)
+            world.trainers[1] = Refit(ranks="all")
+            world.begin()
+            with pytest.raises(errors.ReplicasError):
+                await waits
+            sent = [send(worker, 3.0) for worker in world.trainers]
+            return (await asyncio.gather(*sent, take(world.rollouts[0])))[-1]
+
+        assert asyncio.run(scene()) == dict.fromkeys((f"layer{number}" for number in range(5)), 3.0)
         world.close()
 
 
