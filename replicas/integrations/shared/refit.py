@@ -283,7 +283,9 @@ class Refit:
             now = time.monotonic()
             if life != self._lives:
                 raise errors.SyncError("the sync was broken off", phase="receive", hint="the next one has begun")
-            there = any(member.group == TRAINERS and not member.rank for member in channel.members)
+            members = channel.members
+            there = channel.member not in members  # it is not admitted yet, and knows of nobody
+            there = there or any(member.group == TRAINERS and not member.rank for member in members)
             alone_since = None if there else alone_since or now
             if (alone_since is not None and now - alone_since > ALONE_S) or now > until + _BEAT_S:
                 text = f"no trainer is on channel {self._name!r}" if not there else "no version came in time"
