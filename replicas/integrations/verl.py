@@ -30,9 +30,9 @@ from replicas.integrations.shared.refit import DEADLINE_S, Place, Refit, channel
 __all__ = ["ReplicasCheckpointEngine"]
 
 NAME = "replicas-verl"
-"""Of the coordinator's actor."""
-_HANDLES: dict[str, Handle] = {}
-"""Of this process, by Ray job: Ray ends an actor of which no handle is left."""
+"""Of a coordinator's actor, with the channel behind it."""
+_HANDLES: dict[tuple[str, str], Handle] = {}
+"""Of this process, by Ray job and name: Ray ends an actor when no handle is left."""
 
 
 @CheckpointEngineRegistry.register("replicas")
@@ -85,12 +85,14 @@ class ReplicasCheckpointEngine(Refit, CheckpointEngine):
 
 
 def _place(channels: dict[str, Any]) -> Place:
-    """Of the coordinator of this Ray job, which is started if there is none."""
-    job = ray.get_runtime_context().get_job_id()
-    if job not in _HANDLES:
+    """Of the coordinator of these channels and this Ray job, which is started if there
+    is none."""
+    name = "-".join([NAME, *channels])
+    key = ray.get_runtime_context().get_job_id(), name
+    if key not in _HANDLES:
         try:
-            _HANDLES[job] = find(NAME)
+            _HANDLES[key] = find(name)
         except errors.UsageError:
-            _HANDLES[job] = coordinator(channels, name=NAME)
-    handle = _HANDLES[job]
+            _HANDLES[key] = coordinator(channels, name=name)
+    handle = _HANDLES[key]
     return Place(handle.endpoint, handle.token, handle.run)

@@ -24,6 +24,7 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.workers.config import CheckpointEngineConfig, RolloutConfig
 
+from replicas import errors
 from tests.engines.programs.ray_cluster import Raylets, raylets
 from tests.engines.programs.verl_adapter import Adapter
 from tests.engines.programs.verl_workers import NAMES, Rollout, Trainer
@@ -78,7 +79,7 @@ class World:
 
     def sync_of_the_dead(self) -> None:
         self.step += 1
-        with pytest.raises(RayActorError):
+        with pytest.raises((RayActorError, errors.PeersLost)):
             self._update()
 
     def _update(self) -> dict[str, float]:
@@ -215,11 +216,12 @@ def test_verls_own_rollout_worker_takes_the_versions(world: World, tmp_path: Pat
     world.manager.remove_replicas(world.manager.replicas[2:])
 
 
-def test_all_trainers_publish_a_share_each(cluster: Raylets) -> None:
-    with job(cluster):
-        world = World(trainers=2, ranks="all")
-        assert world.sync()["replicas/version"] == 1
-        ray.get(world.trainers[1].doom.remote("update_weights", "middle"))
-        world.sync_of_the_dead()
-        ask(*world.trainers)
-        world.sync()
+def test_all_trainers_publish_a_share_each(world: World) -> None:
+    """On a channel of its own, and so with a coordinator of its own."""
+    shared = World(trainers=2, ranks="all", channel="shares")
+    assert shared.sync()["replicas/version"] == 1
+    ray.get(shared.trainers[1].doom.remote("update_weights", "middle"))
+    shared.sync_of_the_dead()
+    ask(*shared.trainers)
+    shared.sync()
+    world.sync()
