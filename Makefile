@@ -12,8 +12,8 @@ PYTEST = $(BIN)/python -m pytest -q $(if $(RESULTS),--durations 10 --durations-m
 UNIT_TESTS = $(PYTEST) --numprocesses 2 --dist worksteal tests/unit
 # The slice of the integration tests that `make test` runs: each process and each way of the bytes, and a kill of each.
 SLICE := channel/test_channel channel/operations/test_channel_operations channel/operations/test_operation_faults \
-	channel/versions/test_mapping control/test_control_socket coordinator/test_coordinator coordinator/test_frames coordinator/test_hosts \
-	sidecar/test_sidecar sidecar/test_sidecar_routes supervisor/fleet/test_partial supervisor/shim/test_frames_of_pairs \
+	channel/versions/test_mapping control/test_control_socket coordinator/test_coordinator coordinator/test_hosts \
+	sidecar/test_sidecar supervisor/fleet/test_partial supervisor/shim/test_frames_of_pairs \
 	supervisor/shim/test_supervisor_torchrun supervisor/test_end_to_end supervisor/test_supervisor_kills supervisor/test_supervisor_lifecycle
 # The rooms of a rank, which need torch: their unit tests reach nothing of the core that others do not.
 RANK_ROOMS := channel sidecar weights
@@ -85,7 +85,7 @@ test-all: $(VENV)/.dev ## run all tests, those on released engines too: some 50 
 	@$(UNIT_TESTS)
 	@FRAMES=1000 $(PYTEST) $(SIDE_BY_SIDE) --timeout 600 tests/integration tests/gpu
 	@$(PYTEST) tests/chaos
-	@$(MAKE) --no-print-directory test-engines
+	@$(MAKE) --no-print-directory test-engines field
 
 # Of the slow suites, what fits into an hour beside all else: the third of their files that is THIRD's turn.
 test-third: $(VENV)/.dev

@@ -199,7 +199,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a ninth of the bytes, 3 repetitions")
     parser.add_argument("--repetitions", type=int, default=None, help="default 5; 3 of the large set")
     parser.add_argument("--threads", type=int, default=threads_for(TARGETS + 1), help="OMP_NUM_THREADS of each process")
-    parser.add_argument("--only", nargs="+", choices=SETS, default=SETS[:2], help="sets of tensors; default: all but moe")
+    parser.add_argument(
+        "--only", nargs="+", choices=SETS, default=SETS[:2], help="sets of tensors; default: all but moe"
+    )
     options = parser.parse_args()
     run_bench(run(options.only, options.quick, options.repetitions, options.threads))
 

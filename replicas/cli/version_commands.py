@@ -33,7 +33,7 @@ Group = Annotated[
     typer.Option(metavar="GROUP", help="External group to join in; default: one with min_ready = 0, else the first."),
 ]
 Exactly = Annotated[int | None, typer.Option("--version", metavar="N", min=1, help="This version, if no newer one is.")]
-AtLeast = Annotated[int | None, typer.Option(metavar="N", min=1, help="This version, or a newer one; waits for it.")]
+OrNewer = Annotated[int | None, typer.Option(metavar="N", min=1, help="This version, or a newer one; waits for it.")]
 
 
 class _Got(NamedTuple):
@@ -51,7 +51,7 @@ def get(
     place: Addressed,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write or replace.")],
     version: Exactly = None,
-    at_least: AtLeast = None,
+    at_least: OrNewer = None,
     deadline: Deadline = 60.0,
     group: Group = "",
     as_json: Json = False,
@@ -114,7 +114,7 @@ def verify(
     ] = None,
     place: Addressed,
     version: Exactly = None,
-    at_least: AtLeast = None,
+    at_least: OrNewer = None,
     deadline: Deadline = 60.0,
     group: Group = "",
     as_json: Json = False,

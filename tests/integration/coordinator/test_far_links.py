@@ -12,7 +12,6 @@ import time
 import pytest
 
 from replicas.coordinator import GroupShape
-from replicas.core.moving.pacing import PATIENCE_S
 from tests.integration.coordinator.test_hosts import sync
 from tests.support.channel.host_ranks import HostRank, host_world
 from tests.support.machine.cable import MBIT_NBYTES, Shape
@@ -23,8 +22,8 @@ TCP = {"transport": "tcp"}
 NBYTES = 18 << 20
 FAR = Shape(20 * MBIT_NBYTES, 0.025, 0.01)
 """A version takes more than seven seconds."""
-SOON_S = 3.0
-"""A delta, on a busy machine: a tenth of what all bytes would take at least."""
+SOON_S = 7.0
+"""Less than all bytes take at least."""
 FEW = 0.05
 
 
@@ -59,10 +58,10 @@ async def test_a_far_target_takes_deltas_and_a_near_one_is_not_held_up() -> None
         await publishing
         assert came(far.host) - before < FEW
 
-        began = time.monotonic()
+        before = came(far.host)
         publishing = asyncio.create_task(trainer.ask("publish_bytes", seed=3, nbytes=NBYTES))
         await until_it_has(near, 3)
-        assert time.monotonic() - began < PATIENCE_S + SOON_S, "the near one waits for the far one's patience alone"
+        assert came(far.host) - before < 0.95, "the near one does not wait until the far one has all bytes"
         assert (await publishing)["lost"] == [far.name]
         await until_it_has(far, 3)  # it is caught up
 

@@ -26,7 +26,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import torch
@@ -303,9 +303,9 @@ class CallWorld:
         assert update is not None
         if self.choose.random() < 0.5:
             with contextlib.suppress(KeyboardInterrupt), update:
-                list(getattr(update, method)(**given) or ())
+                _use(getattr(update, method)(**given))
         else:
-            list(getattr(update, method)(**given) or ())
+            _use(getattr(update, method)(**given))
 
     def _wait(self, room: str, method: str, given: dict[str, Any]) -> None:
         trainer = self.members["trainer/0"]
@@ -315,6 +315,15 @@ class CallWorld:
         done = given.get("timeout", 0) is None or _is_large(given.get("timeout", 0)) or self.choose.random() < 0.5
         pending: Pending[int] = trainer.committed(after=0 if done else None)
         getattr(pending, method)(**given)
+
+
+def _use(result: Any) -> None:
+    """Read all of an iterator; wait for what is pending."""
+    if isinstance(result, Pending):
+        with contextlib.suppress(TimeoutError):
+            result.wait(SHORT_S * 2)
+    elif isinstance(result, Iterator):
+        list(result)
 
 
 def _is_large(value: Any) -> bool:

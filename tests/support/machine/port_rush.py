@@ -10,7 +10,6 @@ printed for each round: how many servers are up.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import errno
 import socket
@@ -21,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
-from replicas.integrations.vllm import _port
+from replicas.integrations.shared.serving import held_port
 
 ENGINES = 8
 FIRST, LAST = 20_000, 20_063
@@ -40,7 +39,7 @@ HERE = "127.0.0.1"
 
 
 def held() -> AbstractContextManager[int]:
-    return _port(argparse.Namespace(host=HERE, port=0))
+    return held_port(HERE, 0)
 
 
 @contextlib.contextmanager
