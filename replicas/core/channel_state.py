@@ -176,8 +176,8 @@ class ChannelState:
         if state.is_peer:
             self.operations.lost(member, state.note, now)
             self.trials.look(now)
-        self.commits.publishes.left(member, in_order=reason == "left")
-        self.commits.lost(state, now)
+        self.commits.publishes.left(member)
+        self.commits.lost(state, now, in_order=reason == "left")
         self.lanes.lost(member, now)
         if state.is_target:
             self.rounds.lost(state, in_order=reason == "left")

@@ -444,14 +444,19 @@ class Commits:
 
     # ------------------------------------------------------------ losses and deadlines
 
-    def lost(self, state: MemberState, now: float) -> None:
-        """A member is lost (already out of the roster)."""
+    def lost(self, state: MemberState, now: float, *, in_order: bool) -> None:
+        """A member is lost (already out of the roster).
+
+        A publish without its part fails also if it had not begun: the next process of
+        that rank may be at another step, and its part would be of that.
+        """
         member = state.member
         self.manifests.lost(member)
         self._unread = [(one, message) for one, message in self._unread if one is not state]
         for publish in self.publishes.open():
             mine = (publish.group, publish.replica) == (member.group, member.replica)
-            if publish.state == "packing" and mine and member in publish.begun:
+            awaited = not in_order and member.rank in self.publishes.unpacked(publish, state.hello.world_size)
+            if publish.state == "packing" and mine and (member in publish.begun or awaited):
                 text = f"{member} was lost ({state.note}) while version {publish.version} was packed"
                 self.fail(publish, errors.PeersLost(text, members=[member.name], phase="pack"), now)
             elif publish.state == "moving" and state.is_target:

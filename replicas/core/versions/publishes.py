@@ -95,8 +95,8 @@ class _Count:
     """How the ranks of one life of a replica count their publishes.
 
     :ivar base: the replica's number when the life began.
-    :ivar ranks: those that have joined: for one that has left in good order its
-        process and its own count, by which it goes on if it joins again.
+    :ivar ranks: those that have joined: for one that is gone its process and its own
+        count, by which it goes on if it joins again.
     """
 
     life: Life
@@ -130,7 +130,7 @@ class Publishes:
 
         Ranks join one after another, and the first may publish, and leave, before the
         last has joined: all of them count from the replica's number at the beginning of
-        their life. A process that has left, and joins again, goes on with its own
+        their life. A process that is gone, and joins again, goes on with its own
         count; another process of a rank that was there before with the publish that the
         others wait for it with, else with their next one.
         """
@@ -163,10 +163,10 @@ class Publishes:
         """Return the number of the member's last publish."""
         return self._counts[member][1] if member in self._counts else 0
 
-    def left(self, member: Member, *, in_order: bool) -> None:
+    def left(self, member: Member) -> None:
         """Note that a member is gone."""
         count = self._counts.pop(member, None)
-        if in_order and count is not None:
+        if count is not None:
             self._lives[member.group, member.replica].ranks[member.rank] = count
 
     def get(self, member: Member, number: int) -> Publish | None:

@@ -141,6 +141,25 @@ def test_the_others_go_on_without_a_killed_member(run: FakeRun) -> None:
 
 
 @pytest.mark.slow
+def test_a_rank_that_died_before_its_part_does_not_add_one_of_another_step() -> None:
+    """Its next process may have gone on from somewhere else."""
+    policy = {"sources": [{"group": "trainer", "ranks": "all"}], "targets": ["rollout"]}
+    with FakeRun({"policy": policy}) as run:
+        first, second = (run.join("trainer", rank=rank, world_size=2) for rank in range(2))
+        rollout = run.join("rollout")
+        alone = first.publish({"x": torch.full((2,), 1.0)})
+        run.kill(second)
+        with pytest.raises(errors.PeersLost, match="trainer/0/1 was lost"):
+            alone.wait(20)
+        again = run.join("trainer", rank=1, world_size=2)
+        with pytest.raises(errors.PeersLost):  # it is the same process, and gets the verdict that it has missed
+            again.publish({"y": torch.full((2,), 2.0)}).wait(20)
+        both = first.publish({"x": torch.full((2,), 3.0)}), again.publish({"y": torch.full((2,), 3.0)})
+        assert {one.wait(20).version for one in both} == {2}
+        with rollout.receive().wait(20) as update:
+            assert {name: tensor[0].item() for name, tensor in update} == {"x": 3.0, "y": 3.0}
+
+
 def test_a_frozen_member_is_lost_when_its_lease_is_over(run: FakeRun) -> None:
     trainer, frozen, _ = run.join("trainer"), run.join("rollout"), run.target("rollout", 1)
     trainer.publish(ONE).wait()
