@@ -445,16 +445,13 @@ class Commits:
     # ------------------------------------------------------------ losses and deadlines
 
     def lost(self, state: MemberState, now: float, *, in_order: bool) -> None:
-        """A member is lost (already out of the roster).
-
-        A publish without its part fails also if it had not begun: the next process of
-        that rank may be at another step, and its part would be of that.
-        """
+        """A member is lost (already out of the roster)."""
         member = state.member
         self.manifests.lost(member)
         self._unread = [(one, message) for one, message in self._unread if one is not state]
         for publish in self.publishes.open():
             mine = (publish.group, publish.replica) == (member.group, member.replica)
+            # also before it has begun: its next process may be at another step
             awaited = not in_order and member.rank in self.publishes.unpacked(publish, state.hello.world_size)
             if publish.state == "packing" and mine and (member in publish.begun or awaited):
                 text = f"{member} was lost ({state.note}) while version {publish.version} was packed"

@@ -81,7 +81,7 @@ LONG = {
     "supervisor/supervisor.py": 686,
     "supervisor/fleet/cluster.py": 576,
     "supervisor/fleet/fleet.py": 573,
-    "core/versions/commits.py": 537,
+    "core/versions/commits.py": 538,
     "coordinator/coordinator.py": 467,
     "channel/versions/transfers.py": 455,
     "supervisor/fleet/replica.py": 490,
