@@ -172,7 +172,8 @@ class Follower:
                 try:
                     loads = self._fits(update) and self._all_load(update)
                 except BaseException as error:
-                    update.failed(error)
+                    with contextlib.suppress(errors.UsageError):  # it was refused, as no target loads it
+                        update.failed(error)
                     raise
                 if self._stop.is_set():
                     return

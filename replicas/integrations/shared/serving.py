@@ -22,6 +22,7 @@ from replicas.linux.processes import descendants, die_with_parent, is_below, sig
 
 __all__ = ["Child", "child", "held_port", "scratch_folder", "stopped_by_signals", "url_of"]
 
+KILLED_S = 5.0
 STOP_TIMEOUT_S = 6.0
 """Shorter than a group's default ``stop_timeout``: a run whose supervisor had to kill
 processes at its end has failed."""
@@ -127,7 +128,8 @@ class Child:
         """Kill it and all processes below it."""
         signal_each(descendants(self.pid), signal.SIGKILL, lambda pid: is_below(pid, self.pid))
         self.process.kill()
-        self.process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it is in a call of the kernel that does not end
+            self.process.wait(KILLED_S)
 
 
 @contextlib.contextmanager
