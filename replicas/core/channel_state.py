@@ -176,7 +176,7 @@ class ChannelState:
         if state.is_peer:
             self.operations.lost(member, state.note, now)
             self.trials.look(now)
-        self.commits.publishes.left(member)
+        self.commits.publishes.left(member, in_order=reason == "left")
         self.commits.lost(state, now, in_order=reason == "left")
         self.lanes.lost(member, now)
         if state.is_target:

@@ -47,7 +47,15 @@ from replicas.engine import PauseMode, VerifyLoad
 from replicas.engine.following import MIN_SERVING, START_TIMEOUT_S
 from replicas.integrations.gate import GATE, GatePage, owner_of
 from replicas.integrations.http_engine import ENGINE_TIMEOUT_S
-from replicas.integrations.shared.serving import Child, child, held_port, scratch_folder, stopped_by_signals, url_of
+from replicas.integrations.shared.serving import (
+    Child,
+    add_following,
+    child,
+    held_port,
+    scratch_folder,
+    stopped_by_signals,
+    url_of,
+)
 from replicas.integrations.vllm_adapters import VllmAdapters
 from replicas.integrations.vllm_verbs import VllmEngine, VllmServer, release_of
 
@@ -202,23 +210,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m replicas.integrations.vllm serve", allow_abbrev=False)
-    parser.add_argument("--channel", default="policy", help="the channel to follow (default: policy)")
+    add_following(parser, ENGINE_TIMEOUT_S)
     parser.add_argument("--lora", action="store_true", help="its versions are LoRA adapters")
-    parser.add_argument("--pause-mode", choices=["keep", "wait", "abort"], default="keep")
-    parser.add_argument("--every", type=int, default=1, help="load every n-th version at most")
-    parser.add_argument(
-        "--min-serving",
-        type=float,
-        default=MIN_SERVING,
-        help="the least share of the time in which the server serves (default: %(default)g)",
-    )
-    parser.add_argument(
-        "--verify-load",
-        choices=["always", "first", "never"],
-        default="first",
-        help="when the engine's tensors are compared with the version (default: %(default)s)",
-    )
-    parser.add_argument("--partial", action="store_true", help="versions may lack parameters of the model")
     parser.add_argument("--patches", action="store_true", help="write only what has changed, where that is possible")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument(
@@ -226,12 +219,6 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=0,
         help="0: a free one; else this, plus the index of a replica that a supervisor starts",
-    )
-    parser.add_argument(
-        "--engine-timeout",
-        type=float,
-        default=ENGINE_TIMEOUT_S,
-        help="seconds for which the engine may answer nothing while it is at work (default: %(default)g)",
     )
     return parser
 

@@ -26,6 +26,7 @@ from replicas.core.base.membership import PUBLISH, PublishState
 from replicas.core.members.member_state import Life
 from replicas.core.moving.attempt import Payload
 from replicas.core.moving.transfer import Transfer
+from replicas.core.versions.steps import number_in
 from replicas.messages import Filled, Packed, PublishBegin, ReceiptData, WireError
 from replicas.messages.identity import Member, ProcessIdentity
 
@@ -95,8 +96,8 @@ class _Count:
     """How the ranks of one life of a replica count their publishes.
 
     :ivar base: the replica's number when the life began.
-    :ivar ranks: those that have joined: for one that is gone its process and its own
-        count, by which it goes on if it joins again.
+    :ivar ranks: those that have joined: for one that has left in good order its
+        process and its own count, by which it goes on if it joins again.
     """
 
     life: Life
@@ -130,7 +131,7 @@ class Publishes:
 
         Ranks join one after another, and the first may publish, and leave, before the
         last has joined: all of them count from the replica's number at the beginning of
-        their life. A process that is gone, and joins again, goes on with its own
+        their life. A process that has left, and joins again, goes on with its own
         count; another process of a rank that was there before with the publish that the
         others wait for it with, else with their next one.
         """
@@ -163,10 +164,10 @@ class Publishes:
         """Return the number of the member's last publish."""
         return self._counts[member][1] if member in self._counts else 0
 
-    def left(self, member: Member) -> None:
+    def left(self, member: Member, *, in_order: bool) -> None:
         """Note that a member is gone."""
         count = self._counts.pop(member, None)
-        if count is not None:
+        if in_order and count is not None:
             self._lives[member.group, member.replica].ranks[member.rank] = count
 
     def get(self, member: Member, number: int) -> Publish | None:
@@ -218,6 +219,14 @@ class Publishes:
             raise errors.RanksDisagree(
                 f"publish {message.publish} of {member.replica_name}: {member} asks for version {message.version}, "
                 f"another rank for {publish.asked.version}",
+                channel=self._channel,
+                version=publish.version,
+            )
+        steps = number_in(message.meta, "step"), number_in(publish.asked.meta, "step")
+        if None not in steps and len({*steps}) > 1:  # a new process, say, that went on from somewhere else
+            raise errors.RanksDisagree(
+                f"publish {message.publish} of {member.replica_name}: {member} is at step {steps[0]}, "
+                f"another rank at {steps[1]}",
                 channel=self._channel,
                 version=publish.version,
             )

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 from replicas import engine, errors
 from replicas.engine import PauseMode, VerifyLoad
@@ -17,7 +17,14 @@ from replicas.engine.following import MIN_SERVING, START_TIMEOUT_S
 from replicas.integrations.gate import GATE, GatePage
 from replicas.integrations.http_engine import ENGINE_TIMEOUT_S
 from replicas.integrations.sglang.engine import SglangEngine
-from replicas.integrations.shared.serving import child, held_port, scratch_folder, stopped_by_signals, url_of
+from replicas.integrations.shared.serving import (
+    add_following,
+    child,
+    held_port,
+    scratch_folder,
+    stopped_by_signals,
+    url_of,
+)
 
 __all__ = ["follow", "main"]
 
@@ -132,29 +139,8 @@ def _parser(command: str) -> argparse.ArgumentParser:
         parser.add_argument("--port", type=int, default=0, help="plus the replica's index; default: a free one")
     else:
         parser.add_argument("url", metavar="URL", help="http://HOST:PORT of a SGLang server on this machine")
-    parser.add_argument("--channel", default="policy", help="the channel to follow (default: policy)")
-    parser.add_argument("--pause-mode", choices=get_args(PauseMode), default="keep")
-    parser.add_argument("--every", type=int, default=1, help="load every n-th version at most")
-    parser.add_argument(
-        "--min-serving",
-        type=float,
-        default=MIN_SERVING,
-        help="the least share of the time in which the server serves (default: %(default)g)",
-    )
-    parser.add_argument(
-        "--verify-load",
-        choices=get_args(VerifyLoad),
-        default="first",
-        help="when the server's tensors are compared with the version (default: %(default)s)",
-    )
-    parser.add_argument("--partial", action="store_true", help="versions may lack parameters of the model")
+    add_following(parser, ENGINE_TIMEOUT_S)
     parser.add_argument("--api-key", default="", help="the server's API key")
-    parser.add_argument(
-        "--engine-timeout",
-        type=float,
-        default=ENGINE_TIMEOUT_S,
-        help="seconds for which the schedulers may answer nothing while they are at work (default: %(default)g)",
-    )
     return parser
 
 

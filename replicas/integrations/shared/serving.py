@@ -1,9 +1,10 @@
-"""What the commands that start an inference server and follow it have in common: a port
-that nobody else is given, a folder for what the server leaves, and the server as a
-child that dies with this process."""
+"""What the commands that start an inference server and follow it have in common:
+options, a port that nobody else is given, a folder for what the server leaves, and the
+server as a child that dies with this process."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import hashlib
 import os
@@ -16,11 +17,14 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import get_args
 
 from replicas import environ, errors
+from replicas.engine import PauseMode, VerifyLoad
+from replicas.engine.following import MIN_SERVING
 from replicas.linux.processes import descendants, die_with_parent, is_below, signal_each
 
-__all__ = ["Child", "child", "held_port", "scratch_folder", "stopped_by_signals", "url_of"]
+__all__ = ["Child", "add_following", "child", "held_port", "scratch_folder", "stopped_by_signals", "url_of"]
 
 KILLED_S = 5.0
 STOP_TIMEOUT_S = 6.0
@@ -42,6 +46,32 @@ def url_of(host: str, port: int) -> str:
     """How this machine reaches a server that listens on an address."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def add_following(parser: argparse.ArgumentParser, engine_timeout_s: float) -> None:
+    """The options of a command that follows a channel."""
+    parser.add_argument("--channel", default="policy", help="the channel to follow (default: policy)")
+    parser.add_argument("--pause-mode", choices=get_args(PauseMode), default="keep")
+    parser.add_argument("--every", type=int, default=1, help="load every n-th version at most")
+    parser.add_argument(
+        "--min-serving",
+        type=float,
+        default=MIN_SERVING,
+        help="the least share of the time in which the server serves (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--verify-load",
+        choices=get_args(VerifyLoad),
+        default="first",
+        help="when the engine's tensors are compared with the version (default: %(default)s)",
+    )
+    parser.add_argument("--partial", action="store_true", help="versions may lack parameters of the model")
+    parser.add_argument(
+        "--engine-timeout",
+        type=float,
+        default=engine_timeout_s,
+        help="seconds for which the engine may answer nothing while it is at work (default: %(default)g)",
+    )
 
 
 @contextlib.contextmanager

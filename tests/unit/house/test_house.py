@@ -68,13 +68,13 @@ WAYS = {
 }
 LOOSE = {"__init__", "__main__", "environ", "errors", "status"}
 FILES_MAX = 20
-CODE_LINES_MAX = 37_680
+CODE_LINES_MAX = 37_690
 """A feature that needs more says in its commit what it removes instead. Pulls between
 hosts take 2,680, far ones and the doctor's look at their ports included; with them as
 the default, lanes for weights in host memory go. The loop of engines, 235, has come
 from the integrations, where lines are not counted; the scenes that each engine has to
 survive take 205, targets that load a version together 290, and ``get``, ``put``,
-``verify`` and ``mirror`` 210."""
+``verify`` and ``mirror`` 210; that ranks at different steps make no version, 8."""
 LINES_MAX = 450
 LONG = {
     "core/moving/transfer.py": 797,

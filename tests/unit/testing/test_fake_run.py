@@ -152,8 +152,6 @@ def test_a_rank_that_died_before_its_part_does_not_add_one_of_another_step() -> 
         with pytest.raises(errors.PeersLost, match="trainer/0/1 was lost"):
             alone.wait(20)
         again = run.join("trainer", rank=1, world_size=2)
-        with pytest.raises(errors.PeersLost):  # it is the same process, and gets the verdict that it has missed
-            again.publish({"y": torch.full((2,), 2.0)}).wait(20)
         both = first.publish({"x": torch.full((2,), 3.0)}), again.publish({"y": torch.full((2,), 3.0)})
         assert {one.wait(20).version for one in both} == {2}
         with rollout.receive().wait(20) as update:

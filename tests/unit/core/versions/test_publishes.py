@@ -51,7 +51,7 @@ def test_a_rank_that_joins_again_counts_on_however_often_others_have_published()
     for number in range(1, KEPT_VERDICTS + 3):
         sources.publish(1, number)
     again = sources.rank(0, 1, "b")
-    sources.publishes.left(sources.rank(0, 1))
+    sources.publishes.left(sources.rank(0, 1), in_order=False)
     assert sources.join(again) == 2
     first = sources.begin(sources.rank(0, 0), 2)
     assert sources.begin(again, 2) is first
@@ -81,33 +81,43 @@ def test_who_was_a_member_under_another_coordinator_goes_on_with_its_number() ->
         member = sources.rank(0, rank)
         sources.join(member)
         sources.publishes.came_back(member, 7)
-    sources.publishes.left(sources.rank(0, 1))
+    sources.publishes.left(sources.rank(0, 1), in_order=False)
     assert sources.join(sources.rank(0, 1, "b")) == 8
 
 
 def test_a_process_that_left_and_joins_again_goes_on_with_its_own_count() -> None:
     sources = Sources()
     sources.publish(0, 1)
-    sources.publishes.left(sources.rank(0, 1))
+    sources.publishes.left(sources.rank(0, 1), in_order=True)
     early = sources.begin(sources.rank(0, 0), 2)
     sources.publishes.end(early, committed=False)
     again = sources.rank(0, 1, "b")
     assert sources.join(again) == 2
     assert sources.begin(again, 2) is early
-    sources.publishes.left(again)
+    sources.publishes.left(again, in_order=True)
     assert sources.join(sources.rank(0, 1, "c"), process=2) == 3, "another process begins with the others' next one"
 
 
-def test_another_process_of_a_lost_rank_begins_behind_what_had_begun_before() -> None:
+def test_a_lost_rank_that_joins_again_begins_behind_what_had_begun_before() -> None:
     sources = Sources()
     sources.publishes.end(sources.begin(sources.rank(0, 0), 1), committed=False)  # failed, as rank 1 was lost
-    sources.publishes.left(sources.rank(0, 1))
+    sources.publishes.left(sources.rank(0, 1), in_order=False)
     assert sources.join(sources.rank(0, 1, "b"), process=2) == 2
-    sources.publishes.left(sources.rank(0, 1, "b"))
+    sources.publishes.left(sources.rank(0, 1, "b"), in_order=False)
     waits = sources.begin(sources.rank(0, 0), 2)
     third = sources.rank(0, 1, "c")
     assert sources.join(third, process=3) == 2
     assert sources.begin(third, 2) is waits
+
+
+def test_ranks_that_name_different_steps_make_no_version() -> None:
+    sources = Sources(1)
+    first = sources.publishes.begin(sources.rank(0, 0), wire.PublishBegin(1, None, 60.0, {"step": 3}), 0.0)
+    other = sources.rank(0, 1)
+    with pytest.raises(errors.RanksDisagree, match="is at step 2, another rank at 3"):
+        sources.publishes.begin(other, wire.PublishBegin(1, None, 60.0, {"step": 2}), 0.0)
+    assert sources.publishes.begin(other, wire.PublishBegin(1, None, 60.0, {"step": 3.0}), 0.0) is first
+    assert sources.publishes.begin(other, wire.PublishBegin(1, None, 60.0), 0.0) is first, "it does not say"
 
 
 def test_a_rank_that_is_further_behind_than_verdicts_are_kept_is_told_at_once() -> None:
