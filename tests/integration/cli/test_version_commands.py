@@ -171,7 +171,8 @@ def test_errors_name_the_remedy(run: Run, command: Command) -> None:
     assert "is no whole safetensors file" in refused("put", "text", "policy")
     assert "cannot be read" in refused("put", "nothing", "policy")
     with join(run, "trainer") as trainer:
-        version = trainer.publish(weights(1.0), new_manifest=True).wait(60).version
+        trainer.publish(weights(1.0), new_manifest=True).wait(60)
+        version = trainer.publish(weights(2.0)).wait(60).version
         assert "--version" in refused("get", "policy", "-o", "x", "--version", str(version - 1), code=1)
         assert "cannot be written" in refused("get", "policy", "-o", "no/folder")
         assert "cannot be written" in refused("get", "policy", "-o", ".")
