@@ -11,12 +11,12 @@ SIDE_BY_SIDE := --numprocesses 3 --dist worksteal
 PYTEST = $(BIN)/python -m pytest -q $(if $(RESULTS),--durations 10 --durations-min 1 --junitxml $(RESULTS)/$$$$.xml)
 UNIT_TESTS = $(PYTEST) --numprocesses 2 --dist worksteal tests/unit
 # The slice of the integration tests that `make test` runs: each process and each way of the bytes, and a kill of each.
-SLICE := channel/test_channel channel/operations/test_channel_operations channel/operations/test_operation_faults \
-	channel/versions/test_mapping control/test_control_socket coordinator/test_coordinator coordinator/test_hosts \
-	sidecar/test_sidecar supervisor/fleet/test_partial supervisor/shim/test_frames_of_pairs \
-	supervisor/shim/test_supervisor_torchrun supervisor/test_end_to_end supervisor/test_supervisor_kills supervisor/test_supervisor_lifecycle
-# The rooms of a rank, which need torch: their unit tests reach nothing of the core that others do not.
-RANK_ROOMS := channel sidecar weights
+SLICE := channel/test_channel channel/operations/test_channel_operations channel/versions/test_mapping \
+	control/test_control_socket coordinator/test_coordinator coordinator/test_hosts sidecar/test_sidecar \
+	supervisor/shim/test_frames_of_pairs supervisor/shim/test_supervisor_torchrun supervisor/test_end_to_end \
+	supervisor/test_supervisor_kills supervisor/test_supervisor_lifecycle
+# The rooms whose unit tests reach the core; all others reach nothing more of it.
+CORE_ROOMS := core testing control supervisor/fleet supervisor/shim
 
 # Measured in one process each, not in all that tests start; a test may fork, so each process has a file of its own.
 COVERAGE := $(VENV)/coverage
@@ -43,8 +43,9 @@ GPU_SIDE_BY_SIDE ?= 3
 # Without compiled files each of the many processes that the tests start would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-cluster test test-all test-third test-lowest test-versions unit integration properties chaos chaos-links chaos-nodes chaos-tree scene coverage gpu gpu-wheels test-engines field demo-llm check format bench \
-	bench-engines bench-peers diagrams docs-reference clean
+.PHONY: help demo demo-cluster test test-all test-turn test-lowest test-versions unit integration properties chaos \
+	chaos-links chaos-nodes chaos-tree scene coverage gpu gpu-wheels environments test-engines field demo-llm check format \
+	bench test-browser screenshots bench-engines bench-peers diagrams docs-reference clean board dist docs engine-campaign
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -67,8 +68,13 @@ $(VENV)/.dev: pyproject.toml constraints.txt hatch_build.py replicas/weights/cop
 	@$(PIP) --editable '.[demo,dev]'
 	@touch $@ $(VENV)/.demo
 
-$(BIN)/promtool: | $(BIN)/python
-	@if command -v promtool > /dev/null; then ln -s "$$(command -v promtool)" $@; else tests/support/fetch_promtool.sh $(BIN); fi
+$(BIN)/promtool $(BIN)/prometheus: | $(BIN)/python
+	@if command -v $(@F) > /dev/null; then ln -s "$$(command -v $(@F))" $@; else tests/support/fetch_prometheus.sh $(BIN); fi
+
+$(VENV)/.docs: pyproject.toml constraints.txt docs/constraints.txt | $(VENV)/.dev
+	@echo "Installing what builds the handbook into $(VENV)"
+	@$(PIP) --constraint docs/constraints.txt --editable '.[docs]'
+	@touch $@
 
 demo: $(VENV)/.demo ## run a small RLHF loop: one trainer, two rollout replicas, one of them killed on the way
 	@$(BIN)/python examples/grpo/demo.py $(ARGS)
@@ -76,10 +82,10 @@ demo: $(VENV)/.demo ## run a small RLHF loop: one trainer, two rollout replicas,
 demo-cluster: $(VENV)/.demo ## three machines (namespaces, as root), a killed supervisor, a machine that is switched off: a minute
 	@$(BIN)/python examples/cluster/cluster_demo.py $(ARGS)
 
-test: $(VENV)/.dev ## run the fast tests, a slice of the real processes, and a minute of chaos: some 7 minutes
+test: $(VENV)/.dev ## run the fast tests, a slice of the real processes, and some rounds of chaos: some 8 minutes
 	@$(UNIT_TESTS)
 	@$(PYTEST) $(SIDE_BY_SIDE) $(SLICE:%=tests/integration/%.py)
-	@CHAOS_WORLD=exec CHAOS_SECONDS=15 $(PYTEST) tests/chaos/test_chaos.py tests/chaos/test_supervisor.py
+	@CHAOS_WORLD=exec CHAOS_SECONDS=8 $(PYTEST) tests/chaos/test_chaos.py tests/chaos/test_supervisor.py
 
 test-all: $(VENV)/.dev ## run all tests, those on released engines too: some 50 minutes, and 5 GB in .venv-engines
 	@$(UNIT_TESTS)
@@ -87,11 +93,11 @@ test-all: $(VENV)/.dev ## run all tests, those on released engines too: some 50 
 	@$(PYTEST) tests/chaos
 	@$(MAKE) --no-print-directory test-engines field
 
-# Of the slow suites, what fits into an hour beside all else: the third of their files that is THIRD's turn.
-test-third: $(VENV)/.dev
-	@$(PYTEST) $(SIDE_BY_SIDE) --timeout 600 --third $(THIRD) $(SLICE:%=--ignore tests/integration/%.py) tests/integration tests/gpu
-	@$(PYTEST) --third $(THIRD) tests/chaos
-	@$(MAKE) --no-print-directory test-engines ARGS="--third $(THIRD)"
+# Of the slow suites, what fits into an hour beside all else: the part of their files whose turn it is, TURN=2/3.
+test-turn: $(VENV)/.dev
+	@$(PYTEST) $(SIDE_BY_SIDE) --timeout 600 --turn $(TURN) $(SLICE:%=--ignore tests/integration/%.py) tests/integration tests/gpu
+	@$(PYTEST) --turn $(TURN) tests/chaos
+	@$(MAKE) --no-print-directory test-engines field ARGS="--turn $(TURN)"
 
 # The lowest torch that pyproject.toml allows comes from PyPI with 4 GB of CUDA. Where those are too many, name a build for
 # the CPU (.ci/run takes the pinned one): make test-lowest LOWEST_TORCH=2.10.0+cpu PIP_EXTRA_INDEX_URL=URL-of-such-builds
@@ -102,7 +108,22 @@ test-versions: | $(BIN)/python ## the same, and with the newest versions on each
 	@$(BIN)/python -m tests.support.versions lowest; lowest=$$?; \
 	  $(BIN)/python -m tests.support.versions newest $(PYTHONS) && exit $$lowest
 
+$(VENV)/axe.min.js: | $(VENV)/.dev
+	@$(BIN)/python -m tests.support.browser.fetch_axe $@
+
+test-browser: $(VENV)/.dev $(VENV)/axe.min.js ## the page in a real Chromium, which is installed where there is none (as root, by apt-get): a minute
+	@tests/support/browser/need_chromium.sh
+	@$(PYTEST) --timeout 300 tests/browser $(ARGS)
+
+screenshots: $(VENV)/.dev ## take the pictures of the page in docs/images anew
+	@tests/support/browser/need_chromium.sh
+	@$(BIN)/python -m tests.support.browser.screenshots docs/images
+
 ENGINES := .venv-engines
+environments: | $(BIN)/python ## make the environments of test-lowest and test-engines, and run nothing
+	@$(PYTHON) tests/engines/install.py $(ENGINES)
+	@$(BIN)/python -m tests.support.versions prepare
+
 test-engines: ## run the tests on released engines and trainers: vLLM, TRL, PEFT (makes an environment of 5 GB in .venv-engines)
 	@$(PYTHON) tests/engines/install.py $(ENGINES)
 	@$(ENGINES)/bin/python -m pytest -q -W default --timeout 600 --durations 10 tests/engines $(ARGS)
@@ -112,7 +133,13 @@ field: $(VENV)/.dev ## put on again what users of other systems reported (docs/f
 	@$(PYTHON) tests/engines/install.py $(ENGINES)
 	@$(ENGINES)/bin/python -m pytest -q -W default --timeout 900 --durations 10 tests/field/engines $(ARGS)
 
-demo-llm: ## teach a small language model to add: TRL's trainer, two vLLM servers, one of them killed on the way (10 minutes)
+engine-campaign: ## sampled answers of two vLLM servers under kills and freezes: make engine-campaign ANSWERS=10000 FAULTS=50 SEED=1
+	@$(PYTHON) tests/engines/install.py $(ENGINES)
+	@CAMPAIGN_ANSWERS=$(or $(ANSWERS),1000) CAMPAIGN_FAULTS=$(or $(FAULTS),6) CAMPAIGN_SEED=$(or $(SEED),1) \
+	  CAMPAIGN_MODES="$(or $(MODES),keep wait abort)" \
+	  $(ENGINES)/bin/python -m pytest -q -s -W default tests/engines/campaign $(ARGS)
+
+demo-llm: ## teach a small language model to add: TRL's trainer, two vLLM servers, one of them killed on the way (10 to 20 minutes)
 	@$(PYTHON) tests/engines/install.py $(ENGINES)
 	@HF_HUB_OFFLINE=1 $(ENGINES)/bin/python examples/grpo_llm/llm_demo.py $(ENGINES)/model $(ARGS)
 
@@ -146,9 +173,9 @@ scene: $(VENV)/.dev ## a training run under an operator who does anything at any
 
 coverage: $(VENV)/.dev ## branch coverage of the pure core by unit and property tests; fails below what is reached
 	@rm -rf $(COVERAGE) && mkdir -p $(COVERAGE)
-	@$(COVERED) -m pytest -q $(RANK_ROOMS:%=--ignore tests/unit/%) tests/unit
-	@for machine in channel:200 lives:100 peers:150 raising_peers:60; do \
-	  $(COVERED) -m tests.support.properties $${machine%%:*} $${machine##*:} || exit; done
+	@$(COVERED) -m pytest -q $(CORE_ROOMS:%=tests/unit/%) & tests=$$!; \
+	  printf '%s\n' "channel 200" "lives 100" "peers 150" "raising_peers 60" | \
+	  xargs -L 1 $(COVERED) -m tests.support.properties; machines=$$?; wait $$tests && exit $$machines
 	@$(BIN)/coverage combine -q --data-file $(COVERAGE)/all $(COVERAGE)/data.*
 	@$(BIN)/coverage report --data-file $(COVERAGE)/all --show-missing --skip-covered --fail-under $(COVERAGE_REACHED)
 
@@ -194,5 +221,15 @@ diagrams: $(VENV)/.dev ## write the state tables of the code into docs/protocol.
 docs-reference: $(VENV)/.dev ## write docs/reference from the code: config keys, metrics, events, errors, commands, public names
 	@$(BIN)/python -m tests.support.reference
 
+dist: $(VENV)/.dev ## build sdist and wheel, install the wheel, and check all that a user gets: dist/
+	@$(BIN)/python -m tests.support.release
+
+board: $(VENV)/.dev ## write the Grafana board of services/grafana from its panels in tests/support/board
+	@$(BIN)/python -m tests.support.board
+
+docs: $(VENV)/.docs ## build the handbook into docs/_build/html; a broken link, or a name that the reference lacks, is an error
+	@$(BIN)/sphinx-build -q -E -W --keep-going -b html -c docs . docs/_build/html
+	@echo "docs/_build/html/index.html"
+
 clean: ## remove the virtual environment and what runs left
-	@rm -rf $(VENV) demo-output bench-results $(GPU_SITE) .mypy_cache .ruff_cache
+	@rm -rf $(VENV) demo-output bench-results docs/_build $(GPU_SITE) .mypy_cache .ruff_cache

@@ -1,6 +1,9 @@
-"""Compiles ``replicas/weights/copies/streaming.c`` where there is a C compiler; without
-one
-the package works, and copies slower."""
+"""What a build does beside packing files.
+
+``replicas/weights/copies/streaming.c`` is compiled where there is a C compiler; without
+one the package works, and copies slower. And the README, whose links are relative to
+the repository, gets absolute ones for the package index.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,31 @@ from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 SOURCE = Path("replicas/weights/copies/streaming.c")
 LIBRARY = Path("replicas/weights/copies/_streaming.so")
 TIMEOUT_S = 120.0
+LINK = re.compile(r"(?P<picture>!?)\[(?P<text>[^\[\]]*)\]\((?!https?:|#)(?P<path>[^)]+)\)")
+
+
+class AbsoluteLinks(MetadataHookInterface):
+    """README.md as the package index shows it."""
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        text = (Path(self.root) / "README.md").read_text()
+        text = absolute(text, metadata["urls"]["Source"])
+        metadata["readme"] = {"content-type": "text/markdown", "text": text}
+
+
+def absolute(text: str, source: str) -> str:
+    """Markdown whose links lead to files of the repository that is at ``source``."""
+
+    def link(found: re.Match[str]) -> str:
+        kind = "raw" if found["picture"] else "tree" if found["path"].endswith("/") else "blob"
+        return f"{found['picture']}[{found['text']}]({source}/{kind}/main/{found['path']})"
+
+    return LINK.sub(link, text)
 
 
 class StreamingCopies(BuildHookInterface):

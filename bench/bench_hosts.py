@@ -2,7 +2,7 @@
 trainer's host?
 
     python bench/bench_hosts.py [--quick] [--repetitions N] [--rate R] [--transport tcp]
-        [--hosts N ...] [--only hosts|far]
+        [--hosts N ...] [--set NAME] [--only hosts|far]
 
 Hosts are network, mount and process namespaces of this machine, joined by a bridge
 (``tests/support/machine/networks.py``; needs root). A trainer on the first, and one or
@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.hosts_far import run_far
-from bench.shapes import nbytes_of_set
+from bench.shapes import SETS, nbytes_of_set
 from bench.support import Bar, Rank, Spread, busy_ratio, machine, rank, rotated, run_bench, show, write
 from bench.sync_contenders import Contender, Library, Read, check, last, race
 from replicas import Coordinator
@@ -225,8 +225,7 @@ def report(
     show(f"Weight sync between hosts: {nbytes / 1e6:.0f} MB bf16", columns, table, "\n".join(notes))
 
 
-async def run(quick: bool, repetitions: int, rate: str, transport: str, counts: Sequence[int]) -> dict[str, Any]:
-    what = "smollm2-small" if quick else "smollm2"
+async def run(what: str, repetitions: int, rate: str, transport: str, counts: Sequence[int]) -> dict[str, Any]:
     nbytes = nbytes_of_set(what)
     found: list[dict[str, Any]] = []
     phases: dict[str, float] = {}
@@ -252,13 +251,13 @@ async def run_parts(options: argparse.Namespace) -> None:
         return
     quick, repetitions = options.quick, options.repetitions or (3 if options.quick else 5)
     facts = {"machine": machine(), "busy_before": await busy_ratio(), "load": os.getloadavg()}
-    facts |= {"quick": quick, "repetitions": repetitions}
+    what = f"{options.set}-small" if quick else options.set
+    facts |= {"quick": quick, "set": what, "repetitions": repetitions}
     if options.only != "far":
-        found = await run(quick, repetitions, options.rate, options.transport, options.hosts)
+        found = await run(what, repetitions, options.rate, options.transport, options.hosts)
         write("bench_hosts", {**facts, **found})
     if options.only != "hosts":
         shape = Shape(options.far_mbit * MBIT_NBYTES, options.delay / 2, options.loss)
-        what = "smollm2-small" if quick else "smollm2"
         found = await run_far(what, 2 * repetitions, shape, f"{options.far_mbit} Mbit/s", options.congestion)
         write("bench_hosts_far", {**facts, **found, "repetitions": 2 * repetitions})
 
@@ -267,6 +266,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Weight sync between hosts, against Gloo, and the bytes on the link.")
     parser.add_argument("--quick", action="store_true", help="a ninth of the bytes, 3 repetitions")
     parser.add_argument("--repetitions", type=int, default=None, help="default 5")
+    sets = [name for name in SETS if f"{name}-small" in SETS]
+    parser.add_argument("--set", choices=sets, default="smollm2", help="of tensors (shapes.py); few: 1 GiB")
     parser.add_argument("--only", choices=("hosts", "far"), help="default: both parts")
     parser.add_argument("--rate", default="1gbit", help="of the limited links, in the words of tc; empty: without them")
     parser.add_argument("--transport", default="auto", help="of the channel")

@@ -61,12 +61,13 @@ fewer people.
 RUN = "REPLICAS_RUN"
 """Name of the run."""
 STATE_ID = "REPLICAS_STATE_ID"
-"""Random id of the run's state folder, no secret.
+"""Internal: random id of the run's state folder, no secret.
 
 A later supervisor of that folder finds by it what an earlier one left behind.
 """
 JOIN = "REPLICAS_JOIN"
-"""Of an agent: where to join a run, and with what, as ``TOKEN@HOST:PORT``."""
+"""Read by ``replicas agent``: the operator token of a run and its control port, as
+``TOKEN@HOST:PORT``."""
 GROUP = "REPLICAS_GROUP"
 """Name of this rank's group."""
 REPLICA = "REPLICA_ID"
@@ -79,7 +80,7 @@ REPLICAS = "REPLICA_NUM"
 GENERATION = "REPLICAS_GENERATION"
 """Number of this start of the replica, from 1."""
 FORKSERVER = "REPLICAS_FORKSERVER"
-"""Socket name of the node's sidecar forkserver, and the secret that it requires."""
+"""Internal: the socket of the node's forkserver, and the secret that it requires."""
 LOG_DIR = "REPLICAS_LOG_DIR"
 """Folder of this replica's log files."""
 ACCELERATOR = "REPLICAS_ACCELERATOR"

@@ -17,6 +17,7 @@ __all__ = [
     "MemberStatus",
     "NodeStatus",
     "OnFailure",
+    "PublishStatus",
     "ReplicaState",
     "ReplicaStatus",
     "RunStatus",
@@ -123,7 +124,11 @@ class SyncRecord(msgspec.Struct, frozen=True, kw_only=True):
     of the version. ``moved_nbytes``: bytes sent to members over the network for it;
     what is mapped on one host is not sent. ``moved_to``: of them to each replica
     (``group/replica``). ``pulled``: of them, by the member that pulled and the one that
-    served them.
+    served them. ``lost``: members that did not get it, and ``reasons`` why.
+    ``phases``: seconds by phase. ``publisher``: the replica that published. ``held``:
+    seconds until all ranks of a replica held it, of the slowest replicas alone, the
+    slowest first. ``error``: why it failed. ``step``: ``meta["step"]``. ``trace``: the
+    W3C ``traceparent`` of the caller of ``publish``.
     """
 
     version: int
@@ -136,6 +141,28 @@ class SyncRecord(msgspec.Struct, frozen=True, kw_only=True):
     phases: dict[str, float] = {}
     members: int = 0
     lost: tuple[str, ...] = ()
+    publisher: str = ""
+    held: dict[str, float] = {}
+    reasons: dict[str, str] = {}
+    error: str = ""
+    step: float | None = None
+    trace: str = ""
+
+
+class PublishStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One publish that is under way.
+
+    ``state``: it is ``packing`` on its ranks, ``queued`` behind another version, or
+    ``moving`` to its targets. ``seconds``: since it began. ``waits_for``: the members
+    that it waits for, up to 16 of them; ``waiting``: how many there are.
+    """
+
+    version: int
+    publisher: str
+    state: Literal["packing", "queued", "moving"]
+    seconds: float
+    waits_for: tuple[str, ...] = ()
+    waiting: int = 0
 
 
 class ChannelStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,7 +178,7 @@ class ChannelStatus(msgspec.Struct, frozen=True, kw_only=True):
     how many ready replicas serve each version. ``mixed_since``: since when they have
     served different ones, as ``committed_at``; None: they serve one, or none.
     ``adopt_together``: as in the config. ``sources``, ``targets``, ``peers``: groups
-    that have these roles.
+    that have these roles. ``under_way``: publishes that have not ended.
     """
 
     name: str
@@ -176,6 +203,7 @@ class ChannelStatus(msgspec.Struct, frozen=True, kw_only=True):
     sources: tuple[str, ...] = ()
     targets: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()
+    under_way: tuple[PublishStatus, ...] = ()
 
 
 class StoreStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -215,7 +243,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     ``refused``: connections and messages that the control port refused, by reason.
     ``exit_code``: once it is over, and for as long as its supervisor still answers;
-    ``ended_by``: why it is over.
+    ``ended_by``: why it is over. ``newest_event``: number of its newest event.
+    ``adopt_s``: for how long its replicas go on without a supervisor; 0: not at all.
     """
 
     run: str
@@ -235,3 +264,5 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     state_dir: str = ""
     exit_code: int | None = None
     ended_by: str = ""
+    newest_event: int = 0
+    adopt_s: float = 0.0

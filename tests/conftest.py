@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,38 +21,105 @@ SHOWN_BEFORE_S = 1.0
 """Stacks of a test that takes too long are written so long before it is ended."""
 STDERR = pytest.StashKey[int]()
 """Where they are written: what was standard error before it was captured."""
-THIRDS = 3
+MINUTES = {
+    "agent/test_agents": 6.0,
+    "campaign/test_campaign": 3.0,
+    "channel/test_channel_faults": 4.5,
+    "channel/test_interrupts": 4.0,
+    "coordinator/test_far_links": 1.0,
+    "coordinator/test_hosts_group": 1.0,
+    "coordinator/test_pulls": 10.0,
+    "engines/test_adapters": 2.5,
+    "engines/test_caches": 3.0,
+    "engines/test_distributed": 2.0,
+    "engines/test_slurm": 3.0,
+    "engines/test_trl": 2.0,
+    "engines/test_vllm": 8.0,
+    "engines/test_vllm_external": 2.5,
+    "engines/test_vllm_follow": 2.0,
+    "engines/test_vllm_lora": 1.5,
+    "engines/test_vllm_tensor_parallel": 3.0,
+    "engines/test_waves": 2.0,
+    "fleet/test_external": 1.0,
+    "frameworks/test_verl": 5.0,
+    "gpu/test_environment": 1.0,
+    "gpu/test_memory": 1.0,
+    "gpu/test_staging": 3.0,
+    "house/test_examples": 6.0,
+    "house/test_kubernetes": 1.0,
+    "integrations/test_follower": 3.0,
+    "operations/test_operation_faults": 1.0,
+    "sglang_cpu/test_follow": 2.0,
+    "sglang_cpu/test_sglang": 4.0,
+    "sidecar/test_sidecar_liveness": 2.0,
+    "supervisor/test_supervisor_embedded": 1.0,
+    "supervisor/test_two_ranks": 1.0,
+    "trust/test_run_tokens": 2.0,
+    "versions/test_device_channels": 3.0,
+    "versions/test_mapped_memory": 4.5,
+}
+"""Of files that take a minute and more, alone on two idle cores: a start of vLLM or
+SGLang takes most of one. All others count as half of one."""
 SLOW_S = 0.25
 """A unit test that takes longer is marked so; one that is not, and does, is named."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--third", type=int, choices=range(1, THIRDS + 1), help="run every third test file, from this one on"
-    )
+    parser.addoption("--turn", type=_turn, metavar="N/M", help="run one of M parts of the test files: the N-th")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[STDERR] = os.dup(2)
 
 
+def _turn(text: str) -> tuple[int, int]:
+    """The number of a part, and of how many."""
+    number, count = map(int, text.split("/"))
+    if not 1 <= number <= count:
+        raise ValueError(text)
+    return number, count
+
+
+def _dealt(paths: set[Path], count: int) -> list[set[Path]]:
+    """The longest file first, each to the part that has the least to do."""
+    parts: list[set[Path]] = [set() for _ in range(count)]
+    minutes = [0.0] * count
+    for path in sorted(paths, key=lambda one: (-_minutes(one), one)):
+        least = minutes.index(min(minutes))
+        parts[least].add(path)
+        minutes[least] += _minutes(path)
+    return parts
+
+
+def _minutes(path: Path) -> float:
+    return MINUTES.get("/".join(path.with_suffix("").parts[-2:]), 0.5)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Files are dealt in the order of their names, so that all thirds together are all
-    tests, and each worker of pytest-xdist deals alike."""
-    third = config.getoption("--third")
-    if third is None:
+    """Files are dealt by their names and lengths alone, so that all parts together are
+    all tests, and each worker of pytest-xdist deals alike."""
+    turn = config.getoption("--turn")
+    if turn is None:
         return
-    kept = set(sorted({item.path for item in items})[third - 1 :: THIRDS])
+    number, count = turn
+    kept = _dealt({item.path for item in items}, count)[number - 1]
     config.hook.pytest_deselected(items=[item for item in items if item.path not in kept])
     items[:] = [item for item in items if item.path in kept]
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """A part may have none of so few files, which is no failure; an error is one."""
+    if session.config.getoption("--turn") is not None and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+        session.exitstatus = pytest.ExitCode.OK
+
+
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    third = config.getoption("--third")
-    if third is not None:
+    turn = config.getoption("--turn")
+    if turn is not None:
         ran = {report.nodeid.partition("::")[0] for report in terminalreporter.getreports("")}
-        terminalreporter.write_line(f"third {third} of {THIRDS}: {' '.join(sorted(ran))}")
+        terminalreporter.write_line(f"part {turn[0]} of {turn[1]}: {' '.join(sorted(ran))}")
     for report in terminalreporter.getreports("passed"):
         if "tests/unit/" in report.nodeid and report.duration > SLOW_S and "slow" not in report.keywords:
             terminalreporter.write_line(f"slow, and not marked: {report.nodeid} took {report.duration:.2f} s")

@@ -199,6 +199,10 @@ class Demo:
         began = time.monotonic()
         self.stop()
         self.say(f"the run is over, {time.monotonic() - began:.1f} s after SIGTERM")
+        page = self._out / "report.html"
+        command = [sys.executable, "-m", "replicas", "report", str(self._state), "-o", str(page)]
+        subprocess.run(command, check=True, timeout=60, stdout=subprocess.DEVNULL)
+        self.say(f"the whole run, to look through in a browser: {page}")
 
     def stop(self) -> None:
         """SIGTERM to the supervisor, if it runs."""

@@ -4,7 +4,8 @@ how to join.
     python examples/embedding/main.py
 
 One asyncio program, one trainer and two rollouts that it starts itself: there is no
-supervisor and no config file.
+supervisor and no config file. It keeps the events: `replicas report .` makes a page of
+them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from pathlib import Path
 
 ROLLOUTS = 2
 VERSIONS = 3
@@ -72,12 +74,15 @@ async def start(endpoint: str, token: str, role: str, replica: int) -> int:
 async def main() -> int:
     from replicas import Coordinator
     from replicas.coordinator import Event
+    from replicas.telemetry.event_log import EventLog
 
     channels = {"policy": {"sources": ["trainer"], "targets": ["rollout"]}}
     async with Coordinator(channels, groups={"trainer": 1, "rollout": ROLLOUTS}) as coordinator, asyncio.timeout(150):
         everybody = asyncio.Event()
+        events = EventLog(Path("events.jsonl"))
 
-        def look(_: Event) -> None:
+        def look(event: Event) -> None:
+            events.emit(event)
             (policy,) = coordinator.channel_statuses()
             if sum(member.state == "live" for member in policy.members) == ROLLOUTS:
                 everybody.set()
@@ -89,6 +94,7 @@ async def main() -> int:
             await everybody.wait()  # so that each of them sees every version
             workers.append(tasks.create_task(start(*where, "trainer", 0)))
         (status,) = coordinator.channel_statuses()
+    events.close()
     codes = [worker.result() for worker in workers]
     print(f"RESULT version {status.committed_version} committed, {status.bytes_total} bytes moved, exit codes {codes}")
     return 0 if not any(codes) and status.committed_version == VERSIONS else 1

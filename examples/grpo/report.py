@@ -1,9 +1,12 @@
-"""What the demo leaves: a table on the screen, summary.json and reward.png."""
+"""What the demo leaves: a table on the screen, summary.json, reward.png, and the page
+of the run in one file."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 from history import History
@@ -13,6 +16,8 @@ from rich.table import Table
 __all__ = ["print_summary", "save"]
 
 PLOT = "reward.png"
+REPORT = "report.html"
+REPORT_S = 60.0
 
 
 def print_summary(console: Console, history: History, out: Path) -> None:
@@ -44,15 +49,19 @@ def print_summary(console: Console, history: History, out: Path) -> None:
     console.print(table)
     saved = " and ".join(str(path) for path in (out / PLOT, out / "summary.json") if path.exists())
     console.print(f"saved {saved}; logs: {out / 'run' / 'logs'}", soft_wrap=True)
+    console.print(f"the whole run, to look through in a browser: {out / REPORT}", soft_wrap=True)
     for problem in summary["problems"]:
         console.print(f"[bold red]FAILED[/]: {problem}", soft_wrap=True)
 
 
 def save(history: History, out: Path) -> None:
-    """Write ``summary.json``, and where matplotlib is ``reward.png``, into ``out``."""
+    """Write ``summary.json``, ``report.html``, and where matplotlib is ``reward.png``,
+    into ``out``."""
     series = {"rewards": history.rewards, "sync_s": [step.sync_s for step in history.steps]}
     (out / "summary.json").write_text(json.dumps({**history.summary(), **series}, indent=1) + "\n")
     (out / PLOT).unlink(missing_ok=True)  # of an earlier run
+    command = [sys.executable, "-m", "replicas", "report", str(out / "run"), "-o", str(out / REPORT)]
+    subprocess.run(command, check=True, timeout=REPORT_S, stdout=subprocess.DEVNULL)
     if importlib.util.find_spec("matplotlib") is not None:
         _plot(history, out / PLOT)
 

@@ -41,7 +41,7 @@ __all__ = ["main"]
 HERE = Path(__file__).resolve().parent
 KILL_AT = 0.4
 PATIENCE_S = 900.0
-"""A step takes some 13 s on two cores, and longer beside a server that starts."""
+"""A step takes 13 to 30 s on two cores, and longer beside a server that starts."""
 PERIOD_S = 0.25
 
 
@@ -184,7 +184,7 @@ async def run(options: argparse.Namespace, history: History, out: Path, console:
 def main() -> int:
     parser = argparse.ArgumentParser(description="GRPO with TRL and two vLLM servers, one of them killed on the way.")
     parser.add_argument("model", type=Path, help="folder of the model")
-    parser.add_argument("--steps", type=int, default=45)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--faults", type=int, default=0, help="kill and freeze so many processes, in place of one")
     parser.add_argument(

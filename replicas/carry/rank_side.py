@@ -71,7 +71,7 @@ class Carrier(HelperProcess):
     :ivar certificate_hash: of the certificate that it shows; empty: it has none.
     """
 
-    died = CarrierDied
+    died, decode, ping = CarrierDied, staticmethod(wire.decode_reply), wire.Ping
 
     def __init__(self, pid: int, pidfd: int, sock: socket.socket) -> None:
         self._serving: set[int] = set()
@@ -253,12 +253,6 @@ class Carrier(HelperProcess):
             text = f"carrier {self.pid} answered {type(request).__name__} with {type(reply).__name__}"
             raise errors.InternalError(text)
         return reply
-
-    def _decode(self, body: bytes) -> wire.Reply:
-        return wire.decode_reply(body)
-
-    def _ping(self, number: int) -> wire.Ping:
-        return wire.Ping(number)
 
     def _answers_ping(self, reply: wire.Reply) -> bool:
         if isinstance(reply, wire.Listening) and not self._listens.done():

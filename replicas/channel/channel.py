@@ -163,15 +163,15 @@ class Channel(Collectives):
             its number up.
         :param dtype: cast plain floating tensors to this dtype; default: no cast.
         :param meta: scalars, and lists and dicts of scalars; receivers get it as
-            ``update.meta``. Or a function that returns such a mapping (with a checksum
-            or a norm, say): it is called on every rank, on this thread, after the
-            weights were walked, and rank 0's result is used. No bytes go to other hosts
-            before that.
+            ``update.meta`` (with the caller's OpenTelemetry span as ``traceparent``).
+            Or a function that returns such a mapping (with a checksum, say): it is
+            called on every rank, on this thread, after the weights were walked, and
+            rank 0's result is used. No bytes go to other hosts before that.
         :param new_manifest: allow other names, shapes or dtypes than before.
         :param adapter: the weights are the LoRA adapter of this name, with its
-            configuration as ``weights.adapter_config`` (:func:`replicas.sources.hf`
-            with ``adapter="only"`` has it). Followers load it beside their model;
-            ``meta`` gets the keys ``adapter`` and ``adapter_config``.
+            configuration (JSON) as ``weights.adapter_config``, which
+            ``replicas.sources.hf(model, adapter="only")`` has. Followers load it beside
+            their model; ``meta`` gets the keys ``adapter`` and ``adapter_config``.
         :param deadline: seconds for the whole publish; default: the channel's.
         :param hold: False: another stream copies the GPU tensors, and this stream does
             not wait for it. The caller must not write to the weights before
@@ -196,7 +196,7 @@ class Channel(Collectives):
             number = None
             if version is not None:
                 number = arguments.integer("publish: version", version, least=1, most=VERSION_MAX)
-            said = arguments.with_adapter("publish", meta, adapter, weights)
+            said = arguments.with_trace("publish", arguments.with_adapter("publish", meta, adapter, weights))
             renewed = arguments.flag("publish: new_manifest", new_manifest)
             held = arguments.flag("publish: hold", hold)
             deadline_s = self._deadline_s(deadline)
@@ -333,8 +333,8 @@ class Channel(Collectives):
     def loaded(self, version: int, *, deadline: float | None = None) -> Pending[int]:
         """A Pending that ends when all live targets serve ``version`` or a newer one.
 
-        Its value is the oldest version that a live target replica serves. It raises
-        DeadlineExceeded, or Disconnected after 60 s without a session.
+        Its value: the oldest version that a live target replica serves. Errors:
+        SyncError (refused), DeadlineExceeded, Disconnected (60 s without a session).
 
         :param version: a version number.
         :param deadline: seconds; None (the default): no limit.

@@ -25,7 +25,7 @@ from replicas.control.commands import DoctorOrder
 from replicas.control.exit_codes import FAILED
 from replicas.control.log_files import POLL_S, LogFollower, LogLine, Selection, prefixed
 from replicas.errors import Disconnected, ReplicasError, UsageError
-from replicas.telemetry import event_log
+from replicas.telemetry import event_log, words
 from replicas.telemetry.events import TYPES, Record, RunEnded, RunStarted, decode, encode
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ def events(
     """Print the events of a run, also of one that is over.
 
     Without --type and --json, what every version brings is left out: that it was
-    committed, and that a replica serves it.
+    committed, and that a replica serves it; and collectives that went well.
     """
     if unknown := set(types or ()) - set(TYPES):
         raise UsageError(f"no event has the type {min(unknown)}{nearest(min(unknown), TYPES)}")
@@ -205,8 +205,8 @@ def events(
     console = Screen(soft_wrap=True)
 
     def wanted(record: Record) -> bool:
-        shown = type(record.event).__name__ in types if types else as_json or not render.routine(record.event)
-        return shown and record.at >= first and (target is None or render.concerns(record, target))
+        shown = type(record.event).__name__ in types if types else as_json or not words.routine(record.event)
+        return shown and record.at >= first and (target is None or words.concerns(record, target))
 
     position = after if after is not None else 0 if every or since is not None else _began(place)
     last: deque[Record] = deque(maxlen=lines)
@@ -279,13 +279,13 @@ def moment(text: str, *, now: float) -> float:
     if age is not None:
         return now - age
     today = time.strftime("%Y-%m-%d", time.localtime(now))
-    for words in (text.strip(), f"{today} {text.strip()}"):
+    for said in (text.strip(), f"{today} {text.strip()}"):
         for clock in _CLOCKS:
             try:
-                found = time.mktime(time.strptime(words, clock))
+                found = time.mktime(time.strptime(said, clock))
             except (ValueError, OverflowError):
                 continue
-            return found if found <= now or words == text.strip() else found - UNITS_S["d"]
+            return found if found <= now or said == text.strip() else found - UNITS_S["d"]
     raise UsageError(f'"{text}" is no time', hint='write "10m" (ago), "14:30", or "2026-11-21 14:30"')
 
 

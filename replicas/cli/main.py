@@ -28,8 +28,10 @@ from replicas.cli.look import doctor, events, logs, status
 from replicas.cli.mirror_command import mirror
 from replicas.cli.order_commands import detach, drain, reload, reset_failed, restart, scale, stacks, wait
 from replicas.cli.ray_command import ray
+from replicas.cli.report_command import report
 from replicas.cli.slurm import slurm
 from replicas.cli.token_command import token
+from replicas.cli.top import top
 from replicas.cli.version_commands import get, put, verify
 from replicas.common.foreign import lines
 from replicas.config.file import load
@@ -125,7 +127,7 @@ def _nodes(path: Path, config: Config) -> tuple[NodeStatus, ...] | None:
 
 _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Run": (run, check, agent, slurm, ray),
-    "Look": (status, logs, events, stacks, wait, doctor),
+    "Look": (status, top, logs, events, report, stacks, wait, doctor),
     "Versions": (get, put, verify, mirror),
     "Change": (scale, restart, drain, detach, reset_failed, reload, token),
 }

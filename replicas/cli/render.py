@@ -5,22 +5,22 @@ from __future__ import annotations
 import shlex
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-import msgspec
 from rich import box
-from rich.console import Group, RenderableType
+from rich.cells import cell_len, set_cell_size
+from rich.console import ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 from replicas.common.foreign import one_line
 from replicas.config.structs import ChannelConfig, ChannelRole, Config, GroupConfig, ResourcesConfig
 from replicas.config.values import size_text
-from replicas.core.base import effects
-from replicas.core.lives.lifecycle import Transition
-from replicas.core.lives.ordering import enough, least_left
-from replicas.status import ChannelStatus, GroupStatus, NodeStatus, ReplicaStatus, RunStatus
-from replicas.telemetry import events as happened
+from replicas.core.lives.ordering import GOOD, enough, least_left
+from replicas.status import ChannelStatus, GroupStatus, NodeStatus, PublishStatus, ReplicaStatus, RunStatus
+from replicas.telemetry.events import Record
+from replicas.telemetry.verdict import BEHIND_S, LATE_S
+from replicas.telemetry.words import count_text, duration_text, in_words
 
 STATE_STYLES = {
     "pending": "dim",
@@ -32,6 +32,13 @@ STATE_STYLES = {
     "finished": "cyan",
     "drained": "magenta",
 }
+TONE_STYLES = STATE_STYLES | {
+    "quiet": "dim",
+    "title": "bold",
+    "warning": "yellow",
+    "error": "red",
+    "alarm": "bold red",
+}
 _GROUP = ("group", "replicas", "ranks each", "launcher", "starts after", "command")
 _RESOURCES = ("group", "GPUs a rank", "threads a rank", "memory a replica", "processes a replica")
 _CHANNEL = ("channel", "members", "backend", "transport", "deadline", "on lost", "slots", "staging")
@@ -39,21 +46,14 @@ _GROUP_STATE = ("group", "ready", "not ready", "restarts", "budget left", "failu
 _REPLICA_STATE = ("replica", "state", "for", "restarts", "heartbeat", "loaded", "reason")
 _CHANNEL_STATE = ("channel", "epoch", "version", "live ranks", "synced", "failed", "last sync", "sent")
 _LONG_OPEN_S = 60.0
+_TOP_GROUP = ("group", "ready", "not ready", "restarts", "budget left")
+_TOP_REPLICA = ("replica", "state", "for", "heartbeat", "version", "behind", "reason")
+_TOP_CHANNEL = ("channel", "version", "age", "last sync", "behind", "under way")
+_BROKEN = 14
+"""Width of a column in which words are broken."""
+_BETWEEN = 2
+"""Characters between two columns, and beside them."""
 _NODE_STATE = ("node", "state", "heard", "GPUs free", "labels", "replicas")
-
-
-def duration_text(seconds: float) -> str:
-    """At most two units: ``0 s``, ``35 ms``, ``2.5 s``, ``3m 20s``, ``4d 1h``."""
-    if 0 < seconds < 1:
-        return f"{seconds * 1000:.3g} ms"
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    units = [(days, "d"), (hours, "h"), (minutes, "m"), (rest, "s")]
-    first = next(index for index, (number, _) in enumerate(units) if number)
-    return " ".join(f"{number}{unit}" for number, unit in units[first : first + 2] if number)
 
 
 def plan(config: Config) -> RenderableType:
@@ -67,7 +67,7 @@ def plan(config: Config) -> RenderableType:
         ("state in", str(config.run.state_dir)),
         ("control", f"{control}:{config.control.port or '(any free port)'}"),
         ("store", f"{config.store.bind}, port {config.store.port or '(any free one)'}"),
-        ("in all", f"{_count(len(config.groups), 'group')}, {_count(replicas, 'replica')}, {_count(ranks, 'rank')}"),
+        ("in all", ", ".join(map(count_text, (len(config.groups), replicas, ranks), ("group", "replica", "rank")))),
     ]
     on_channels = frozenset[str]().union(*(one.groups for one in config.channels.values()))
     failures, timeouts = (_failure_row(config, group, on_channels) for group in groups), map(_timeout_row, groups)
@@ -76,14 +76,14 @@ def plan(config: Config) -> RenderableType:
         head.add_row(Text(name, style="bold"), Text(value, overflow="fold"))
     parts: list[RenderableType] = [
         head,
-        _table("Groups", _GROUP, map(_group_row, groups)),
-        _table("Failures", ("group", "restart", "no progress", "after that", "ready with"), failures),
-        _table("Timeouts", ("group", "start", "beat", "progress", "load", "drain", "stop"), timeouts),
+        _Table("Groups", _GROUP, map(_group_row, groups)),
+        _Table("Failures", ("group", "restart", "no progress", "after that", "ready with"), failures),
+        _Table("Timeouts", ("group", "start", "beat", "progress", "load", "drain", "stop"), timeouts),
     ]
     if any(group.resources != ResourcesConfig() for group in groups):
-        parts.append(_table("Resources", _RESOURCES, map(_resource_row, groups)))
+        parts.append(_Table("Resources", _RESOURCES, map(_resource_row, groups)))
     if config.channels:
-        parts.append(_table("Channels", _CHANNEL, map(_channel_row, config.channels.values())))
+        parts.append(_Table("Channels", _CHANNEL, map(_channel_row, config.channels.values())))
     return Group(*parts)
 
 
@@ -94,26 +94,61 @@ def outlook(where: Mapping[str, Sequence[str]], waits: Mapping[str, str], nodes:
     runs = {node.name: [one for one, places in where.items() if node.name in places] for node in nodes}
     width = max(map(len, (*runs, *waits)))
     return [
-        f"note: {'' if waits else 'all replicas fit '}on the {_count(len(nodes), 'node')} of its run",
+        f"note: {'' if waits else 'all replicas fit '}on the {count_text(len(nodes), 'node')} of its run",
         *(f"{node:{width}}  runs {', '.join(names)}" for node, names in runs.items() if names),
         *(f"{one:{width}}  waits for {what}" for one, what in waits.items()),
     ]
 
 
-def _table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str | Text]]) -> Table:
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
-    )
-    for column in columns:  # wide enough that no word of the heading is broken
-        table.add_column(column, overflow="fold", min_width=max(map(len, column.split())))
-    for row in rows:
-        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))  # no markup in foreign text
-    return table
+def fitted(columns: Sequence[Sequence[str]], room: int) -> list[int]:
+    """Return widths of columns that begin with their headings: whole words, then whole
+    cells, then whole headings, those that need the least first.
+
+    Where even the words do not fit, the longest ones are broken: a path, say.
+    """
+    widths = [max(cell_len(word) for cell in column for word in cell.split() or [""]) for column in columns]
+    while sum(widths) > max(room, len(widths)):
+        longest = widths.index(max(widths))
+        widths[longest] = min(_BROKEN, widths[longest] - 1)  # if it is broken anyway, the others get the room
+    left = room - sum(widths)
+    for heading in (1, 0):
+        needs = [
+            max(map(cell_len, column[heading:]), default=0) - width
+            for column, width in zip(columns, widths, strict=True)
+        ]
+        for column in sorted(range(len(needs)), key=needs.__getitem__):
+            more = max(0, min(needs[column], left))
+            widths[column], left = widths[column] + more, left - more
+    return widths
+
+
+class _Table:
+    """A table with the widths of :func:`fitted`.
+
+    Rich alone narrows the widest columns, whatever words they have.
+    """
+
+    def __init__(self, title: str, columns: Iterable[str], rows: Iterable[Iterable[str | Text]]) -> None:
+        self._title, self._columns = title, tuple(columns)
+        # no markup in foreign text
+        self._rows = [tuple(Text(cell) if isinstance(cell, str) else cell for cell in row) for row in rows]
+
+    def __rich_console__(self, console: object, options: ConsoleOptions) -> RenderResult:
+        columns = [(name, *(row[place].plain for row in self._rows)) for place, name in enumerate(self._columns)]
+        widths = fitted(columns, options.max_width - _BETWEEN * len(columns))
+        table = Table(
+            title=self._title,
+            title_justify="left",
+            title_style="bold",
+            box=box.SIMPLE_HEAD,
+            pad_edge=False,
+            collapse_padding=True,
+        )
+        for name, width in zip(self._columns, widths, strict=True):
+            table.add_column(name, overflow="fold", width=width)
+        for row in self._rows:
+            table.add_row(*row)
+        yield table
 
 
 def _group_row(group: GroupConfig) -> tuple[str, ...]:
@@ -183,10 +218,6 @@ def _parties(parties: Iterable[ChannelRole]) -> str:
     return ", ".join(f"{party.group} ({party.ranks})" for party in parties)
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' if number != 1 else ''}"
-
-
 def run_status(status: RunStatus) -> RenderableType:
     ready = ("ready", "bold green") if status.ready else ("not ready", "bold yellow")
     title = Text.assemble((status.run, "bold"), "  ", ready, f"  {status.endpoint}  pid {status.pid}")
@@ -198,22 +229,87 @@ def run_status(status: RunStatus) -> RenderableType:
     replicas = [replica for group in status.groups for replica in group.replicas]
     parts: list[RenderableType] = [
         title,
-        _table("Groups", _GROUP_STATE, map(_group_state_row, status.groups)),
-        _table("Replicas", _REPLICA_STATE, map(_replica_row, replicas)),
+        _Table("Groups", _GROUP_STATE, map(_group_state_row, status.groups)),
+        _Table("Replicas", _REPLICA_STATE, map(_replica_row, replicas)),
     ]
     if len(status.nodes) > 1 or any(not node.local for node in status.nodes):
-        parts.append(_table("Nodes", _NODE_STATE, map(_node_row, status.nodes)))
+        parts.append(_Table("Nodes", _NODE_STATE, map(_node_row, status.nodes)))
     if status.channels:
-        parts.append(_table("Channels", _CHANNEL_STATE, map(_channel_state_row, status.channels)))
+        parts.append(_Table("Channels", _CHANNEL_STATE, map(_channel_state_row, status.channels)))
         notes = [words for channel in status.channels for words in (_fallen(channel), _mixed(channel)) if words]
         parts += [Text(words, style="bold red") for words in notes]
     return Group(*parts)
 
 
+def top_lines(status: RunStatus, now: float, width: int) -> list[Text]:
+    """Return the tables of ``replicas top``, each row as one line of this width.
+
+    ``now``: in seconds since 1970. Not by Rich's tables: of hundreds of rows a few are
+    seen, and only those are rendered.
+    """
+    replicas = sorted((one for group in status.groups for one in group.replicas), key=_is_well)
+    tables: list[tuple[Sequence[str], Iterable[Sequence[str | Text]]]] = [
+        (_TOP_GROUP, (row[:5] for row in map(_group_state_row, status.groups))),
+        (_TOP_REPLICA, map(_top_row, replicas)),
+    ]
+    if status.channels:
+        tables.append((_TOP_CHANNEL, (_top_channel_row(one, replicas, now) for one in status.channels)))
+    if len(status.nodes) > 1 or any(not node.local for node in status.nodes):
+        tables.append((_NODE_STATE, map(_node_row, status.nodes)))
+    return [line for columns, rows in tables for line in _lines(columns, rows, width)]
+
+
+def _lines(columns: Sequence[str], rows: Iterable[Sequence[str | Text]], width: int) -> Iterator[Text]:
+    cells = [[cell if isinstance(cell, Text) else Text(one_line(cell)) for cell in row] for row in rows]
+    shown = [(name, *(row[place].plain for row in cells)) for place, name in enumerate(columns)]
+    widths = fitted(shown, width - len(columns) + 1)
+    yield Text(" ".join(map(_cut, columns, widths)), style="reverse")
+    for row in cells:
+        fit = (Text(_cut(cell.plain, size), cell.style) for cell, size in zip(row, widths, strict=True))
+        yield Text(" ").join(fit)
+
+
+def _cut(text: str, width: int) -> str:
+    return set_cell_size(text, width) if cell_len(text) <= width else f"{set_cell_size(text, max(0, width - 1))}…"
+
+
+def _is_well(replica: ReplicaStatus) -> bool:
+    late = (replica.heartbeat_age_s or 0.0) > LATE_S or max(replica.lag_s.values(), default=0.0) > BEHIND_S
+    return replica.state in GOOD and not late
+
+
+def _top_row(replica: ReplicaStatus) -> tuple[str | Text, ...]:
+    name, state, age, _, heartbeat, loaded, reason = _replica_row(replica)
+    behind = max(replica.lag_s.values(), default=0.0)
+    return name, state, age, heartbeat, loaded, duration_text(behind) if behind else "-", reason
+
+
+def _top_channel_row(channel: ChannelStatus, replicas: Iterable[ReplicaStatus], now: float) -> tuple[str, ...]:
+    lags = [(one.lag_s.get(channel.name, 0.0), one.name) for one in replicas]
+    behind = [(lag_s, name) for lag_s, name in lags if lag_s]
+    lag_s, slowest = max(behind, default=(0.0, ""))
+    others = f" and {len(behind) - 1} more" if len(behind) > 1 else ""
+    last, step = channel.last_sync, "" if channel.step is None else f" (step {channel.step:g})"
+    return (
+        channel.name,
+        f"{channel.committed_version}{step}",
+        "-" if channel.committed_at is None else duration_text(max(0.0, now - channel.committed_at)),
+        "-" if last is None else f"{last.outcome} in {duration_text(last.seconds)}",
+        f"{slowest}{others}, {duration_text(lag_s)}" if behind else "-",
+        "; ".join(map(_under_way, channel.under_way)) or "-",
+    )
+
+
+def _under_way(publish: PublishStatus) -> str:
+    more = f" and {publish.waiting - 1} more" if publish.waiting > 1 else ""
+    waits = f", waits for {publish.waits_for[0]}{more}" if publish.waits_for else ""
+    return f"{publish.version} {publish.state} for {duration_text(publish.seconds)}{waits}"
+
+
 def _group_state_row(group: GroupStatus) -> tuple[str | Text, ...]:
     states = Counter(replica.state for replica in group.replicas)
     others = [f"{count} {state}" for state, count in sorted(states.items()) if state != "ready"]
-    restarts = [f"{count} {reason}" for reason, count in sorted(group.restarts.items()) if count]
+    restarts = [f"{count} {reason.replace('_', ' ')}" for reason, count in sorted(group.restarts.items()) if count]
     cycles = max((replica.cycles for replica in group.replicas), default=0)
     external = group.launcher == "external"
     limit = f"{cycles} of {group.no_progress_cycles}" if group.no_progress_cycles and not external else "-"
@@ -290,145 +386,16 @@ def _mixed(channel: ChannelStatus) -> str:
     if channel.mixed_since is None:
         return ""
     counts = sorted(channel.served.items(), reverse=True)
-    said = ", ".join(f"version {version} on {_count(count, 'replica')}" for version, count in counts)
+    said = ", ".join(f"version {version} on {count_text(count, 'replica')}" for version, count in counts)
     return f"{channel.name}: MIXED for {duration_text(max(0.0, time.time() - channel.mixed_since))}: {said}"
 
 
-def event_line(record: happened.Record) -> Text:
+def event_line(record: Record) -> Text:
     """``20:07:51     12  rollout/1          ready after 2.1 s``."""
-    who, what, style = _words(record.event, record.at)
+    who, what, tone = in_words(record.event, record.at)
     clock = time.strftime("%H:%M:%S", time.localtime(record.at))
     return Text.assemble(
-        (f"{clock} {record.seq:>6}  ", "dim"), (f"{one_line(who):18} ", "bold"), (one_line(what), style)
+        (f"{clock} {record.seq:>6}  ", "dim"),
+        (f"{one_line(who):18} ", "bold"),
+        (one_line(what), TONE_STYLES.get(tone, "")),
     )
-
-
-def concerns(record: happened.Record, target: str) -> bool:
-    """Return True if the event is about this group, this ``group/index``, or all."""
-    who = _subject(record.event)
-    return not who or who == target or who.startswith(f"{target}/") or target.startswith(f"{who}/")
-
-
-def routine(event: happened.Event) -> bool:
-    """Return True if every version that goes well has such events."""
-    if isinstance(event, effects.SyncEnded):
-        return event.record.outcome == "committed" and not event.record.lost
-    return isinstance(event, effects.ReplicaLoaded) and event.version > 0
-
-
-def _subject(event: happened.Event) -> str:
-    """Group or replica that an event is about; empty: the whole run, or a channel."""
-    target = getattr(event, "target", None)
-    if isinstance(target, str):
-        return target
-    about = getattr(event, "member", event)
-    group, replica = getattr(about, "group", ""), getattr(about, "replica", -1)
-    return f"{group}/{replica}" if group and replica >= 0 else group
-
-
-def _words(event: happened.Event, at: float) -> tuple[str, str, str]:
-    """Subject, text and style of an event at ``at`` (seconds since 1970)."""
-    who = _subject(event)
-    match event:
-        case Transition():
-            return who, _transition(event), STATE_STYLES[event.after]
-        case happened.RunStarted():
-            how = ", goes on where the one before died" if event.resumed else ""
-            return "run", f"{event.run}: supervised by process {event.pid}, release {event.version}{how}", "bold"
-        case happened.RunEnded():
-            return "run", f"over, exit code {event.exit_code}{_because(event.reason)}", "bold"
-        case happened.Draining():
-            return who or "run", f"draining ({event.reason}{', at once' if event.hurry else ''})", "yellow"
-        case happened.Drained():
-            return who or "run", f"drained in {duration_text(event.seconds)}", ""
-        case happened.Scaled():
-            return who, f"scaled from {event.before} to {event.after}", ""
-        case happened.RestartAsked():
-            return who, f"{'rolling ' if event.rolling else ''}restart asked for", ""
-        case happened.FailedReset():
-            budgets = f"full restart budget: {', '.join(event.groups)}" if event.groups else ""
-            failed = f"failures forgotten: {', '.join(event.replicas)}" if event.replicas else ""
-            return "run", "; ".join(filter(None, (failed, budgets))), ""
-        case happened.Reloaded():
-            parts = [("changed", event.changed), ("added", event.added), ("removed", event.removed)]
-            said = "; ".join(f"{name}: {', '.join(groups)}" for name, groups in parts if groups)
-            return "config", f"reloaded{_because(said or 'nothing has changed')}", ""
-        case happened.ReloadRefused():
-            return "config", f"not reloaded: {'; '.join(event.problems)}", "bold red"
-        case happened.ReplicaExited():
-            style = "red" if event.outcome in ("failed", "lost") else ""
-            return who, f"generation {event.generation} ended: {event.outcome}{_because(event.reason)}", style
-        case happened.HeldUp():
-            fate = "no longer waits for" if event.gave_up else "waits for"
-            since = f", killed {duration_text(max(0.0, at - event.since))} ago" if event.pid else ""
-            return who, f"{fate} {event.what}: {event.holder}{since}", "yellow"
-        case happened.LeftoverFound():
-            fate = "killed" if event.swept else "NOT killed"
-            return who or "run", f"left over by a dead run: process {event.pid} ({event.command}), {fate}", "yellow"
-        case happened.LeasesAwaited():
-            nodes = ", ".join(node or "an unknown node" for node in event.nodes)
-            return "run", f"waits up to {duration_text(event.seconds)} for the leases of {nodes}", "yellow"
-        case happened.NodeChanged():
-            style = "" if event.after == "up" else "yellow"
-            return f"node {event.node}", f"{event.after}{_because(event.reason)}", style
-        case happened.TokenChanged():
-            return "run", f"{event.role} token {event.change}", "yellow" if event.change == "revoked" else ""
-    return _channel_words(who, event)
-
-
-def _transition(event: Transition) -> str:
-    if event.after == "ready" and event.start_s is not None:
-        recovered = "" if event.recovery_s is None else f", {duration_text(event.recovery_s)} after it was lost"
-        return f"ready after {duration_text(event.start_s)} (generation {event.generation}{recovered})"
-    if event.after == "starting" and event.before != "ready":
-        return f"starting (generation {event.generation})"
-    return f"{event.before} -> {event.after}{_because(event.reason)}"
-
-
-def _channel_words(who: str, event: happened.Event) -> tuple[str, str, str]:
-    match event:
-        case effects.MemberJoined():
-            return event.member.name, f"joined {event.channel}", ""
-        case effects.MemberLost():
-            return event.member.name, f"left {event.channel}{_because(event.reason)}", "yellow"
-        case effects.MemberQuarantined():
-            return event.member.name, f"quarantined on {event.channel}{_because(event.reason)}", "red"
-        case effects.EpochStarted():
-            return event.channel, f"epoch {event.epoch} of {_count(len(event.members), 'member')}", "dim"
-        case effects.SyncEnded():
-            sync = event.record
-            lost = f", without {', '.join(sync.lost)}" if sync.lost else ""
-            what = f"version {sync.version} {sync.outcome} in {duration_text(sync.seconds)}, {size_text(sync.nbytes)}"
-            style = "" if sync.outcome == "committed" else "red"
-            return event.channel, f"{what}, {_count(sync.members, 'member')}{lost}", style
-        case effects.StepFell():
-            return event.channel, f"version {event.version} has step {event.step:g} after {event.before:g}", "bold red"
-        case effects.CaughtUp():
-            names = ", ".join(member.name for member in event.members)
-            return event.channel, f"caught up with version {event.version}: {names}", "dim"
-        case effects.WrongBytes():
-            what = f"was served wrong bytes of version {event.version} by {event.holder}"
-            return event.member.name, f"{what}{_because(event.reason)}", "red"
-        case effects.ReplicaLoaded():
-            what = f"serves version {event.version}" if event.version else "serves no whole version any more"
-            return who, f"{what} of {event.channel}", ""
-        case effects.LoadFailed():
-            what = "refused" if event.kept else "did not load"
-            return who, f"{what} version {event.version} of {event.channel}{_because(event.reason)}", "red"
-        case effects.StoreChanged():
-            return event.channel, f"store {'up' if event.up else 'down'}", "" if event.up else "bold red"
-    return who or "run", _plain(event), ""
-
-
-def _because(reason: str) -> str:
-    return f": {reason}" if reason else ""
-
-
-def _plain(event: happened.Event) -> str:
-    name = "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in type(event).__name__).strip()
-    fields = {
-        field: value
-        for field, value in msgspec.structs.asdict(event).items()
-        if field not in ("group", "replica", "target") and value not in ("", (), None, 0, False)
-    }
-    return f"{name}: {', '.join(f'{field} {value}' for field, value in fields.items())}" if fields else name

@@ -27,12 +27,12 @@ from replicas.errors import SyncError, UsageError
 _DIFFERENCES = 10
 
 ChannelName = Annotated[str, typer.Argument(metavar="CHANNEL", help="The name of a channel.")]
-Deadline = Annotated[float, typer.Option(metavar="SECONDS", min=0.0, help="Longest time until the version is here.")]
+Deadline = Annotated[float, typer.Option(metavar="SECONDS", min=0.0, help="Longest time for the sync.")]
 Group = Annotated[
     str,
     typer.Option(metavar="GROUP", help="External group to join in; default: one with min_ready = 0, else the first."),
 ]
-Exactly = Annotated[int | None, typer.Option("--version", metavar="N", min=1, help="This version, if no newer one is.")]
+Exactly = Annotated[int | None, typer.Option("--version", metavar="N", min=1, help="This version, or an error.")]
 OrNewer = Annotated[int | None, typer.Option(metavar="N", min=1, help="This version, or a newer one; waits for it.")]
 
 

@@ -28,6 +28,12 @@ def roles(place: Place, channel: ChannelConfig) -> None:
         place.at("peers").problem("all peers of a channel must have the same ranks")
 
 
+def together(place: Place, channel: ChannelConfig) -> None:
+    """Refuse it where nobody loads a version."""
+    if channel.peers:
+        place.problem("is for targets, which load versions, and peers run collectives; remove it")
+
+
 def encryption(place: Place, channel: ChannelConfig) -> None:
     """Refuse what would let weights of the channel pass a process group."""
     if channel.peers:

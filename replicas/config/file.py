@@ -309,6 +309,8 @@ def _build_channel(place: Place, fields: dict[str, Any]) -> ChannelConfig:
     channel_checks.roles(place, channel)
     if channel.encrypt:
         channel_checks.encryption(place.at("encrypt"), channel)
+    if channel.adopt_together:
+        channel_checks.together(place.at("adopt_together"), channel)
     return channel
 
 

@@ -360,16 +360,22 @@ def _parties(ranks: str) -> Form:
 class ChannelConfig(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     sources: Annotated[tuple[ChannelRole, ...], _parties('ranks "leader" (default) or "all"')] = ()
-    """The groups that publish versions, by rank 0 or by all ranks, each with a part."""
+    """The groups that publish versions. ``ranks``: rank 0 of a replica publishes the
+    whole ("leader"), or each rank its part ("all").
+    """
     targets: Annotated[tuple[ChannelRole, ...], _parties('ranks "leader" or "all" (default)')] = ()
-    """The groups that receive versions, on rank 0 or on all ranks."""
+    """The groups that receive versions. ``ranks``: rank 0 of a replica loads them, or
+    all ranks do.
+    """
     peers: Annotated[tuple[ChannelRole, ...], _parties('ranks "leader" (default), "each" or "all"')] = ()
     """The groups that run collectives with each other, in place of sources and targets.
-    Set it for an outer optimizer, or other collectives across replicas.
+    ``ranks``: rank 0 of each replica takes part ("leader"), all ranks of all replicas
+    do ("all"), or the ranks of each number by themselves ("each"). Set it for an outer
+    optimizer, or other collectives across replicas.
     """
     ranks: ClassVar[Annotated[Literal["leader", "each", "all"], AsKey(default='"leader"')]]
-    """The ranks of all peers that do not say their own. Set it for a channel with
-    peers.
+    """The ranks that take part, of all peers that do not say their own. Set it for a
+    channel with peers.
     """
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """The process groups of the channel use this backend ("auto": NCCL where all

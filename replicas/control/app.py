@@ -27,11 +27,13 @@ from replicas.control.access import Access, Cached, Lasting, everyone, hiding_st
 from replicas.control.commands import ORDERS, Commands
 from replicas.control.log_files import POLL_S, LogLine, LogReader, Selection, prefixed
 from replicas.control.orders_api import NO_STORE, json_bytes, json_response, order_routes, refusal, unauthorized
+from replicas.control.page_routes import file_response, page_routes, wants_page
 from replicas.core.lives.ordering import GOOD, enough
 from replicas.status import RunStatus
 from replicas.telemetry.events import Record, encode
 
 _PAGES = {
+    "/index": "this list; / is the page of the run, for browsers",
     "/livez": "200 while the supervisor itself works",
     "/readyz": "200 when all that should be ready is; ?verbose lists the checks",
     "/metrics": "for Prometheus",
@@ -100,7 +102,9 @@ def control_routes(source: ControlledRun, *, access: Access = everyone) -> list[
     async def status(request: Request) -> Response:
         return json_bytes(for_strangers.body()) if access(request) else json_response(source.status())
 
-    async def index(_: Request) -> Response:
+    async def index(request: Request) -> Response:
+        if request.url.path == "/" and wants_page(request):
+            return file_response(request, "index.html")
         run = source.status()
         lines = [f"replicas {run.version}, run {run.run}", "", *(f"{path:10}{text}" for path, text in _PAGES.items())]
         lines += ["", _ORDERS]
@@ -112,10 +116,11 @@ def control_routes(source: ControlledRun, *, access: Access = everyone) -> list[
             return refusal(f"{path} is an order: POST it", 405, Allow="POST")
         return json_response({"error": f"no such page: {path}", "endpoints": endpoints}, 404)
 
-    shown = {"/": index, "/livez": livez, "/readyz": readyz, "/metrics": metrics, "/status": status}
+    shown = {"/": index, "/index": index, "/livez": livez, "/readyz": readyz, "/metrics": metrics, "/status": status}
     return [
         *(Route(path, _unless_starting(page), methods=["GET"]) for path, page in shown.items()),
         *_stream_routes(source, access),
+        *page_routes(source),
         *order_routes(source, access, lambda: source.status().run),
         Route("/{path:path}", unknown, methods=["GET"]),
     ]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from replicas.core.channel_state import ChannelState
+from replicas.core.versions.publishes import SLOWEST, Publish
 from replicas.core.versions.steps import number_in
 from replicas.messages.bounds import text_of
-from replicas.status import ChannelStatus, MemberStatus
+from replicas.status import ChannelStatus, MemberStatus, PublishStatus
 
 INFOS_NBYTES = 16 * 2**20
 """Of the ``info`` of all members on a status page: more than its share is not shown."""
@@ -16,6 +17,26 @@ NOTE_LENGTH = 500
 
 def _info_nbytes(info: Mapping[str, str]) -> int:
     return sum(4 * (len(name) + len(text)) for name, text in info.items())
+
+
+def _under_way(channel: ChannelState, publish: Publish, now: float) -> PublishStatus:
+    names: list[str] = []
+    state = publish.state
+    if state == "packing":
+        replica = channel.roster.replica(publish.group, publish.replica)
+        world = max((one.hello.world_size for one in replica), default=1)
+        ranks = channel.commits.publishes.unpacked(publish, world)
+        names = [f"{publish.group}/{publish.replica}/{rank}" for rank in ranks]
+    elif publish.transfer is not None:
+        names = [member.name for member in sorted(publish.transfer.laggards)]
+    return PublishStatus(
+        version=publish.version,
+        publisher=f"{publish.group}/{publish.replica}",
+        state=state if state in ("packing", "queued") else "moving",
+        seconds=max(0.0, now - publish.began_at),
+        waits_for=tuple(names[:SLOWEST]),
+        waiting=len(names),
+    )
 
 
 def channel_status(channel: ChannelState, now: float) -> ChannelStatus:
@@ -53,4 +74,5 @@ def channel_status(channel: ChannelState, now: float) -> ChannelStatus:
         sources=tuple(one.group for one in channel.config.sources),
         targets=tuple(one.group for one in channel.config.targets),
         peers=tuple(one.group for one in channel.config.peers),
+        under_way=tuple(_under_way(channel, publish, now) for publish in commits.publishes.open()),
     )

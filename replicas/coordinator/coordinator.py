@@ -70,18 +70,18 @@ class Coordinator:
     :param groups: number of replicas of each group (or its :class:`GroupShape`):
         operations between peers wait until that many have joined once. Default: one
         replica of one rank.
-    :param host: address to listen on for sessions and HTTP; :param port: 0 lets the
-        kernel choose.
-    :param store_bind: the only address on which the master TCPStore listens; :param
-        store_port: as ``port``.
+    :param host: address of the control port: sessions of members, and HTTP pages.
+    :param port: number of the control port; 0 lets the kernel choose.
+    :param store_bind: the only address on which the master TCPStore listens.
+    :param store_port: its port; 0 lets the kernel choose.
     :param carry_port: members of other hosts pull versions at this port or one of the
         63 behind it; 0: the kernel of each host chooses.
     :param token: the token that members must show; default: a new random one.
     :param tls: ``"auto"``: the control port speaks TLS unless ``host`` is on loopback.
         ``"off"``: for a network that protects it by itself; :attr:`token` then says so.
     :param certificate: PEM file of the certificate for TLS; default: one that this
-        class makes, whose key :attr:`token` names. :param key: PEM file of its key;
-        default: it is in the same file.
+        class makes, whose key :attr:`token` names.
+    :param key: PEM file of the certificate's key; default: it is in the same file.
     :param state_dir: folder for the decision log, and the key that is made for TLS;
         None keeps both in memory only.
     :param epochs: newest epoch of each channel under an earlier coordinator of the run;
@@ -308,7 +308,8 @@ class Coordinator:
         self.engine.subscribe(callback)
 
     def readiness(self, group: str, replica: int, generation: int, *, external: bool = False) -> Readiness:
-        """Return True if this generation has joined its channels and serves the newest.
+        """Tell whether this generation of a replica has joined its channels and has
+        loaded the newest version, and what is missing.
 
         :param external: others start it, and it numbers its generations as it likes.
         """
@@ -336,14 +337,16 @@ class Coordinator:
         return {replica: frozenset(incarnations) for replica, incarnations in sorted(found.items())}
 
     def forget(self, group: str, replica: int) -> None:
-        """Begin a new life of a replica that others start; the earlier one is gone.
+        """Count what joins as this replica from now on as a new start of it.
 
-        Who left in order is expected again, and a drain is over.
+        For replicas that others start: members that left in good order are expected
+        again, and a drain is over.
         """
         self.engine.forget(group, replica)
 
     def replica_ended(self, group: str, replica: int, generation: int, reason: str) -> None:
-        """The replica's processes have ended: lose its remaining members now."""
+        """Say that the replica's processes have ended: its members are lost at once,
+        without waiting for their leases."""
         self.engine.replica_ended(group, replica, generation, reason)
 
     def set_draining(self, group: str, replica: int, generation: int) -> None:
@@ -354,7 +357,8 @@ class Coordinator:
         self.engine.set_draining(group, replica, generation)
 
     def busy(self, group: str, replica: int) -> str:
-        """Return what ending the replica now would interrupt, or ""."""
+        """Return what ending the replica now would interrupt, such as a sync, in words;
+        empty: nothing."""
         words = (channel.drains.busy(group, replica) for channel in self.engine.channels.values())
         return next((text for text in words if text), "")
 
@@ -363,7 +367,7 @@ class Coordinator:
         return tuple(mark for channel in self.engine.channels.values() for mark in channel.marks.of(group, replica))
 
     def set_group(self, group: str, shape: GroupShape) -> None:
-        """Change the shape of a group."""
+        """Change the number of replicas or ranks of a group, or its members' lease."""
         shape = self._shapes[arguments.name("group", group)] = _shape("shape", shape)
         for channel in self.engine.channels.values():
             channel.roster.groups[group] = shape
@@ -381,11 +385,12 @@ class Coordinator:
         return StoreStatus(up=self._store.up, host=host, port=port, keys=self._store.keys)
 
     def refused(self) -> dict[str, int]:
-        """Refused connections and messages by reason, with zeros."""
+        """Number of connections and messages that the control port has refused, by
+        reason; reasons that never occurred are 0."""
         return dict.fromkeys(REASONS, 0) | self.engine.refusals
 
     def sidecar_replacements(self) -> dict[str, int]:
-        """Sidecars that were killed to replace a lane, by reason."""
+        """Number of sidecars that were killed and replaced, by reason."""
         return dict(self._tally.sidecars)
 
 

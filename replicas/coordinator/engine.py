@@ -144,7 +144,7 @@ class Engine:
             self._attach(session, connection, hello.received, channel.welcome(state, session.received))
             return session
         if hello.resume_term == self.decisions.term:
-            raise errors.Fenced(f"{member} was declared lost while it could not be heard", members=[member.name])
+            raise channel.roster.left_behind(hello)
         if session is not None:
             self.lose(member, "left")  # its Welcome never arrived, so it starts again
         store = self._store.address[0]

@@ -105,7 +105,7 @@ class ChannelState:
         self.drains = Drains(self.ground, self.commits, self.rounds, self.operations)
         self.marks = self.ground.marks
         self.views = Views(self.roster, self.out)
-        self.watches = LoadWatches(self.roster, self.rounds, self.out)
+        self.watches = LoadWatches(self.roster, self.rounds, self.adoption, self.out)
 
     # ------------------------------------------------------------ calls of the shell
 

@@ -47,7 +47,7 @@ from starlette.routing import Match, Route
 __all__ = ["ALWAYS", "GATE", "HEADER", "READYZ", "Gate", "GatePage", "owner_of"]
 
 GATE = "REPLICAS_GATE"
-"""Path of an inference server's gate page, as long as its follower lives."""
+"""Internal: path of the page by which a follower opens and shuts its server's gate."""
 HEADER = "x-replicas-gate"
 """Header that carries the secret of a control request."""
 READYZ = "/readyz"

@@ -47,6 +47,7 @@ from replicas.engine import PauseMode, VerifyLoad
 from replicas.engine.following import MIN_SERVING, START_TIMEOUT_S
 from replicas.integrations.gate import GATE, GatePage, owner_of
 from replicas.integrations.http_engine import ENGINE_TIMEOUT_S
+from replicas.integrations.shared import releases
 from replicas.integrations.shared.serving import (
     Child,
     add_following,
@@ -245,6 +246,7 @@ def _refuse_odd_addresses(rest: Sequence[str]) -> None:
 
 def _serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
     _refuse_odd_addresses(rest)
+    releases.check("vllm")
     gate, stop = GatePage.create(), stopped_by_signals()
     if options.lora:
         rest = [*rest, "--enable-lora"]

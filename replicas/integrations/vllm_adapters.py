@@ -2,14 +2,16 @@
 
 Each version is written as a PEFT checkpoint into a folder of its own, and loaded as
 ``NAME@VERSION``: vLLM keeps what it computed with an adapter by the adapter's name.
-Nothing is paused. Requests that began with the version before end with it, so the name
-before is unloaded, and its folder, which vLLM may read once more for them, stays until
-the next version. An adapter that vLLM does not take is refused: the server goes on with
-the one before.
+Nothing is paused. Requests that began with an older version end with it, so the name
+before is unloaded, and folders stay: a server with more adapters in use than it has
+room for (``--max-loras``, 1 by default) reads one once more at a later step, and its
+engine dies where it cannot. vLLM's metrics say which adapters have requests in flight.
+An adapter that vLLM does not take is refused: the server goes on with the one before.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +25,10 @@ if TYPE_CHECKING:
     from replicas.channel import Update
 
 __all__ = ["VllmAdapters"]
+
+IN_FLIGHT = "vllm:lora_requests_info"
+KEPT_UNSEEN = 32
+"""So many folders stay where the server does not say which it needs."""
 
 
 class VllmAdapters(VllmServer):
@@ -44,6 +50,8 @@ class VllmAdapters(VllmServer):
 
     def load(self, update: Update, timeout_s: float) -> None:
         name = f"{update.meta.get('adapter')}@{update.version}"
+        if not self._loaded:
+            self._take_over(str(update.meta.get("adapter")), name, timeout_s)
         folder = self._write(update, name)
         try:
             self.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, timeout_s=timeout_s)
@@ -54,6 +62,16 @@ class VllmAdapters(VllmServer):
                 raise Refused(error.message, phase="load", hint=error.hint) from error
             raise
         self._loaded.append((name, folder))
+
+    def _take_over(self, adapter: str, name: str, timeout_s: float) -> None:
+        """Know the version that an earlier follower has left; its files are gone. The
+        same one is loaded anew."""
+        for found in self.server.call("GET", "/v1/models")["data"]:
+            left = str(found["id"])
+            if left == name:
+                self.post("/v1/unload_lora_adapter", {"lora_name": name}, timeout_s=timeout_s, serving=True)
+            elif left.rpartition("@")[0] == adapter and left.rpartition("@")[2].isdigit():
+                self._loaded.append((left, self._folder / left))
 
     def _write(self, update: Update, name: str) -> Path:
         """The adapter as PEFT saves it.
@@ -75,8 +93,29 @@ class VllmAdapters(VllmServer):
         """Unload the version before: its name is what its memories are kept by."""
         for name, _ in self._loaded[:-1][-1:]:
             self.post("/v1/unload_lora_adapter", {"lora_name": name}, timeout_s=timeout_s, serving=True)
-        while len(self._loaded) > 2:
-            shutil.rmtree(self._loaded.pop(0)[1])
+        older, newest = self._loaded[:-2], self._loaded[-2:]
+        if not older:
+            return
+        used = self._used()
+        kept = older[-KEPT_UNSEEN:] if used is None else [one for one in older if one[0] in used]
+        for one in older:
+            if one not in kept and one[1].exists():
+                shutil.rmtree(one[1])
+        self._loaded = [*kept, *newest]
+
+    def _used(self) -> set[str] | None:
+        """Names of the adapters that requests in flight ask for; None: the server does
+        not say."""
+        try:
+            told = str(self.server.call("GET", "/metrics"))
+        except NotDone:
+            return None
+        if f"# TYPE {IN_FLIGHT} " not in told:  # --disable-log-stats
+            return None
+        samples = re.findall(rf"^{IN_FLIGHT}\{{(.*)\}} (\S+)$", told, re.MULTILINE)
+        _, newest = max(((float(at), labels) for labels, at in samples), default=(0.0, ""))
+        found = re.findall(r'(?:running|waiting)_lora_adapters="([^"]*)"', newest)
+        return {name for names in found for name in names.split(",")}
 
     def resume(self, timeout_s: float) -> None:
         pass

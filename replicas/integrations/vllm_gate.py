@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 
 from replicas.integrations.gate import ALWAYS, Gate, GatePage, Receive, Scope, Send
 
-__all__ = ["VllmGate"]
+__all__ = ["ServedVersion", "VllmGate"]
 
 _ALWAYS = (*ALWAYS, "/ping", "/version", "/load", "/v1/models")
 _CONTROL_PACKAGES = ("vllm.entrypoints.rl", "vllm.entrypoints.serve.dev")
@@ -35,7 +35,7 @@ class VllmGate(Gate):
 
     def __init__(self, app: object) -> None:
         super().__init__(app, frozenset(_control_paths()), always=_ALWAYS)  # type: ignore[arg-type]  # an ASGI app
-        REGISTRY.register(_ServedVersion(self._page))
+        REGISTRY.register(ServedVersion(self._page))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST" and (newest := _newest_adapters(scope)):
@@ -87,15 +87,25 @@ def _with_full_name(body: bytes, newest: dict[str, str]) -> bytes:
     return json.dumps({**asked, "model": newest[asked["model"]]}).encode()
 
 
-class _ServedVersion(Collector):
+class ServedVersion(Collector):
+    """The metrics of a server that follows a channel, beside those of vLLM."""
+
     def __init__(self, page: GatePage) -> None:
         self._page = page
 
     def collect(self) -> Iterable[Metric]:
-        yield GaugeMetricFamily("replicas_engine_version", "Version that this server answers with.", self._page.version)
-        text = "Seconds for which the server was paused for loads."
+        yield GaugeMetricFamily(
+            "replicas_engine_version",
+            "Version of the weights that this server answers with; 0: none yet.",
+            self._page.version,
+        )
+        text = "Seconds for which loads have paused the server so far."
         yield CounterMetricFamily("replicas_engine_paused_seconds", text, self._page.paused_s)
-        yield GaugeMetricFamily("replicas_engine_ready", "1 when it answers requests.", int(self._page.is_open))
+        yield GaugeMetricFamily(
+            "replicas_engine_ready",
+            "1 when the gate is open, and the server answers requests.",
+            int(self._page.is_open),
+        )
 
 
 def _control_paths() -> Iterator[str]:

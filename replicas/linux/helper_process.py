@@ -92,15 +92,18 @@ class HelperProcess:
     """One helper, and both ends of its life: of the process, which is watched, and of
     the socket, which is never waited for.
 
-    A subclass has a method for each request, decodes replies, and says which one is the
-    answer to a ping.
+    A subclass has a method for each request, and says which reply answers a ping.
 
     :cvar died: the error of requests that it does not live to answer.
+    :cvar decode: makes a reply of a frame's body.
+    :cvar ping: makes a ping of its number.
     :ivar on_exit: called on the loop, once, with a reason, when it ends without
         :meth:`kill`.
     """
 
     died: type[HelperDied] = HelperDied
+    decode: Callable[[bytes], Any]
+    ping: Callable[[int], msgspec.Struct]
 
     def __init__(self, pid: int, pidfd: int, sock: socket.socket) -> None:
         self.pid = pid
@@ -179,12 +182,6 @@ class HelperProcess:
         """The reply, if it is of the kind that answers the request."""
         raise NotImplementedError
 
-    def _decode(self, body: bytes) -> Any:
-        raise NotImplementedError
-
-    def _ping(self, number: int) -> msgspec.Struct:
-        raise NotImplementedError
-
     def _answers_ping(self, reply: Any) -> bool:
         raise NotImplementedError
 
@@ -228,7 +225,7 @@ class HelperProcess:
                 self._put_down(f"it gave no sign of life for {SILENCE_S:g} s and was killed")
                 return
             case "ping":
-                self._send(self._ping(next(self._numbers)))
+                self._send(self.ping(next(self._numbers)))
         self._timer = self._next_look()
 
     def _readable(self) -> None:
@@ -238,7 +235,7 @@ class HelperProcess:
                 raise ConnectionError("it died")
             for body, fds in came:
                 frames.close_all(fds)  # replies carry no descriptors
-                self._take(self._decode(body))
+                self._take(self.decode(body))
         except OSError as error:
             self._loop.remove_reader(self._sock)
             self._put_down(str(error))  # also a process that has closed the channel without ending

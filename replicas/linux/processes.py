@@ -20,15 +20,15 @@ from replicas.common.foreign import one_line
 from replicas.linux.files import kernel_lines
 
 MARK = "REPLICAS_SHIM"
-"""Environment variable with the nonce of the shim under which a process was started.
+"""Internal: a random number of the shim under which a process was started.
 
 Children inherit it; a sweep uses it to find what a dead generation left behind. By it
 a rank shows the coordinator that the supervisor has started it, so it is a secret.
 """
 NO_MARK = "REPLICAS_NONE"
-"""Room for a mark in the environment of a process that has none: 32 zeros.
+"""Internal: room in the environment of a process for the value of ``REPLICAS_SHIM``.
 
-A sidecar gets its rank's mark there, after it was forked (:func:`bear_mark`).
+A sidecar gets that of its rank, after it was forked (:func:`bear_mark`).
 """
 _ROOM = "0" * 32  # as long as a nonce
 SHIM = "replicas.supervisor.shim.shim"

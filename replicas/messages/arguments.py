@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
+import sys
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
@@ -218,6 +219,27 @@ def with_adapter(
         function = given
         return lambda: {**function(), **added}
     return meta(f"{what}: meta", {**meta(f"{what}: meta", given), **added})
+
+
+def with_trace(what: str, given: Meta | Callable[[], Mapping[str, Any]]) -> Meta | Callable[[], Mapping[str, Any]]:
+    """Add the W3C ``traceparent`` of the caller's span, where there is one.
+
+    A program that has not imported OpenTelemetry has none. A publisher's own wins.
+    """
+    tracing = sys.modules.get("opentelemetry.trace")
+    caller = tracing.get_current_span().get_span_context() if tracing is not None else None
+    if caller is None or not caller.is_valid:
+        return given
+    added = {"traceparent": f"00-{caller.trace_id:032x}-{caller.span_id:016x}-{caller.trace_flags:02x}"}
+    if not callable(given):
+        return meta(f"{what}: meta", added | given)
+    function = given
+
+    def traced() -> Mapping[str, Any]:
+        found = function()
+        return {**added, **found} if isinstance(found, Mapping) else found
+
+    return traced
 
 
 def _meta_value(here: str, value: object) -> Any:

@@ -247,9 +247,9 @@ class LoadDecided(_FromCoordinator, frozen=True):
 
 
 class WatchEnd(_FromCoordinator, frozen=True):
-    """All live target replicas have loaded ``version``.
+    """All live target replicas have loaded ``version``, or none will.
 
-    ``failed``: but for these, which go on with an older one; why, by name.
+    ``failed``: those that go on with an older one; why, by name.
     """
 
     watch: int

@@ -8,10 +8,13 @@ that comes regularly sees that before the control port closes.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AsyncExitStack
 
 import anyio
+import anyio.to_thread
 
 from replicas.common.logs import Log
 from replicas.core.lives.lease_times import lost_after_s
@@ -22,6 +25,7 @@ from replicas.supervisor.state.leases import Lease
 from replicas.telemetry.event_log import EventLog
 from replicas.telemetry.events import ConnectionsRefused, Event, LeasesAwaited, RunEnded
 from replicas.telemetry.metrics import Metrics
+from replicas.telemetry.otel import Traces, exporters
 from replicas.telemetry.scrapes import Scrapes
 from replicas.telemetry.tally import CounterDeltas
 
@@ -49,8 +53,21 @@ class Reporting:
         self._failures = FailureReports()
         self._refusals = CounterDeltas(_REFUSALS_INTERVAL_S)
         self._scrapes = Scrapes()
+        self._traces: Traces | None = None
         self._seen_off = asyncio.Event()
         """Set when the metrics have told all how the run ended, or a hurry began."""
+
+    def open(self, stack: AsyncExitStack, events: EventLog, run: str) -> EventLog:
+        """Take the events in their file, until the stack ends; export syncs as spans.
+
+        That is, where the environment says so, which costs nothing else.
+        """
+        self.events = events
+        stack.callback(events.close)
+        if exporters(os.environ):
+            self._traces = traces = Traces(run, os.environ)
+            stack.push_async_callback(lambda: anyio.to_thread.run_sync(traces.close))
+        return events
 
     def say(self, text: str) -> None:
         """Pass a line to people."""
@@ -61,7 +78,9 @@ class Reporting:
 
     def emit(self, event: Event) -> None:
         """Pass an event to the event file, its followers and the counters."""
-        self.events.emit(event)
+        record = self.events.emit(event)
+        if self._traces is not None:
+            self._traces.put(record)
         if text := self._failures.text(event):
             self.say(text)
 

@@ -214,8 +214,7 @@ class Supervisor:
 
     async def _open(self, stack: AsyncExitStack, config: Config) -> None:
         stack.callback(self._release)
-        events = self._reporting.events = self.state.open_events(config.run.events_max_nbytes)
-        stack.callback(events.close)
+        events = self._reporting.open(stack, self.state.open_events(config.run.events_max_nbytes), config.run.name)
         self._reporting.tell_of_leases(self.state.heritage.unseen)
         await stack.enter_async_context(self._nodes)  # before any other process is started
         coordinator = self._context.opened = self._make_coordinator()  # opens the decision log, so not before the lock
@@ -358,8 +357,7 @@ class Supervisor:
         :raises TimeoutError: not ready in time.
         :raises replicas.errors.WorldError: a replica failed, or the run ended.
         """
-        fleet = self.fleet
-        timeout_s = arguments.patience("wait_ready: timeout", timeout)
+        fleet, timeout_s = self.fleet, arguments.patience("wait_ready: timeout", timeout)
         groups = fleet.groups.values() if group is None else [fleet.group(group)]
         async with asyncio.timeout(timeout_s):
             await fleet.wait_ready(groups)
@@ -614,6 +612,8 @@ class Supervisor:
             state_dir=str(self.state.path),
             exit_code=ended.exit_code if ended is not None else None,
             ended_by=ended.reason if ended is not None else "",
+            newest_event=self.last_event,
+            adopt_s=self.config.run.adopt_s,
         )
         return self._reporting.events.tally.shown_in(status, time.time())
 

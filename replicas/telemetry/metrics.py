@@ -54,11 +54,12 @@ def _snake(name: str) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
 
 
-_ERRORS = tuple(
+ERRORS = tuple(
     _snake(name)
     for name, one in vars(errors).items()
     if isinstance(one, type) and issubclass(one, errors.ReplicasError) and one is not errors.BadConfig
 )
+"""Names of errors as values of the label ``outcome``."""
 
 
 class _Gauge(NamedTuple):
@@ -78,11 +79,11 @@ _RUN = (
         "run_over", "1 when the run is over, and its supervisor about to end.", lambda run: run.exit_code is not None
     ),
     _Gauge("run_exit_code", "Exit code of the run, once it is over.", lambda run: run.exit_code),
-    _Gauge("store_up", "1 when the store process answers.", lambda run: run.store.up),
+    _Gauge("store_up", "1 when the rendezvous store answers.", lambda run: run.store.up),
     _Gauge("store_keys", "Keys in the rendezvous store.", lambda run: run.store.keys),
     _Gauge(
         "event_loop_lag_seconds",
-        "How late the supervisor's event loop last ran a timer.",
+        "How late the supervisor's event loop last ran a timer: above a second it is overloaded.",
         lambda run: run.event_loop_lag_s,
     ),
 )
@@ -110,7 +111,7 @@ _GROUP = (
     ),
     _Gauge(
         "no_progress_remaining_ratio",
-        "Share of restart.no_progress_cycles that each replica of the group has left.",
+        "Share of restart.no_progress_cycles that every replica of the group has left; at 0 one has failed for good.",
         lambda group: group.no_progress_remaining_ratio if group.no_progress_cycles else None,
     ),
 )
@@ -147,7 +148,7 @@ _WEIGHTS = (
     ),
     _Gauge(
         "slots_in_use",
-        "Slots of the replica, of those of the channel, that hold a version.",
+        "Slots of the replica that hold a version; replicas_slots is how many there are.",
         lambda pair: pair[0].slots.get(pair[1].name),
     ),
     _Counter(
@@ -157,7 +158,7 @@ _WEIGHTS = (
     ),
 )
 _CHANNEL = (
-    _Gauge("channel_epoch", "Newest membership epoch.", lambda one: one.epoch),
+    _Gauge("channel_epoch", "Number of the newest membership; rises with each change.", lambda one: one.epoch),
     _Gauge(
         "committed_version", "Newest committed version of the channel's weights.", lambda one: one.committed_version
     ),
@@ -172,11 +173,11 @@ _CHANNEL = (
         lambda one: one.committed_at,
     ),
     _Gauge("version_bytes", "Size of the newest committed version.", lambda one: one.version_nbytes),
-    _Gauge("slots", "Slots of each member of the channel.", lambda one: one.slots),
+    _Gauge("slots", "Slots of each member of the channel: versions that it has memory for.", lambda one: one.slots),
     _Gauge(
-        "served_versions", "Versions of the channel's weights that ready replicas serve.", lambda one: len(one.served)
+        "served_versions", "Number of different versions that ready replicas serve now.", lambda one: len(one.served)
     ),
-    _Gauge("adopts_together", "1 when the channel has adopt_together.", lambda one: one.adopt_together),
+    _Gauge("adopts_together", "1 when targets load together (adopt_together).", lambda one: one.adopt_together),
     _Counter(
         "sync_bytes_total",
         "Bytes of weights that were sent to members, also to latecomers; what is mapped on one host does not move.",
@@ -237,7 +238,7 @@ class Metrics(Collector):
         self._run = status.run
         replicas_ = [((one.group, str(one.replica)), one) for group in status.groups for one in group.replicas]
         weights = [((*key, one.name), (replica, one)) for key, replica in replicas_ for one in status.channels]
-        text = "Always 1; its labels are the versions in use."
+        text = "Always 1; its labels are the releases of this package, Python and torch."
         yield self._gauge("build_info", text, tuple(self._build), [(tuple(self._build.values()), 1)])
         yield from self._rows(_RUN, (), [((), status)])
         yield from self._rows(_NODE, ("node",), _named(status.nodes))
@@ -258,7 +259,7 @@ class Metrics(Collector):
         yield self._gauge("group_replicas", "Replicas of a group by state.", ("group", "state"), series)
         series = [pair for one in status.channels for pair in _by_state((one.name,), one.members, _MEMBER_STATES)]
         yield self._gauge("channel_members", "Members of the channel by state.", ("channel", "state"), series)
-        text = "Always 1: a part of the replica is on the node."
+        text = "Always 1; its labels say on which nodes a replica runs."
         places = [(one, node) for group in status.groups for one in group.replicas for node in dict.fromkeys(one.nodes)]
         series = [((one.group, str(one.replica), node), 1) for one, node in places]
         yield self._gauge("replica_node_info", text, ("group", "replica", "node"), series)
@@ -282,7 +283,7 @@ class Metrics(Collector):
         series = [pair for one, reasons in ours for pair in _by_key((one.name,), one.restarts, reasons)]
         yield self._counter("restarts_total", "Restarts of the group's replicas.", ("group", "reason"), series)
         text = "Publishes by outcome: committed, or the error that ended them."
-        series = [pair for one in channels for pair in _by_key((one.name,), one.syncs, ("committed", *_ERRORS))]
+        series = [pair for one in channels for pair in _by_key((one.name,), one.syncs, ("committed", *ERRORS))]
         yield self._counter("sync_total", text, ("channel", "outcome"), series)
         text = "Loads that failed: refused before anything was loaded, or failed half-way."
         failed = ((one.name, tally.failed_loads.get(one.name, {})) for one in channels)
@@ -301,7 +302,7 @@ class Metrics(Collector):
             pair
             for name, found in kinds.items()
             for kind in _KINDS
-            for pair in _by_key((name, kind), _snaked(found.get(kind, {})), ("ok", *_ERRORS))
+            for pair in _by_key((name, kind), _snaked(found.get(kind, {})), ("ok", *ERRORS))
         ]
         yield self._counter("operations_total", text, ("channel", "kind", "outcome"), series)
 

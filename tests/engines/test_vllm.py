@@ -1,21 +1,50 @@
-"""The released vLLM, supervised, with a real model: what it answers with, and when.
+"""Two servers of the released vLLM, supervised, with a real model: what they answer
+with, and when; and each of their processes killed, and frozen: what the trainer
+notices, and what answers afterwards.
 
-One start of the server serves all tests; each leaves it serving the newest version.
+One start of the servers serves all tests; each leaves them serving the newest version.
+Two faults at a time hit one server each, as a restart takes most of a test.
 
 Covers: integrations/vllm_worker/engine.py, integrations/vllm_gate.py.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 
 import pytest
 
-from tests.engines.world import CAPITAL, TENSOR_PARALLEL, EngineWorld, ask
+from tests.engines.world import CAPITAL, TENSOR_PARALLEL, EngineWorld, ask, running_world
+from tests.support.waits import eventually
+
+SERVERS = 2
+KILLED_S = 1.0
+"""How much longer than a sync of all alive the next one may take after a kill."""
+FROZEN_S = 12.0
+ROLES = [("follower", "api"), ("core", "worker0")]
+"""Of the first server, and of the second."""
 
 CONTROL = ["/pause", "/update_weights", "/collective_rpc", "/sleep"]
 CONTROL += ["/scale_elastic_ep", "/start_profile", "/stop_profile", "/fault_tolerance/apply"]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineWorld]:
+    options = ("--tensor-parallel-size", str(TENSOR_PARALLEL))
+    with running_world(tmp_path_factory.mktemp("vllm"), *options, servers=SERVERS) as world:
+        yield world
+
+
+@pytest.fixture
+def served(world: EngineWorld) -> EngineWorld:
+    """The run, whose servers have the newest version."""
+    world.publish(scale=1.0)
+    world.wait_until_served(world.committed)
+    return world
 
 
 def test_a_server_answers_nothing_before_its_first_version(world: EngineWorld) -> None:
@@ -35,7 +64,7 @@ def test_it_answers_with_the_trainers_weights_and_says_which(world: EngineWorld)
     receipt = world.publish(scale=1.0)
     world.wait_until_served(receipt["version"])
     assert "Paris" in world.answer()
-    assert len(receipt["members"]) == 1 + TENSOR_PARALLEL
+    assert len(receipt["members"]) == SERVERS * (1 + TENSOR_PARALLEL)
 
 
 def test_the_engines_metrics_and_the_runs_tell_the_same_version(world: EngineWorld) -> None:
@@ -52,3 +81,62 @@ def test_control_routes_are_the_followers_alone(world: EngineWorld, path: str) -
     with pytest.raises(urllib.error.HTTPError) as refused:
         ask(f"{world.url}{path}")
     assert refused.value.code == (400 if "%" in path else 403)
+
+
+@pytest.mark.parametrize("roles", ROLES)
+def test_a_killed_process_costs_the_trainer_a_second_and_the_server_a_restart(
+    served: EngineWorld, roles: tuple[str, str]
+) -> None:
+    world, usual = served, served.publish(scale=0.0)["committed_s"]
+    world.wait_until_served(world.committed)
+    before = strike(world, roles, signal.SIGKILL)
+    assert world.publish(scale=1.0)["committed_s"] < usual + KILLED_S
+    world.wait_until_restarted(*before)
+    assert all("Paris" in answer for answer in world.answers())
+
+
+@pytest.mark.parametrize("roles", ROLES)
+def test_a_frozen_process_is_given_up_and_the_server_is_restarted(served: EngineWorld, roles: tuple[str, str]) -> None:
+    world, before = served, strike(served, roles, signal.SIGSTOP)
+    assert world.publish(scale=0.0)["committed_s"] < FROZEN_S
+    assert world.publish(scale=1.0)["committed_s"] < KILLED_S
+    world.wait_until_restarted(*before)
+    assert all("Paris" in answer for answer in world.answers())
+
+
+def strike(world: EngineWorld, roles: tuple[str, str], number: signal.Signals) -> list[dict[str, int]]:
+    """Send a signal to one process of each server; the processes before that."""
+    before = [world.processes(replica) for replica in range(SERVERS)]
+    for processes, role in zip(before, roles, strict=True):
+        os.kill(processes[role], number)
+    return before
+
+
+@pytest.mark.parametrize("misfit", [{"layers": 20}, {"rows": 1000}], ids=["no weights for some layers", "other shapes"])
+def test_a_version_that_does_not_fit_is_refused_and_costs_the_server_nothing(
+    served: EngineWorld, misfit: dict[str, int]
+) -> None:
+    world, good = served, served.committed
+    before = [world.processes(replica) for replica in range(SERVERS)]
+    world.publish(**misfit)
+
+    def refusing() -> bool:
+        return all(one.state == "ready" and "was not loaded" in one.reason for one in world.servers())
+
+    eventually(refusing, "the reason in the status", timeout_s=120)
+    assert world.loaded() == good
+    assert all("Paris" in answer for answer in world.answers())
+    told = world.publish(scale=0.0)["not_loaded"]
+    assert all("it " in told[f"server/{replica}"] for replica in range(SERVERS))
+    world.wait_until_served(world.committed)
+    assert not any("Paris" in answer for answer in world.answers())
+    assert [world.processes(replica) for replica in range(SERVERS)] == before
+
+
+def test_a_publisher_that_dies_in_mid_update_changes_no_answer(served: EngineWorld) -> None:
+    world = served
+    world.kill_trainer_while_it_publishes()
+    assert "Paris" in world.answer()
+    world.publish(scale=1.0)
+    world.wait_until_served(world.committed)
+    assert "Paris" in world.answer()

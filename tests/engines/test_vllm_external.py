@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from replicas.linux.processes import die_with_parent
-from tests.engines.world import MODEL, START_S, VLLM_OPTIONS, EngineWorld
+from tests.engines.world import MODEL, ONE_PROCESS, START_S, VLLM_OPTIONS, EngineWorld
 from tests.support.house.manifests import container, environment, status_of
 from tests.support.runs import MARK, ROOT, Run, running
 from tests.support.waits import eventually
@@ -65,7 +65,7 @@ def probe(port: int) -> int:
 def test_a_server_that_others_start_is_ready_when_it_serves_a_version(tmp_path: Path) -> None:
     with socket.create_server((ADDRESS, 0)) as free:
         port = free.getsockname()[1]
-    serve = ("-m", "replicas.integrations.vllm", "serve", str(MODEL), *VLLM_OPTIONS, "--port", f"{port}")
+    serve = ("-m", "replicas.integrations.vllm", "serve", str(MODEL), *VLLM_OPTIONS, *ONE_PROCESS, "--port", f"{port}")
     trainer = (str(Path(__file__).parent / "programs" / "trainer.py"), "port")
     with running(tmp_path, EXTERNAL) as run, started(run, "trainer-jobset.yaml", *trainer, MODEL=str(MODEL)):
         world = EngineWorld(run)

@@ -3,16 +3,12 @@ process: what happens to the requests in flight when a version is loaded."""
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any, get_args
 
 import pytest
@@ -20,78 +16,37 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import replicas
-from replicas import Coordinator, errors
-from replicas.engine import PauseMode
+from replicas import Coordinator, Update, engine, errors
+from replicas.engine import Engine, PauseMode
 from replicas.integrations.vllm import follow
-from replicas.linux.processes import die_with_parent
 from replicas.sources import hf
-from tests.engines.world import CAPITAL, MODEL, START_S, VLLM_OPTIONS, ask, get
+from tests.engines.plain_server import plain_vllm
+from tests.engines.world import CAPITAL, MODEL, ask, get
 from tests.support.waits import eventually
 
-ENVIRONMENT = {
-    "VLLM_SERVER_DEV_MODE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "HF_HUB_OFFLINE": "1",
-}
 TEXT = "The sum of 7 and 12 is 19, and the capital of France is Paris."
 NOISE = 0.2
 ROUNDING = 0.1
 """Of log-probabilities in bfloat16, on average."""
 LONG = {**CAPITAL, "max_tokens": 100, "ignore_eos": True}
-DRAFT = '{"model": "%s", "method": "draft_model", "num_speculative_tokens": 2}'
-
-
-@contextmanager
-def plain_vllm(folder: Path, *options: str, **environment: str) -> Iterator[str]:
-    """vLLM's own server with the backend "replicas"; its address."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(MODEL), *VLLM_OPTIONS, *options]
-    command += ["--host", "127.0.0.1", "--port", f"{port}", "--weight-transfer-config", '{"backend": "replicas"}']
-    log = folder / "vllm.log"
-    with log.open("wb") as file:
-        parent, variables = os.getpid(), {**os.environ, **ENVIRONMENT, **environment}
-        process = subprocess.Popen(
-            command, env=variables, stdout=file, stderr=file, preexec_fn=lambda: die_with_parent(parent)
-        )
-
-    def healthy() -> bool:
-        assert process.poll() is None, log.read_text()[-4000:]
-        try:
-            get(f"http://127.0.0.1:{port}/health")
-        except ValueError:  # the answer has no body
-            return True
-        except OSError:
-            return False
-        return True
-
-    try:
-        eventually(healthy, "a healthy server", timeout_s=START_S)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        try:
-            process.wait(30)
-        finally:
-            process.kill()
-            process.wait()
 
 
 class Pair:
     """A server and what a trainer's program has: a coordinator, a channel, a model."""
 
-    def __init__(self, url: str, stack: ExitStack) -> None:
+    def __init__(self, url: str, stack: ExitStack, **channel: Any) -> None:
         self.url = url
-        channels = {"policy": {"sources": ["trainer"], "targets": ["server"], "slots": 3}}
+        channels = {"policy": {"sources": ["trainer"], "targets": ["server"], "slots": 3, **channel}}
         coordinator = stack.enter_context(Coordinator(channels, groups={"server": 100}).in_thread())
         self.address: dict[str, Any] = {"endpoint": coordinator.endpoint, "token": coordinator.token}
         self.trainer = stack.enter_context(replicas.join("policy", group="trainer", **self.address))
         self.model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16)
         self._followers = 0
 
-    def publish(self) -> int:
-        return self.trainer.publish(hf(self.model)).wait(60).version
+    def publish(self, *, without: str = "no name has this") -> int:
+        """Publish the model's weights, but those with a part of their names."""
+        weights = {name: tensor for name, tensor in hf(self.model) if without not in name}
+        return self.trainer.publish(weights, new_manifest=True).wait(60).version
 
     def logprobs(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Of the tokens of a text, by the trainer's model and by the server."""
@@ -103,8 +58,12 @@ class Pair:
         served = [row[str(token)]["logprob"] for row, token in zip(answer[1:], ids[1:], strict=True)]
         return found[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0], torch.tensor(served)
 
+    def following(self, mode: PauseMode, **more: Any) -> AbstractContextManager[None]:
+        """A follower of the server."""
+        return self.running(partial(follow, self.url, "policy", mode=mode, **more))
+
     @contextmanager
-    def following(self, mode: PauseMode) -> Iterator[None]:
+    def running(self, follows: Callable[..., None]) -> Iterator[None]:
         """A follower in a thread; each is a replica of its own."""
         stop, failed = threading.Event(), []
         identity = {"group": "server", "replica": self._followers, **self.address}
@@ -112,7 +71,7 @@ class Pair:
 
         def run() -> None:
             try:
-                follow(self.url, "policy", mode=mode, stop=stop, **identity)
+                follows(stop=stop, **identity)
             except errors.ReplicasError as error:
                 failed.append(error)
 
@@ -135,8 +94,9 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    with ExitStack() as stack:
-        yield Pair(stack.enter_context(plain_vllm(tmp_path_factory.mktemp("plain"))), stack)
+    folder = tmp_path_factory.mktemp("plain")
+    with plain_vllm(folder, MODEL, "--max-model-len", "256") as (url, _), ExitStack() as stack:
+        yield Pair(url, stack)
 
 
 @pytest.mark.parametrize("part", ["embed_tokens", "self_attn", "mlp", "norm"])
@@ -182,8 +142,58 @@ def running_requests(url: str) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running"))
 
 
-def test_a_server_with_a_draft_model_is_refused(tmp_path: Path) -> None:
+class Picky(Engine):
+    """A target without a server, that takes versions with these names only, and says so
+    when it may. It is asked once for each set of tensors.
+
+    :ivar says: it is clear while that is not to be known.
+    """
+
+    def __init__(self, names: set[str]) -> None:
+        self._names = names
+        self.says = threading.Event()
+        self.says.set()
+        self.asked: list[int] = []
+        self.loaded: list[int] = []
+
+    def check(self, update: Update, timeout_s: float) -> str:
+        self.asked.append(update.version)
+        assert self.says.wait(60)
+        missing = self._names - {spec.name for spec in update.manifest.tensors}
+        return f"it has no {min(missing)}" if missing else ""
+
+    def pause(self, mode: PauseMode, timeout_s: float) -> None:
+        pass
+
+    def load(self, update: Update, timeout_s: float) -> None:
+        self.loaded.append(update.version)
+
+    def reset_caches(self, timeout_s: float) -> None:
+        pass
+
+    def resume(self, timeout_s: float) -> None:
+        pass
+
+
+def test_a_server_loads_a_version_when_the_other_target_can_or_not_at_all(pair: Pair) -> None:
+    """The channel has ``adopt_together``; the server takes versions without norms."""
+    picky = Picky({name for name, _ in hf(pair.model) if "norm" in name})
     with ExitStack() as stack:
-        pair = Pair(stack.enter_context(plain_vllm(tmp_path, "--speculative-config", DRAFT % MODEL)), stack)
-        with pytest.raises(errors.SyncError, match="decodes speculatively with a draft model"):
-            follow(pair.url, "policy", group="server", replica=0, **pair.address)
+        together = Pair(pair.url, stack, adopt_together=True)
+        stack.enter_context(together.following("keep", complete=False))
+        stack.enter_context(together.running(partial(engine.follow, picky, "policy", min_serving=0.0)))
+        eventually(lambda: len(together.trainer.members) == 4, "server, its worker, the other and the trainer")
+        first = together.publish()
+        together.wait_until_served(first)
+        second = together.publish(without="norm")
+        eventually(lambda: second in picky.asked, "the other refuses it")
+        assert together.served() == f"{first}"
+        assert "Paris" in ask(f"{pair.url}/v1/completions", CAPITAL)["choices"][0]["text"]
+        picky.says.clear()
+        third = together.publish(without="embed_tokens")
+        eventually(lambda: third in picky.asked, "the other looks at it")
+        assert together.served() == f"{first}", "it waits for the other"
+        assert "Paris" in ask(f"{pair.url}/v1/completions", CAPITAL)["choices"][0]["text"], "and is not paused"
+        picky.says.set()
+        together.wait_until_served(third)
+        eventually(lambda: picky.loaded == [first, third], "the other has it, too")

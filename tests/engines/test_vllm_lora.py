@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.engines.world import CAPITAL, START_S, EngineWorld, ask, running_world
+from tests.engines.world import CAPITAL, ONE_PROCESS, START_S, EngineWorld, ask, running_world
 from tests.support.waits import eventually
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineWorld]:
-    with running_world(tmp_path_factory.mktemp("lora"), "--lora") as world:
+    with running_world(tmp_path_factory.mktemp("lora"), "--lora", *ONE_PROCESS) as world:
         yield world
 
 

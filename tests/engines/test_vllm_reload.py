@@ -87,3 +87,8 @@ def test_kv_connectors_that_cannot_be_cleared_are_known(found: dict[str, Any]) -
         "ExampleConnector": ["ExampleConnector"],
         "MultiConnector": ["ExampleConnector"],
     }
+
+
+def test_a_server_with_a_draft_model_is_refused(found: dict[str, Any]) -> None:
+    assert found["speculative"]["n-grams"] == ""
+    assert "decodes speculatively with a draft model" in found["speculative"]["a draft model"]

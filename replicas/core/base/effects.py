@@ -67,7 +67,7 @@ class CaughtUp(_OnChannel, frozen=True, tag=True):
 
     ``moved_nbytes``: bytes that were sent over the network for it, and ``moved_to``: of
     them to each replica (``group/replica``). ``pulled``: of them, by the member that
-    pulled and the one that served them.
+    pulled and the one that served them. ``seconds``: how long it took.
     """
 
     version: int
@@ -75,6 +75,7 @@ class CaughtUp(_OnChannel, frozen=True, tag=True):
     moved_nbytes: int
     moved_to: dict[str, int] = {}
     pulled: dict[str, dict[str, int]] = {}
+    seconds: float = 0.0
 
 
 class WrongBytes(_OnChannel, frozen=True, tag=True):

@@ -141,7 +141,8 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     ``restart_reason``: with ``RETRY``, the reason counted in
     ``replicas_restarts_total``. ``start_s``: on the first readiness of a generation,
     seconds since its processes were started. ``recovery_s``: when a later generation
-    becomes ready, seconds since the replica was last ready.
+    becomes ready, seconds since the replica was last ready. ``nodes``: the node of each
+    of its parts, where it starts or is adopted.
     """
 
     group: str
@@ -154,6 +155,7 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     restart_reason: RestartReason | None = None
     start_s: float | None = None
     recovery_s: float | None = None
+    nodes: tuple[str, ...] = ()
 
 
 class Lifecycle:

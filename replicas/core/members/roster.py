@@ -182,8 +182,17 @@ class Roster:
         # one that joins anew is the newest, whatever it says
         if not hello.resume_term or (holder.from_before and known >= (holder.hello.generation, holder.hello.epoch)):
             return
-        raise errors.Fenced(
-            f"another process joined as {member} while this one could not be heard",
+        raise self.left_behind(hello)
+
+    def left_behind(self, hello: Hello) -> errors.Fenced:
+        """Return the error of a member whose session ended between two connections."""
+        member = hello.member
+        replaced = not hello.observe and self.holder_of(member.name) is not None
+        what = (
+            f"another process joined as {member} while this one" if replaced else f"{member} was declared lost while it"
+        )
+        return errors.Fenced(
+            f"{what} could not be heard",
             channel=self.config.name,
             members=[member.name],
             hint="join again",

@@ -85,6 +85,10 @@ class Adoption:
         """The newest adopted version; 0: none."""
         return self._served.version
 
+    def given_up(self, version: int) -> bool:
+        """Return True if neither it nor a newer one that is committed is loaded."""
+        return version > self.served and self._newest.version in self._rejected
+
     def waits(self, member: Member) -> bool:
         """Return True if the member can load a version, and waits for the others."""
         return member in self._said

@@ -57,7 +57,7 @@ class CatchUp:
         self.transfer: Transfer | None = None
         self._bad_holder: Member | None = None
         self._unready: set[Member] = set()
-        self._waits_since = 0.0
+        self._waits_since = self._began_at = 0.0
 
     def advance(self, payload: Payload | None, main: Transfer | None, now: float) -> None:
         """Start if a member lacks ``payload``, the newest committed version.
@@ -96,7 +96,7 @@ class CatchUp:
             avoid=self._bad_holder,
             tries=1 if self._whom == "missed" else PULL_TRIES,
         )
-        self._unready, self._waits_since = set(), now
+        self._unready, self._waits_since, self._began_at = set(), now, now
         transfer.start(now)
 
     def _rtt_s(self, transfer: Transfer) -> float:
@@ -159,7 +159,8 @@ class CatchUp:
         if transfer.verified:
             served = tuple(sorted(transfer.verified))
             moved = transfer.moved_nbytes, dict(transfer.moved_to), dict(transfer.pulled)
-            ground.emit(CaughtUp(ground.config.name, transfer.payload.version, served, *moved))
+            took_s = now - self._began_at
+            ground.emit(CaughtUp(ground.config.name, transfer.payload.version, served, *moved, seconds=took_s))
         for state in ground.roster:
             if state.member in transfer.verified or superseded:
                 state.retry_at = 0.0 if state.member in transfer.verified else state.retry_at

@@ -29,7 +29,6 @@ from replicas.core.versions.steps import Steps
 from replicas.messages import ReceiptData, WireError
 from replicas.messages.bounds import texts_of
 from replicas.messages.identity import Member
-from replicas.status import SyncRecord
 
 READING_S = 2.0
 """For this long after a publish starts moving, slow manifest readers are not judged."""
@@ -163,6 +162,8 @@ class Commits:
                     transfer.moved(member, message.transfer, message.received, now)
                 case wire.TransferFailed():
                     transfer.member_failed(member, message.transfer, message.error.exception(), now, message.holders)
+        if self.publishes.moving is not None:
+            self.publishes.moving.note_holders(now)
 
     def carrier_up(self, now: float) -> None:
         """A member's carrier listens."""
@@ -423,22 +424,10 @@ class Commits:
 
     def _verdict(self, publish: Publish, outcome: str, now: float, transfer: Transfer | None = None) -> None:
         ground = self._ground
+        record = publish.record(outcome, now, moved=transfer is not None)
         self.publishes.end(publish, committed=publish.receipt is not None)
         end = wire.PublishEnd(publish.asked.publish, publish.receipt, publish.error)
         ground.out.extend(Send(member, end) for member in sorted(publish.begun) if member in self._roster)
-        receipt = publish.receipt
-        record = SyncRecord(
-            version=publish.version,
-            outcome=outcome,
-            seconds=now - publish.began_at,
-            nbytes=publish.payload.nbytes if publish.payload is not None else 0,
-            moved_nbytes=transfer.moved_nbytes if transfer is not None else 0,
-            moved_to=dict(transfer.moved_to) if transfer is not None else {},
-            pulled=dict(transfer.pulled) if transfer is not None else {},
-            phases=receipt.phases if receipt is not None else {},
-            members=len(receipt.members) if receipt is not None else 0,
-            lost=tuple(publish.lost),
-        )
         if not (publish.asked.resumed and publish.version in self.told):
             ground.emit(SyncEnded(ground.config.name, record))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from replicas import messages as wire
 from replicas.core.base.effects import Effect, Send
 from replicas.core.members.roster import Roster
+from replicas.core.versions.adoption import Adoption
 from replicas.core.versions.rounds import Rounds
 from replicas.messages.bounds import texts_of
 from replicas.messages.identity import Member
@@ -13,8 +14,8 @@ from replicas.messages.identity import Member
 class LoadWatches:
     """The watches of one channel; of each member the last one."""
 
-    def __init__(self, roster: Roster, rounds: Rounds, out: list[Effect]) -> None:
-        self._roster, self._rounds, self._out = roster, rounds, out
+    def __init__(self, roster: Roster, rounds: Rounds, adoption: Adoption, out: list[Effect]) -> None:
+        self._roster, self._rounds, self._adoption, self._out = roster, rounds, adoption, out
         self._watches: dict[Member, wire.WatchLoaded] = {}
         self._loaded_once = 0
 
@@ -40,8 +41,11 @@ class LoadWatches:
             refusals = self._rounds.refusals(watch.version)
             targets = (state for state in self._roster if state.is_target and state.carries)
             others = [state for state in targets if state.member.replica_name not in refusals]
-            # replicas that refuse it will not load it
-            if not refusals or any(state.loaded < watch.version for state in others):
+            # who refused it will not load it; a rejected newest one is loaded by nobody
+            waiting = not self._adoption.given_up(watch.version) and any(
+                state.loaded < watch.version for state in others
+            )
+            if waiting or not refusals:
                 self._watches[member] = watch
                 return
         self._watches.pop(member, None)

@@ -28,11 +28,17 @@ from replicas.core.moving.attempt import Payload
 from replicas.core.moving.transfer import Transfer
 from replicas.core.versions.steps import number_in
 from replicas.messages import Filled, Packed, PublishBegin, ReceiptData, WireError
+from replicas.messages.bounds import REASON_LENGTH, text_of, texts_of
 from replicas.messages.identity import Member, ProcessIdentity
+from replicas.status import SyncRecord
 
 KEPT_VERDICTS = 16  # a rank that joins late may be this many publishes behind the others
 OPEN_MAX = 256
 """Publishes of one replica without a verdict."""
+SLOWEST = 16
+"""Replicas of which a record says how long each took: the number bounds the event."""
+_TRACE_LENGTH = 128
+_LAST_PHASE = {"packing": "pack", "queued": "queue", "moving": "transfer"}
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +66,8 @@ class Publish:
     payload: Payload | None = None
     receipt: ReceiptData | None = None
     error: WireError | None = None
+    held: dict[Member, float] = field(default_factory=dict)
+    """Seconds from its begin until each member had it."""
 
     @property
     def over(self) -> bool:
@@ -89,6 +97,45 @@ class Publish:
         phases["commit"] = max(0.0, total_s - sum(phases.values()))  # what is left: the record on disk
         hold_s = max((packed.hold_s for packed in every), default=0.0)
         return phases | ({"hold": hold_s} if hold_s else {})
+
+    def note_holders(self, now: float) -> None:
+        """Note when members of which the transfer is done had all of it."""
+        if self.transfer is not None:
+            for member in self.transfer.verified - self.held.keys():
+                self.held[member] = now - self.began_at
+
+    def record(self, outcome: str, now: float, *, moved: bool) -> SyncRecord:
+        """Return what is told of its end. ``moved``: with the bytes that were sent."""
+        self.note_holders(now)
+        transfer, receipt, seconds = self.transfer if moved else None, self.receipt, now - self.began_at
+        phases = receipt.phases if receipt is not None else self.phases()
+        if receipt is None:  # it failed in the phase that took the rest
+            rest_s = seconds - sum(phases.values()) + phases.get("hold", 0.0)
+            last = _LAST_PHASE[self.state]
+            phases[last] = phases.get(last, 0.0) + max(0.0, rest_s)
+        replicas: dict[str, float] = {}
+        for member, held_s in self.held.items():
+            replicas[member.replica_name] = max(held_s, replicas.get(member.replica_name, 0.0))
+        slowest = sorted(replicas.items(), key=lambda item: -item[1])[:SLOWEST]
+        trace = self.meta.get("traceparent")
+        return SyncRecord(
+            version=self.version,
+            outcome=outcome,
+            seconds=seconds,
+            nbytes=self.payload.nbytes if self.payload is not None else 0,
+            moved_nbytes=transfer.moved_nbytes if transfer is not None else 0,
+            moved_to=dict(transfer.moved_to) if transfer is not None else {},
+            pulled=dict(transfer.pulled) if transfer is not None else {},
+            phases=phases,
+            members=len(receipt.members) if receipt is not None else 0,
+            lost=tuple(self.lost),
+            publisher=f"{self.group}/{self.replica}",
+            held={name: round(held_s, 6) for name, held_s in slowest},
+            reasons=texts_of(self.lost),
+            error=text_of(self.error.message, REASON_LENGTH) if self.error is not None else "",
+            step=number_in(self.meta, "step"),
+            trace=trace if isinstance(trace, str) and len(trace) <= _TRACE_LENGTH else "",
+        )
 
 
 @dataclass(slots=True, eq=False)

@@ -17,6 +17,7 @@ from replicas.engine.following import MIN_SERVING, START_TIMEOUT_S
 from replicas.integrations.gate import GATE, GatePage
 from replicas.integrations.http_engine import ENGINE_TIMEOUT_S
 from replicas.integrations.sglang.engine import SglangEngine
+from replicas.integrations.shared import releases
 from replicas.integrations.shared.serving import (
     add_following,
     child,
@@ -171,6 +172,7 @@ def _refuse_other_doors(rest: Sequence[str]) -> None:
 
 def _serve(options: argparse.Namespace, rest: Sequence[str]) -> None:
     _refuse_other_doors(rest)
+    releases.check("sglang")
     stop, gate, how = stopped_by_signals(), GatePage.create(), _how(options)
     complete, timeout_s = how.pop("complete"), how.pop("engine_timeout")
     with held_port(options.host, options.port) as port, scratch_folder("sglang") as scratch:

@@ -44,7 +44,9 @@ from replicas.common.logs import Log
 __all__ = ["Place", "Refit", "Seat", "channel_settings", "first_sync", "seats"]
 
 TRAINERS, ROLLOUTS = "trainer", "rollout"
-ALONE_S = 5.0
+ALONE_S = 45.0
+"""A trainer that lives may be no member for less: one that died often is on probation
+(30 s at most), and a new coordinator takes seconds to find it."""
 DEADLINE_S = 600.0
 """Default for a publish with its walk, and for a receive: gathers are part of both."""
 _BEAT_S = 0.25

@@ -56,6 +56,9 @@ if TYPE_CHECKING:
 
 __all__ = ["InitInfo", "ReplicasEngine", "UpdateInfo"]
 
+WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
+"""Methods of speculative decoding, to which vLLM gives the model's own configuration as
+that of the draft."""
 logger = logging.getLogger("vllm.replicas")  # vLLM's handlers and level are for its own loggers only
 
 
@@ -179,7 +182,8 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _has_draft_weights(self) -> bool:
         speculative = self.vllm_config.speculative_config
-        return speculative is not None and getattr(speculative, "draft_model_config", None) is not None
+        drafts = getattr(speculative, "draft_model_config", None) is not None
+        return drafts and speculative.method not in WITHOUT_WEIGHTS
 
     def start_weight_update(self) -> None:
         """Put back what a load that failed has taken apart."""

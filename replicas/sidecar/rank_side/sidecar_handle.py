@@ -52,7 +52,7 @@ class Sidecar(HelperProcess):
         that moves bytes.
     """
 
-    died = SidecarDied
+    died, decode, ping = SidecarDied, staticmethod(wire.decode_reply), wire.Ping
 
     def __init__(self, pid: int, pidfd: int, sock: socket.socket) -> None:
         super().__init__(pid, pidfd, sock)
@@ -118,12 +118,6 @@ class Sidecar(HelperProcess):
             text = f"sidecar {self.pid} answered {type(request).__name__} with {type(reply).__name__}"
             raise SidecarFailed(wire.Failed(request.id, text))
         return reply
-
-    def _decode(self, body: bytes) -> wire.Reply:
-        return wire.decode_reply(body)
-
-    def _ping(self, number: int) -> wire.Ping:
-        return wire.Ping(number)
 
     def _answers_ping(self, reply: wire.Reply) -> bool:
         if isinstance(reply, wire.Pong):

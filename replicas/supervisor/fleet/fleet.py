@@ -362,7 +362,7 @@ class Fleet:
         if transition.restart_reason is not None:
             self.save()  # spent before it is reported: a kill here can only spend too much
         self._unsaved = True
-        self._context.emit(transition)
+        self._context.emit(self._context.resources.placed(transition))
         logs = self._context.state.logs if replica is None or replica.here else None
         if text := line(transition, resume_in_s=replica.resume_in_s if replica is not None else 0.0, logs=logs):
             self._context.say(text)

@@ -15,9 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import msgspec
+from msgspec.structs import replace
 
 from replicas import errors
 from replicas.config.structs import Config, GroupConfig
+from replicas.core.lives.lifecycle import Transition
 from replicas.core.lives.placement import Need, Offer, Share, place
 from replicas.supervisor.agent.machine import Machine
 from replicas.supervisor.fleet.plans import may_grow
@@ -162,6 +164,11 @@ class Resources:
 
     def shares(self, group: str, index: int) -> tuple[Share, ...]:
         return self._held.get((group, index), ())
+
+    def placed(self, step: Transition) -> Transition:
+        """Return the event; where a generation begins, with the nodes that it has."""
+        nodes = tuple(share.node for share in self.shares(step.group, step.replica))
+        return replace(step, nodes=nodes) if step.after == "starting" and step.before != "ready" else step
 
     def _still_good(self, need: Need, held: tuple[Share, ...]) -> bool:
         def good(share: Share) -> bool:

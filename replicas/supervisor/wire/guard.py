@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
 GUARD = "REPLICAS_GUARD"
-"""Where a rank's guard finds its orders; it removes the variable before the exec."""
+"""Internal: where a rank's guard finds its orders. The program does not see it."""
 RANK_MARK = b"\0replicas rank "
 """Prefix of the first line in a worker's pipe, before its rank in decimal."""
 _PR_SET_PDEATHSIG = 1

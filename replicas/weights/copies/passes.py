@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 import torch
 
+from replicas import errors
+
 Piece = Callable[[torch.Tensor, tuple[int, ...], tuple[int, ...]], object]
 
 
@@ -31,7 +33,12 @@ class Passes:
         return self._source.metadata
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
-        if self._mode == "image" or not callable(getattr(self._source, "iter_local", None)):
+        if self._mode == "image" or not _has(self._source, "iter_local"):
+            if not _has(self._source, "iter_full"):
+                what = f"{type(self._source).__name__} has iter_local alone: each rank has its own pieces"
+                raise errors.UsageError(
+                    what, hint='set sources = [{ group = "...", ranks = "all" }], or write iter_full'
+                )
             return iter(self._source.iter_full())
         rows = {row.name: row for row in self._source.metadata}
         return ((name, self._piece(rows[name], tensor)) for name, tensor in self._source.iter_local())
@@ -52,6 +59,12 @@ class Passes:
                 offsets[dim] += begin
                 extents[dim] = min(chunk, extents[dim] - begin)
         return self._shard(local, tuple(offsets), tuple(row.shape))
+
+
+def _has(source: Any, name: str) -> bool:
+    """vLLM's base class has both passes, and says which of them a source implements."""
+    says = getattr(source, f"implements_{name}", None)
+    return bool(says()) if callable(says) else callable(getattr(source, name, None))
 
 
 def with_passes(weights: object, mode: Literal["image", "parts"], shard: Piece) -> object:

@@ -27,6 +27,20 @@ extern void *PyObject_CallNoArgs(void *callable);
 extern int PyObject_IsTrue(void *object);
 extern void Py_DecRef(void *object);
 
+/* Symbols that glibc moved into libc in 2.32 and 2.34, in the version that older ones have,
+   too: a library that was linked with a new glibc is loaded by each from 2.17 on. */
+#if defined(__GLIBC__) && (defined(__x86_64__) || defined(__aarch64__))
+#if defined(__x86_64__)
+#define OLDEST "GLIBC_2.2.5"
+#else
+#define OLDEST "GLIBC_2.17"
+#endif
+__asm__(".symver pthread_attr_setstacksize, pthread_attr_setstacksize@" OLDEST);
+__asm__(".symver pthread_create, pthread_create@" OLDEST);
+__asm__(".symver pthread_join, pthread_join@" OLDEST);
+__asm__(".symver pthread_sigmask, pthread_sigmask@" OLDEST);
+#endif
+
 enum { LINE = 64, AHEAD = 1024, WORD = 64 * LINE };
 
 #if defined(__x86_64__)

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import uuid
+from functools import partial
 from pathlib import Path
 
 from replicas.linux import cgroups
@@ -48,11 +49,11 @@ class Host:
         self._boot_id, self._clock = folder / f"boot-{self.name}", folder / f"clock-{self.name}"
         self._log = folder / "out" / f"host-{self.name}.log"
         self._clock.write_bytes(struct.pack("d", 0.0))
-        self.boot()
         self._spaces: list[tuple[subprocess.Popen[bytes], Machine]] = []
         """Pid namespaces in which a supervisor was started, the newest last."""
         self._names: dict[int, str] = {}
         self.cgroup = find_own() / f"chaos-{secrets.token_hex(6)}"
+        self.boot()
         self._late_s = 3_600 * 24 * 7 * (index + 1)
         """By how much its monotonic clock is ahead."""
 
@@ -65,8 +66,11 @@ class Host:
             subprocess.run(self.machine.command(*words), check=True, capture_output=True, timeout=20)
 
     def boot(self) -> None:
-        """It is another boot of it from now on."""
+        """It is another boot of it from now on, without the control groups of the last:
+        nobody would take away those that were made in a pid namespace that is gone."""
         self.leave_spaces()
+        for group in (one for one in self.cgroup.glob("*") if one.is_dir()):
+            eventually(partial(cgroups.remove, group), f"the end of {group}")
         self._boot_id.write_text(f"{uuid.uuid4()}\n")
 
     def enter_space(self, *, machine: bool) -> None:

@@ -22,9 +22,10 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import EngineArgs
 
 from replicas import errors
-from replicas.integrations.vllm_worker.engine import _without_reset
+from replicas.integrations.vllm_worker.engine import ReplicasEngine, _without_reset
 
 IDS = [5, 77, 13, 200, 9, 42, 7]
 CONFIG = Qwen3MoeConfig(
@@ -177,6 +178,29 @@ def connectors() -> dict[str, list[str]]:
     }
 
 
+SPECULATIVE: dict[str, dict[str, Any]] = {
+    "a draft model": {"method": "draft_model", "num_speculative_tokens": 2},
+    "n-grams": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2},
+}
+
+
+def speculative(folder: str, worker: Any) -> dict[str, str]:
+    """Why a server that decodes speculatively is refused, by how; empty: it is not."""
+    found = {}
+    for name, given in SPECULATIVE.items():
+        more = {"model": folder} if "model" in given["method"] else {}
+        arguments = EngineArgs(folder, dtype="bfloat16", max_model_len=128, speculative_config={**given, **more})
+        config = arguments.create_engine_config()
+        engine = ReplicasEngine(config.weight_transfer_config, config, worker.device, worker.model)
+        try:
+            engine._refuse_old_memories()
+        except errors.UsageError as error:
+            found[name] = error.message
+        else:
+            found[name] = ""
+    return found
+
+
 def main(folder: str) -> dict[str, Any]:
     engine = Engine(folder)
     (old, new), (old_weights, new_weights) = engine.models, engine.weights
@@ -207,6 +231,7 @@ def main(folder: str) -> dict[str, Any]:
     engine.worker._clear_memory()
     found["memory"] = [before, engine.memory_is_finite()]
     found["connectors"] = connectors()
+    found["speculative"] = speculative(folder, engine.worker)
     return found
 
 

@@ -8,10 +8,6 @@ Covers: integrations/sglang/serve.py, integrations/shared/model_folder.py.
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
-import subprocess
-import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -28,11 +24,10 @@ import replicas
 from replicas import Coordinator, errors
 from replicas.engine import PauseMode
 from replicas.integrations.sglang import SglangEngine, follow
-from replicas.linux.processes import die_with_parent
+from tests.engines.plain_server import plain_server
 from tests.engines.sglang_cpu.world import (
     OPTIONS,
     PROMPT,
-    START_S,
     VARIABLES,
     answer,
     distance,
@@ -44,38 +39,6 @@ from tests.support.waits import eventually
 
 ROUNDING = 0.2
 OTHER = list(range(300, 364))
-
-
-@contextmanager
-def plain_sglang(folder: Path, model: Path, *options: str) -> Iterator[str]:
-    """SGLang's own server; its address."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), *OPTIONS, *options]
-    command += ["--host", "127.0.0.1", "--port", f"{port}", "--skip-server-warmup"]
-    log, parent = folder / "sglang.log", os.getpid()
-    with log.open("wb") as file:
-        variables = {**os.environ, **VARIABLES, "TMPDIR": str(folder)}
-        process = subprocess.Popen(
-            command, env=variables, stdout=file, stderr=file, preexec_fn=lambda: die_with_parent(parent)
-        )
-
-    def up() -> bool:
-        assert process.poll() is None, log.read_text()[-4000:]
-        with contextlib.suppress(OSError):
-            return bool(get(f"http://127.0.0.1:{port}/model_info"))
-        return False
-
-    try:
-        eventually(up, "a server that is up", timeout_s=START_S)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        try:
-            process.wait(30)
-        finally:
-            process.kill()
-            process.wait()
 
 
 class Pair:
@@ -136,8 +99,12 @@ def ready(url: str) -> bool:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     model = tmp_path_factory.mktemp("model")
     make_model(model)
-    with ExitStack() as stack:
-        url = os.environ.get("X_SGLANG") or stack.enter_context(plain_sglang(tmp_path_factory.mktemp("plain"), model))
+    folder = tmp_path_factory.mktemp("plain")
+    command = ["-m", "sglang.launch_server", "--model-path", str(model), *OPTIONS, "--skip-server-warmup"]
+    with (
+        plain_server(folder, command, "/model_info", {**VARIABLES, "TMPDIR": str(folder)}) as (url, _),
+        ExitStack() as stack,
+    ):
         yield Pair(url, model, stack)
 
 

@@ -13,7 +13,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tests.engines.world import MODEL, EngineWorld, _children, ask, get
-from tests.support.waits import eventually
 
 __all__ = [
     "OPTIONS",
@@ -28,7 +27,7 @@ __all__ = [
 ]
 
 HERE = Path(__file__).parent
-START_S = 900.0
+START_S = 1800.0
 """SGLang imports for a minute on two cores, and for many on busy ones."""
 OPTIONS = [
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
@@ -77,7 +76,7 @@ MODEL = "{model}"
 launcher = "exec"
 command = {json.dumps(command)}
 restart = {{ max_restarts = 100, window = "1h", initial_delay = "0s", no_progress_cycles = 0 }}
-health = {{ start_timeout = "15m" }}
+health = {{ start_timeout = "30m" }}
 [groups.server.env]
 {variables}
 [channels.policy]
@@ -90,21 +89,13 @@ slots = 3
 class SglangWorld(EngineWorld):
     """A run with a SGLang server."""
 
-    @property
-    def url(self) -> str:
-        def look() -> str:
-            members = self.run.status().channels[0].members
-            return next((one.info["url"] for one in members if "url" in one.info and one.state != "gone"), "")
+    def says(self, replica: int) -> int:
+        return int(get(f"{self.url_of(replica)}/model_info")["weight_version"])
 
-        return str(eventually(look, "a follower that has joined", timeout_s=START_S))
-
-    def wait_until_served(self, version: int) -> None:
-        eventually(lambda: self.loaded() >= version, f"version {version} is loaded", timeout_s=START_S)
-        assert int(get(f"{self.url}/model_info")["weight_version"]) >= version
-
-    def processes(self) -> dict[str, int]:
-        """The living processes of the engine, by role."""
-        (follower,) = _children(self.run.pid, "replicas.integrations.sglang", depth=3)
+    def processes(self, replica: int = 0) -> dict[str, int]:
+        """The living processes of a server, by role."""
+        follower = self.servers()[replica].pid
+        assert follower is not None
         (server,) = _children(follower, "replicas.integrations.sglang.server")
         (scheduler,) = _children(server, "sglang::scheduler")
         (detokenizer,) = _children(server, "sglang::detokenizer")

@@ -3,11 +3,6 @@ trainer in the test's process publishes to: loads and answers take milliseconds.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,40 +10,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import replicas
 from replicas import Coordinator, errors
 from replicas.engine import PauseMode
 from replicas.integrations.vllm import follow
-from replicas.linux.processes import die_with_parent
 from replicas.sources import hf
-from tests.engines.world import MODEL, START_S, get
+from tests.engines.plain_server import plain_vllm
+from tests.engines.programs.small_model import CONFIG, fill
+from tests.engines.world import MODEL, get
 from tests.support.field.worlds import ask
 from tests.support.waits import eventually
 
-__all__ = ["ANSWER_S", "ENVIRONMENT", "Server", "server"]
+__all__ = ["ANSWER_S", "Server", "server"]
 
-ENVIRONMENT = {
-    "VLLM_SERVER_DEV_MODE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "HF_HUB_OFFLINE": "1",
-}
-OPTIONS = ["--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "512", "--host", "127.0.0.1"]
-OPTIONS += ["--weight-transfer-config", '{"backend": "replicas"}', "--served-model-name", "small"]
+OPTIONS = ["--max-model-len", "512", "--served-model-name", "small"]
+ADAPTER = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"])
 ANSWER_S = 600.0
 """On a busy machine a step takes half a second."""
-CONFIG = LlamaConfig(
-    vocab_size=49152,  # of the tokenizer
-    hidden_size=128,
-    intermediate_size=256,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    max_position_embeddings=512,
-    tie_word_embeddings=True,
-)
 
 
 class Server:
@@ -64,18 +45,31 @@ class Server:
         coordinator = stack.enter_context(Coordinator(channels, groups={"server": 100}).in_thread())
         self._address: dict[str, Any] = {"endpoint": coordinator.endpoint, "token": coordinator.token}
         self.trainer = stack.enter_context(replicas.join("policy", group="trainer", **self._address))
-        self._model = LlamaForCausalLM(CONFIG).to(torch.bfloat16)
+        self._model = AutoModelForCausalLM.from_config(CONFIG, dtype=torch.bfloat16)
+        self._adapted: Any = None
         self._seed = self._followers = 0
 
     def publish(self) -> int:
         """Publish other random weights; the version."""
         self._seed += 1
-        torch.manual_seed(self._seed)
-        with torch.no_grad():
-            for value in self._model.parameters():
-                if value.ndim > 1:
-                    value.normal_(std=0.3)
+        fill(self._model, self._seed)
         return self.trainer.publish(hf(self._model)).wait(60).version
+
+    def publish_adapter(self, seed: int) -> int:
+        """Publish a random LoRA adapter, the same one for the same seed; the version
+        (the adapter's name is ``math@VERSION``)."""
+        if self._adapted is None:
+            self._adapted = get_peft_model(self._model, ADAPTER)
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for name, value in self._adapted.named_parameters():
+                if "lora_" in name:
+                    value.normal_(std=0.3)
+        return self.trainer.publish(hf(self._adapted, adapter="only"), adapter="math").wait(60).version
+
+    def adapters(self) -> list[str]:
+        """Names of the adapters that the server lists."""
+        return [one["id"] for one in get(f"{self.url}/v1/models")["data"] if one.get("parent")]
 
     def identity(self) -> dict[str, Any]:
         """Of the next follower: each is a replica of its own."""
@@ -84,14 +78,17 @@ class Server:
 
     @contextmanager
     def following(
-        self, mode: PauseMode = "keep", *, through: str = "", fails: bool = False
+        self, mode: PauseMode = "keep", *, through: str = "", fails: bool = False, **more: Any
     ) -> Iterator[list[errors.ReplicasError]]:
-        """A follower on a thread, perhaps through a proxy; what it failed of."""
+        """A follower on a thread, perhaps through a proxy; what it failed of.
+
+        :param more: of :func:`replicas.integrations.vllm.follow`.
+        """
         stop, failed, identity = threading.Event(), list[errors.ReplicasError](), self.identity()
 
         def run() -> None:
             try:
-                follow(through or self.url, "policy", mode=mode, min_serving=0, stop=stop, **identity)
+                follow(through or self.url, "policy", mode=mode, min_serving=0, stop=stop, **identity, **more)
             except errors.ReplicasError as error:
                 failed.append(error)
 
@@ -125,39 +122,10 @@ class Server:
 def server(folder: Path, *options: str, **environment: str) -> Iterator[Server]:
     """One with these options of vLLM's, ended at the end."""
     model = folder / "model"
-    LlamaForCausalLM(CONFIG).to(torch.bfloat16).save_pretrained(model)
+    AutoModelForCausalLM.from_config(CONFIG, dtype=torch.bfloat16).save_pretrained(model)
     AutoTokenizer.from_pretrained(MODEL).save_pretrained(model)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), *OPTIONS, *options]
-    log, parent = folder / "vllm.log", os.getpid()
-    with log.open("wb") as file, ExitStack() as stack:
-        process = subprocess.Popen(
-            [*command, "--port", f"{port}"],
-            env={**os.environ, **ENVIRONMENT, **environment},
-            stdout=file,
-            stderr=file,
-            preexec_fn=lambda: die_with_parent(parent),
-        )
-        stack.callback(_end, process)
-
-        def healthy() -> bool:
-            assert process.poll() is None, log.read_text()[-4000:]
-            try:
-                get(f"http://127.0.0.1:{port}/health")
-            except ValueError:  # the answer has no body
-                return True
-            except OSError:
-                return False
-            return True
-
-        eventually(healthy, "a healthy server", timeout_s=START_S)
-        yield Server(f"http://127.0.0.1:{port}", process.pid, stack)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):  # its engine may be dead
-        process.wait(30)
-    process.kill()
-    process.wait()
+    with (
+        plain_vllm(folder, model, *OPTIONS, *options, dies=True, **environment) as (url, process),
+        ExitStack() as stack,
+    ):
+        yield Server(url, process.pid, stack)

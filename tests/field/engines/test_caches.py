@@ -126,8 +126,12 @@ def test_nemo_4018_no_prefix_of_an_old_version_is_served_after_loads_in_flight(
     def pause(self: VllmEngine, mode: PauseMode, timeout_s: float) -> None:
         self.post("/pause", query={"mode": mode, "clear_cache": "false"}, timeout_s=timeout_s, serving=True)
 
+    def finish(self: VllmEngine, timeout_s: float) -> None:
+        self.post("/finish_weight_update", {"weight_version": str(self._version)}, timeout_s=timeout_s)
+        self._open = False
+
     monkeypatch.setattr(VllmEngine, "pause", pause)  # which clears the cache by default, in this release
-    monkeypatch.setattr(VllmEngine, "reset_caches", lambda self, timeout_s: None)
+    monkeypatch.setattr(VllmEngine, "reset_caches", finish)
     stale = gaps(vllm, "keep", 1)
     print("without a reset:", stale)
     assert max(stale) > STALE

@@ -1,5 +1,5 @@
-"""The coordinator from outside: who is let in, what garbage does, sessions that break
-and come back, a store that dies.
+"""The coordinator from outside: who is let in, what garbage does, and sessions that
+break and come back.
 
 Covers: coordinator/coordinator.py.
 """
@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import resource
-import signal
 import socket
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,12 +23,11 @@ from replicas import errors
 from replicas import messages as wire
 from replicas.coordinator import Coordinator, GroupShape
 from replicas.coordinator.server import REFUSED_MAX
-from replicas.core.base.effects import CommitDecision, MemberLost, StoreChanged
+from replicas.core.base.effects import CommitDecision, MemberLost
 from replicas.core.base.manifest import PartManifest, TensorSpec
 from replicas.core.versions.fetching import pieces
 from replicas.messages.identity import ProcessIdentity
 from tests.support.channel.members import Client
-from tests.support.runs import alive
 
 pytestmark = pytest.mark.anyio
 
@@ -277,100 +273,14 @@ async def test_a_second_join_of_one_rank_fences_the_first(coordinator: Coordinat
     assert refused.error.message == "another process joined as rollout/0/0"
 
 
-async def test_garbage_on_the_store_port_harms_nobody(coordinator: Coordinator) -> None:
-    from datetime import timedelta
-
-    from torch._C._distributed_c10d import TCPStore
-
-    host, port = coordinator.store_address
-    with socket.create_connection((host, port), timeout=5) as garbage:
-        garbage.sendall(os.urandom(4096))
-
-        def use() -> bytes:
-            store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=5))
-            store.set("key", "value")
-            return bytes(store.get("key"))
-
-        assert await asyncio.to_thread(use) == b"value"
-
-
-async def test_the_store_listens_on_its_address_only(coordinator: Coordinator) -> None:
-    host, port = coordinator.store_address
-    assert await asyncio.to_thread(listening_on, port) == [(host, port)]
-
-
-def listening_on(port: int) -> list[tuple[str, int]]:
-    """Addresses of every TCP socket that listens on ``port`` (IPv6 ones as they are in
-    /proc)."""
-    found = []
-    for name in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
-            local, state = line.split()[1], line.split()[3]
-            address, number = local.split(":")
-            if state == "0A" and int(number, 16) == port:
-                short = len(address) == 8
-                found.append((socket.inet_ntoa(bytes.fromhex(address)[::-1]) if short else address, port))
-    return found
-
-
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
-async def test_a_store_that_dies_or_freezes_is_replaced(coordinator: Coordinator, signum: int) -> None:
-    before, pid = coordinator.store_address, coordinator.store_pid
-    assert pid is not None
-    up = asyncio.Event()
-    coordinator.subscribe(lambda event: up.set() if isinstance(event, StoreChanged) and event.up else None)
-    os.kill(pid, signum)
-    async with asyncio.timeout(30):
-        await up.wait()
-    assert coordinator.store_address != before
-    assert not alive(pid)
-    await coordinator._store.ask("ping")
-
-
-async def test_a_new_store_that_dies_in_the_middle_of_its_first_word_is_replaced_too(
-    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The next process says half a line and ends; the one after it is a store."""
-    shim = tmp_path / "python"
-    shim.write_text(
-        f"""#!{sys.executable}
-import os, sys
-if not os.path.exists({str(tmp_path / "once")!r}):
-    open({str(tmp_path / "once")!r}, "w").close()
-    os.write(int(sys.argv[sys.argv.index("--control") + 1]), b'{{"id": 0, "po')
-    os._exit(1)
-os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])
-"""
-    )
-    shim.chmod(0o755)
-    pid = coordinator.store_pid
-    assert pid is not None
-    up = asyncio.Event()
-    coordinator.subscribe(lambda event: up.set() if isinstance(event, StoreChanged) and event.up else None)
-    monkeypatch.setattr(sys, "executable", str(shim))
-    os.kill(pid, signal.SIGKILL)
-    async with asyncio.timeout(60):
-        await up.wait()
-    assert (tmp_path / "once").exists()
-    await coordinator._store.ask("ping")
-
-
-async def test_a_store_that_is_full_of_idle_connections_is_replaced(coordinator: Coordinator) -> None:
-    """It would still answer those who are connected, and nobody else."""
-    (host, port), pid = coordinator.store_address, coordinator.store_pid
-    assert pid is not None
-    up = asyncio.Event()
-    coordinator.subscribe(lambda event: up.set() if isinstance(event, StoreChanged) and event.up else None)
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (128, 128))
-    idle = [socket.create_connection((host, port), timeout=5) for _ in range(200)]
-    try:
-        async with asyncio.timeout(30):
-            await up.wait()
-        assert coordinator.store_address != (host, port)
-        assert not (await coordinator._store.ask("stat")).error
-    finally:
-        for connection in idle:
-            connection.close()
+async def test_a_rank_that_was_replaced_between_two_connections_is_told_so(coordinator: Coordinator) -> None:
+    first = Client(coordinator)
+    welcome = await first.join()
+    assert isinstance(welcome, wire.Welcome)
+    await first.socket.close()
+    assert isinstance(await Client(coordinator, incarnation="two").join(), wire.Welcome)
+    late = await refusal(Client(coordinator, resume_term=welcome.term))
+    assert late.message == "another process joined as rollout/0/0 while this one could not be heard"
 
 
 async def test_a_port_in_use() -> None:
@@ -529,12 +439,3 @@ async def test_nobody_hears_of_a_commit_that_is_not_on_disk(
     monkeypatch.undo()
     assert (await trainer.until(wire.Commit)).version == 1
     assert (await trainer.until(wire.PublishEnd)).receipt is not None
-
-
-async def test_a_store_that_listens_by_a_name_needs_an_address_for_it() -> None:
-    channels = {"policy": {"sources": ["trainer"]}}
-    with pytest.raises(errors.WorldError, match=r"nowhere\.invalid"):
-        async with Coordinator(channels, store_bind="nowhere.invalid"):
-            pass
-    async with Coordinator(channels, store_bind="localhost") as coordinator:
-        assert coordinator.store_address[0] in ("127.0.0.1", "::1")

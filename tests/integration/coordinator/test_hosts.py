@@ -106,24 +106,3 @@ async def test_every_source_rank_sends_its_own_part_between_hosts() -> None:
         links = Links(world.hosts)
         await sync([first, second], targets, 20)
         assert all(0.5 <= ratio < 0.5 * ONCE for ratio in links.sent())
-
-
-@pytest.mark.parametrize("ranks", ["leader", "all"])
-async def test_a_process_group_sends_every_byte_once(ranks: str) -> None:
-    """A chain from the trainer, or from each of its ranks, through all hosts."""
-    size = 2 if ranks == "all" else 1
-    config = {**GROUP, "sources": [{"group": "trainer", "ranks": ranks}]}
-    async with host_world(size + 2, config, trainer=GroupShape(1, size), rollout=GroupShape(2)) as world:
-        joins = [
-            *(world.join(rank, "trainer", 0, rank, size) for rank in range(size)),
-            *(world.join(size + index, "rollout", index) for index in range(2)),
-        ]
-        members = await asyncio.gather(*joins)
-        sources, targets = members[:size], members[size:]
-        await world.live(size + 2)
-        await sync(sources, targets, 10)
-        links = Links(world.hosts)
-        await sync(sources, targets, 20)
-        assert all(1.0 / size <= ratio < ONCE / size for ratio in links.sent()[:size])
-        assert all(1.0 <= ratio < ONCE for ratio in links.received()[size:])
-        assert world.sidecars() == [1] * (size + 2)

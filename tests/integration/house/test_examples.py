@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from replicas.telemetry import event_log, spans
 from tests.support.root import ROOT
 from tests.support.runs import MARK, processes_marked, shared_memory
 from tests.support.waits import eventually
@@ -81,6 +82,8 @@ def test_embedding(tmp_path: Path) -> None:
     assert "rollout 0 serves version 3" in done.stdout
     assert "rollout 1 serves version 3" in done.stdout
     assert "RESULT version 3 committed" in done.stdout
+    kept = spans.read(event_log.read(tmp_path / "events.jsonl"))
+    assert [span.attributes["version"] for span in kept.spans() if span.kind == "sync"] == [1, 2, 3]
 
 
 def test_two_nodes(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from safetensors.torch import load_file
 import replicas
 from replicas import errors
 from replicas.engine import following as loop
-from replicas.integrations import engine_health, engine_server, http_engine
+from replicas.integrations import engine_health, engine_server, http_engine, vllm_adapters
 from replicas.integrations.engine_health import Spent
 from replicas.integrations.vllm import follow
 from replicas.integrations.vllm_verbs import VllmServer
@@ -427,6 +428,52 @@ async def test_each_version_of_an_adapter_is_loaded_under_a_name_of_its_own() ->
             await wait_until(lambda: not folders[0].exists(), "older ones are gone")
         assert "/pause" not in engine.calls
     assert not folders[2].exists()
+
+
+async def test_an_adapters_folder_stays_while_a_request_in_flight_may_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM reads it once more where it has no room for all adapters in use."""
+    monkeypatch.setattr(vllm_adapters, "KEPT_UNSEEN", 1)
+    async with channel_world(POLICY) as world:
+        trainer = await world.join("trainer")
+        async with FakeEngine() as engine, following(world, engine, lora=True):
+
+            async def load(version: int) -> Path:
+                await (await asyncio.to_thread(partial(trainer.publish, Adapter(weights(1)), adapter="math")))
+                await wait_until(partial(serves_alone, engine, f"math@{version}"), f"{version} alone is served")
+                return engine.adapters[f"math@{version}"]
+
+            engine.adapters_in_use = ["math@1", "math@2"]
+            folders = [await load(version) for version in (1, 2, 3, 4, 5)]
+            await wait_until(lambda: not folders[2].exists(), "nobody needs that one")
+            assert [folder.exists() for folder in folders] == [True, True, False, True, True]
+            engine.adapters_in_use = ["math@2"]
+            folders.append(await load(6))
+            await wait_until(lambda: not folders[0].exists(), "its requests have ended")
+            assert [folder.exists() for folder in folders] == [False, True, False, False, True, True]
+            engine.adapters_in_use = None  # the server does not say
+            folders.append(await load(7))
+            await wait_until(lambda: not folders[1].exists(), "only so many stay")
+            assert [folder.exists() for folder in folders[4:]] == [True, True, True]
+
+
+async def test_a_follower_takes_over_the_adapter_that_an_earlier_one_has_left() -> None:
+    async with channel_world(POLICY) as world:
+        trainer = await world.join("trainer")
+
+        async def publish_adapter() -> None:
+            await (await asyncio.to_thread(partial(trainer.publish, Adapter(weights(1)), adapter="math")))
+
+        async with FakeEngine() as engine:
+            async with following(world, engine, lora=True):
+                await publish_adapter()
+                await wait_until(partial(serves_alone, engine, "math@1"), "the first adapter is served")
+                left = engine.adapters["math@1"]
+            assert not left.exists()
+            async with following(world, engine, lora=True):
+                await wait_until(lambda: engine.adapters.get("math@1", left).exists(), "it is loaded anew")
+            async with following(world, engine, lora=True):
+                await publish_adapter()
+                await wait_until(partial(serves_alone, engine, "math@2"), "the next one alone is served")
 
 
 async def test_an_adapter_that_the_server_does_not_take_is_refused_and_the_one_before_stays() -> None:

@@ -3,16 +3,11 @@ it."""
 
 from __future__ import annotations
 
-import importlib
 import os
-import platform
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-
-import pytest
 
 from replicas import __version__
 from replicas.common import own_code
@@ -89,23 +84,3 @@ def test_the_code_of_an_installation_is_found_anyway() -> None:
     assert environment == {}
     own_code.without(environment, {"PYTHONPATH": "/x"})
     assert environment == {"PYTHONPATH": "/x"}
-
-
-@pytest.mark.parametrize(
-    ("symbols", "tag"),
-    [
-        (b"\0GLIBC_2.14\0GLIBC_2.2.5\0", "manylinux_2_17"),
-        (b"\0GLIBC_2.34\0GLIBC_2.4\0", "manylinux_2_34"),
-        (b"of another C library", "linux"),
-    ],
-)
-def test_a_wheel_is_for_every_linux_that_can_load_its_library(
-    symbols: bytes, tag: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    interface = "hatchling.builders.hooks.plugin.interface"
-    monkeypatch.setitem(sys.modules, interface, SimpleNamespace(BuildHookInterface=object))
-    monkeypatch.syspath_prepend(str(ROOT))
-    hatch_build = importlib.import_module("hatch_build")
-    if platform.libc_ver()[0] != "glibc":
-        tag = "linux"
-    assert hatch_build.platform_tag(symbols) == f"{tag}_{platform.machine()}"

@@ -33,7 +33,7 @@ with replicas.join("policy") as channel:
             time.sleep(0.01)
             continue
         began = time.monotonic()
-        receipt = channel.publish({"a": torch.full((1000,), float(done + 1))}, meta={"step": done + 1}).wait(60)
+        receipt = channel.publish({"a": torch.full((10,), float(done + 1))}, meta={"step": done + 1}).wait(60)
         told = {"version": receipt.version, "seconds": time.monotonic() - began, "lost": list(receipt.lost),
                 "not_loaded": receipt.not_loaded, "members": [one.name for one in receipt.members]}
         (out / "new").write_text(json.dumps(told))

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 import replicas
-from replicas import engine, status, testing
+from replicas import engine, sources, status, testing
 from replicas.testing import engine_suite
 from tests.support.reference.events import parts, struct
 from tests.support.reference.source import attributes
@@ -20,9 +20,13 @@ from tests.support.reference.text import markdown
 __all__ = ["INTERNAL", "body", "members", "public", "states"]
 
 INTERNAL = {
-    "Coordinator": {"keep_decisions"},
+    "Coordinator": {
+        *("expect", "joined", "keep_decisions", "progress", "recovering", "store_started", "wait_for_store"),
+    },
     "Receipt": {"of"},
-    "Supervisor": {"emit", "fleet", "looked_at", "save", "say", "spawn"},
+    "Supervisor": {
+        *("emit", "fleet", "looked_at", "on_open", "on_tokens", "resources", "save", "say", "spawn"),
+    },
     "Update": {"ended", "touched", "withdraw"},
 }
 """Names without an underscore that are there for other parts of this package, not for
@@ -56,6 +60,9 @@ def body() -> str:
                 if isinstance(getattr(engine, name), type)
             ),
             _entry("follow", engine.follow),
+            "## `replicas.sources`",
+            markdown(sources.__doc__),
+            *(_entry(name, getattr(sources, name)) for name in sources.__all__),
             "## `replicas.testing`",
             markdown(testing.__doc__),
             *(_entry(name, getattr(testing, name)) for name in testing.__all__),
@@ -79,7 +86,8 @@ def states() -> list[type[msgspec.Struct]]:
 
 def _entry(name: str, value: Any) -> str:
     if not isinstance(value, type):
-        return f"### `{name}`\n\n{_code(name, value)}\n\n{markdown(value.__doc__)}"
+        code = _code(name, value) if callable(value) else ""
+        return "\n\n".join(filter(None, [f"### `{name}`", code, markdown(value.__doc__)]))
     found = [f"### `{name}`", _fields(value)]
     if name in _MADE_BY_USERS:
         found.append(_code(name, vars(value)["__init__"], bound=True))

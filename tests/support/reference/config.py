@@ -61,7 +61,7 @@ def _default(form: Form, value: Any) -> str:
     if value in ((), {}):
         return "empty"
     if units := {"duration": _SECONDS, "size": _NBYTES}.get(form.type):
-        unit = next(unit for unit, many in units.items() if value % many == 0)
+        unit = next(unit for unit, many in units.items() if value % many == 0) if value else list(units)[-1]
         return f'"{value / units[unit]:g}{unit}"'
     return f'"{value}"' if isinstance(value, str) else str(value)
 

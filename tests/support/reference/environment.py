@@ -53,6 +53,8 @@ _FAMILIES = {
     "REPLICAS_*, REPLICA_*": "Removed from a replica's environment, if the supervisor itself runs "
     "in a replica, except ``REPLICAS_ACCELERATOR``.",
 }
+_INTERNAL = "Internal: "
+"""With which the sentence of a variable begins that nobody sets by hand."""
 _IN_FAMILIES = re.compile(r"TORCH_NCCL_.*|TORCH_FR_.*|NCCL_.*|(LOCAL|MASTER)_")
 
 
@@ -86,7 +88,16 @@ def body() -> str:
         [
             "## Of this package",
             own,
-            *_entries(ours()),
+            *_entries({name: text for name, text in ours().items() if not text.startswith(_INTERNAL)}),
+            "## Internal ones",
+            markdown("You may see these in the environment of a process. Do not set them."),
+            *_entries(
+                {
+                    name: text.removeprefix(_INTERNAL)[0].upper() + text.removeprefix(_INTERNAL)[1:]
+                    for name, text in ours().items()
+                    if text.startswith(_INTERNAL)
+                }
+            ),
             "## Of others",
             others,
             *_entries(OTHERS | _FAMILIES),

@@ -73,7 +73,7 @@ def _as_item(kind: str, name: str, text: str) -> str:
 
 def _inline(text: str) -> str:
     text = _ROLE.sub(lambda role: f"`{role[2].rpartition('.')[2] if role[1] else role[2]}`", text)
-    text = re.sub(r"``?([\w-]+\.md)``?", r"[\1](\1)", text).replace("``", "`")
+    text = re.sub(r"``?([\w-]+)\.md``?", r"[\1](\1.md)", text).replace("``", "`")
     return "".join(
         part if index % 2 else part.replace("<", "&lt;").replace("|", "\\|")
         for index, part in enumerate(re.split(r"(`[^`]*`)", text))

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,6 +47,7 @@ from replicas.status import (
 from replicas.supervisor.state.run_state import AgentRecord, RunState, Saved
 from replicas.telemetry import events as happened
 from replicas.telemetry.event_log import EventLog
+from replicas.telemetry.words import duration_text
 
 CONFIG = """
 schema_version = 1
@@ -163,10 +165,14 @@ def test_check_prints_the_plan(folder: Path, capsys: pytest.CaptureFixture[str])
     out = capsys.readouterr().out
     assert "2 groups, 3 replicas, 4 ranks" in out
     assert "trainer finished" in out
-    rules = [" ".join(line.split()) for line in out.partition("Failures")[2].partition("Timeouts")[0].splitlines()]
-    assert "trainer on-failure 5/10m 3 in a row the run ends 1 of 1" in rules
-    assert "rollout on-failure 5/10m 3 in a row it stays failed, the run 2 of 2" in rules
-    assert "below 1" in rules
+    rules = out.partition("Failures")[2].partition("Timeouts")[0]
+    trainer, rollout = rules.partition("trainer ")[2].split("rollout ")
+    # releases of rich break the cells at other words
+    for row, wanted in (
+        (trainer, "on-failure 5/10m 3 in a row the run ends 1 of 1"),
+        (rollout, "on-failure 5/10m 3 in a row it stays failed, the run below 1 2 of 2"),
+    ):
+        assert not Counter(wanted.split()) - Counter(row.split()), row
     assert max(len(line) for line in out.splitlines() if str(folder) not in line) <= 80
 
 
@@ -647,7 +653,7 @@ def test_the_status_counts_replicas_by_group_and_ranks_by_channel(capsys: pytest
     ],
 )
 def test_duration_text(seconds: float, text: str) -> None:
-    assert render.duration_text(seconds) == text
+    assert duration_text(seconds) == text
 
 
 @pytest.mark.parametrize(

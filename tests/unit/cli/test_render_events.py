@@ -1,7 +1,7 @@
 """Events as lines for people: every kind has one, and the lines of a run read like a
 story.
 
-Covers: cli/render.py.
+Covers: cli/render.py, telemetry/words.py.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from typing import get_args
 
 import pytest
 
-from replicas.cli.render import concerns, event_line
+from replicas.cli.render import event_line
 from replicas.core.base import effects
 from replicas.core.lives.lifecycle import ReplicaEvent as Step
 from replicas.core.lives.lifecycle import Transition
 from replicas.messages.identity import Member
 from replicas.status import SyncRecord
 from replicas.telemetry import events
+from replicas.telemetry.words import concerns
 
 MEMBER = Member("rollout", 1, 0, "nonce")
 

@@ -336,6 +336,10 @@ def test_a_command_is_looked_up_in_the_groups_own_folder_and_path(folder: Path) 
         ({**POLICY, "encrypt": 1}, "channels.policy.encrypt: expected true or false, got 1"),
         ({**POLICY, "adopt_together": 1}, "channels.policy.adopt_together: expected true or false, got 1"),
         (
+            {"peers": ["trainer", "rollout"], "adopt_together": True},
+            "channels.policy.adopt_together: is for targets, which load versions, and peers run collectives; remove it",
+        ),
+        (
             {**POLICY, "encrypt": True, "transport": "group"},
             'channels.policy.encrypt: transport = "group" passes process groups, which torch does not encrypt; '
             "remove one of the two",

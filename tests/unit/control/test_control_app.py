@@ -127,7 +127,7 @@ async def test_metrics_in_the_formats_of_prometheus(accept: str, kind: str, enco
     assert {family.name for family in parse(response.text)} > {"replicas_store_up", "replicas_restarts"}
 
 
-@pytest.mark.parametrize("path", ["/", "/livez", "/readyz", "/metrics", "/status"])
+@pytest.mark.parametrize("path", ["/", "/index", "/livez", "/readyz", "/metrics", "/status"])
 async def test_pages_of_a_supervisor_that_starts(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def not_yet(*_: object) -> None:
         raise errors.UsageError("the supervisor is not running")
@@ -139,8 +139,9 @@ async def test_pages_of_a_supervisor_that_starts(path: str, monkeypatch: pytest.
     assert "the supervisor is not running" in response.text
 
 
-async def test_the_index_lists_the_pages() -> None:
-    response = await ask(Fake(), "/")
+@pytest.mark.parametrize("path", ["/", "/index"])
+async def test_the_index_lists_the_pages(path: str) -> None:
+    response = await ask(Fake(), path)
     assert response.text.splitlines()[0] == "replicas 0.1.0, run grpo"
     assert "/readyz" in response.text
 
@@ -150,7 +151,7 @@ async def test_an_unknown_page_is_answered_with_the_known_ones() -> None:
     assert response.status_code == 404
     assert json.loads(response.text) == {
         "error": "no such page: /healthz",
-        "endpoints": ["/", "/livez", "/readyz", "/metrics", "/status", "/events", "/logs", *ORDERS],
+        "endpoints": ["/", "/index", "/livez", "/readyz", "/metrics", "/status", "/events", "/logs", *ORDERS],
     }
 
 

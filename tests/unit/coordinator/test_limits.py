@@ -311,3 +311,23 @@ def test_a_page_shows_no_more_of_what_members_say_than_their_share(monkeypatch: 
     assert shown() == [long, short, short, short]
     monkeypatch.setattr(channel_status, "INFOS_NBYTES", 4000)
     assert shown() == [{}, short, short, short]
+
+
+def test_a_status_says_what_a_publish_waits_for() -> None:
+    world = World()
+    trainer = world.join("trainer/0/0", machine="a")
+    target = world.join("rollout/0/0", machine="a")
+    world.run()
+
+    def waits() -> list[tuple[str, str, tuple[str, ...], int]]:
+        found = channel_status.channel_status(world.state, world.now).under_way
+        return [(one.publisher, one.state, one.waits_for, one.waiting) for one in found]
+
+    number = trainer.publish()
+    world.run()
+    assert waits() == [("trainer/0", "packing", ("trainer/0/0",), 1)]
+    trainer.pack(number)
+    world.run(frozen=(target,))
+    assert waits() == [("trainer/0", "moving", ("rollout/0/0",), 1)]
+    world.run()
+    assert waits() == []

@@ -908,6 +908,16 @@ def test_a_member_of_before_that_comes_after_its_successor_is_fenced() -> None:
     assert second.member in world.state.roster
 
 
+def test_only_a_member_whose_identity_is_taken_hears_that_it_was_replaced() -> None:
+    """An observer holds no identity: who has its name is another member."""
+    world = World()
+    observer, member = world.join("rollout/0/0", observe=True), world.join("rollout/0/0")
+    world.run()
+    told = {one: world.state.roster.left_behind(one.hello).message for one in (observer, member)}
+    assert told[observer].startswith("rollout/0/0 was declared lost")
+    assert told[member].startswith("another process joined as rollout/0/0")
+
+
 def test_in_a_large_channel_members_are_told_who_came_and_went_and_newcomers_all() -> None:
     world = World()
     trainer = world.join("trainer/0/0")

@@ -36,7 +36,7 @@ WAYS = {
     "messages": {"common"},
     "config": {"common", "messages"},
     "core": {"common", "messages", "config"},
-    "telemetry": {*BOTTOM, "core"},
+    "telemetry": {*BOTTOM, "config", "core"},
     "trust": {"linux"},
     "memory": BOTTOM,
     "carry": {*BOTTOM, "trust", "memory"},
@@ -44,9 +44,10 @@ WAYS = {
     "sidecar": {*BOTTOM, "core", "weights"},
     "channel": {*BOTTOM, "trust", "core", "memory", "carry", "weights", "sidecar"},
     "coordinator": {*BOTTOM, "trust", "config", "core", "memory", "telemetry"},
-    "control": {*BOTTOM, "trust", "core", "telemetry", "coordinator"},
+    "page": {*BOTTOM, "core", "telemetry"},
+    "control": {*BOTTOM, "trust", "core", "telemetry", "coordinator", "page"},
     "supervisor": {*BOTTOM, "trust", "config", "core", "telemetry", "coordinator", "control"},
-    "cli": {*BOTTOM, "trust", "config", "core", "telemetry", "control", "supervisor", "sources"},
+    "cli": {*BOTTOM, "trust", "config", "core", "telemetry", "page", "control", "supervisor", "sources"},
     "engine": {"channel"},
     "testing": {"common", "messages", "config", "channel", "coordinator", "engine"},
     "sources": {"core", "weights"},
@@ -68,13 +69,17 @@ WAYS = {
 }
 LOOSE = {"__init__", "__main__", "environ", "errors", "status"}
 FILES_MAX = 20
-CODE_LINES_MAX = 37_690
+CODE_LINES_MAX = 39_549
 """A feature that needs more says in its commit what it removes instead. Pulls between
 hosts take 2,680, far ones and the doctor's look at their ports included; with them as
 the default, lanes for weights in host memory go. The loop of engines, 235, has come
 from the integrations, where lines are not counted; the scenes that each engine has to
 survive take 205, targets that load a version together 290, and ``get``, ``put``,
-``verify`` and ``mirror`` 210; that ranks at different steps make no version, 8."""
+``verify`` and ``mirror`` 210; that ranks at different steps make no version, 8; that
+peers have no ``adopt_together``, and sources of vLLM one pass of two, 11. What can be
+looked at takes 1,848: the page of a run and its reports 815, of them 161 for the run
+that ``--demo`` shows; what is wrong in sentences 126; spans, timelines, ``top`` and the
+like the rest."""
 LINES_MAX = 450
 LONG = {
     "core/moving/transfer.py": 797,
@@ -102,7 +107,7 @@ WIDE = {
     "channel/session/hub.py: Hub": "the one thread on which all parts of a channel meet",
     "carry/pull.py: Pull": "its connections share what they have received",
     "channel/versions/update.py: Update": _FACE,
-    "core/moving/transfer.py: Transfer": "one transfer in attempts; pulls between hosts will replace it",
+    "core/moving/transfer.py: Transfer": "one transfer: maps, a lane that is tried once, and pulls",
     "supervisor/fleet/replica.py: Replica": "one replica over all its generations",
     "supervisor/shim/shim.py: Shim": _PROCESS,
 }
@@ -397,13 +402,19 @@ def test_only_some_import_torch_and_prometheus_and_nobody_pickle() -> None:
             assert room(path) in TORCH_ROOMS or name in TORCH_FILES, name
         if "prometheus_client" in heads:
             assert name in ("telemetry/metrics.py", "integrations/vllm_gate.py"), name
+        if "opentelemetry" in heads:
+            assert name == "telemetry/otel.py", name
         assert not {"pickle", "marshal", "shelve", "dill", "cloudpickle"} & heads, name
 
 
 def test_one_console_of_rich_shows_everything() -> None:
     """That of the command line, in whose lines others' texts are clean."""
-    makers = {"rich.console.Console", "rich.get_console", "rich.print"}
+    makers = {"rich.get_console", "rich.print"}
     found = {str(path.relative_to(ROOT)) for path in modules() if makers & imports(path)}
+    for path in modules():
+        makes = re.search(r"\bConsole\(|\(Console\)", path.read_text())
+        if makes and "rich.console.Console" in imports(path):
+            found.add(str(path.relative_to(ROOT)))
     assert found == {"cli/base.py"}
 
 

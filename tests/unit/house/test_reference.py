@@ -6,12 +6,15 @@ Covers: control/exit_codes.py.
 from __future__ import annotations
 
 import ast
+import re
 import sys
+from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+import replicas.integrations.vllm_gate
 import replicas.telemetry.events
 import replicas.telemetry.metrics
 from replicas.control import exit_codes
@@ -49,6 +52,21 @@ def test_every_metric_that_is_made_is_on_the_page() -> None:
     }
     assert len(names) == len(made), "a metric whose name is not written out"
     assert set(metrics.families()) == names | {"replicas_build_info"}
+
+
+def test_every_metric_of_an_inference_server_is_on_the_page() -> None:
+    path = Path(str(replicas.integrations.vllm_gate.__file__))
+    made = [call.args[0] for kind in ("GaugeMetricFamily", "CounterMetricFamily") for call in calls(path, kind)]
+    names = [name.value for name in made if isinstance(name, ast.Constant)]
+    assert len(names) == len(made) > 0
+    assert {name.removesuffix("_total") for name in metrics.engine_families()} == set(names)
+
+
+@pytest.mark.parametrize("page", ["commands", "config", "environment", "errors", "events", "exit-codes", "metrics"])
+def test_each_name_has_one_entry(page: str) -> None:
+    titles = re.findall(r"^##+ .*`([^`]+)`$", (FOLDER / f"{page}.md").read_text(), re.MULTILINE)
+    assert titles
+    assert [title for title, count in Counter(titles).items() if count > 1] == []
 
 
 def test_every_event_is_on_the_page_with_a_sentence() -> None:
@@ -101,7 +119,8 @@ def test_every_public_name_has_a_sentence() -> None:
             found = getattr(value, member, None)
             assert found is None or found.__doc__, f"{name}.{member}"
     for name, internal in api.INTERNAL.items():
-        assert internal <= set(dir(api.public()[name])) | {"keep_decisions", "looked_at"}, name
+        set_in_init = {"keep_decisions", "looked_at", "on_open", "on_tokens", "wait_for_store"}
+        assert internal <= set(dir(api.public()[name])) | set_in_init, name
 
 
 def test_every_config_key_has_a_sentence() -> None:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from replicas import errors
+from replicas.core.members.roster import PROBATION
+from replicas.core.versions.recovery import RECOVERY_S
+from replicas.integrations import sglang, vllm
 from replicas.integrations.nemo import CheckpointEngine
 from replicas.integrations.shared import refit, releases
 from replicas.integrations.shared.refit import Place, Refit, Seat, channel_settings, first_sync, seats
@@ -173,6 +176,10 @@ def test_a_rollout_without_a_trainer_gives_up(world: World, monkeypatch: pytest.
         asyncio.run(take(world.rollouts[0]))
 
 
+def test_a_trainer_that_lives_is_no_member_for_less_than_a_rollout_waits() -> None:
+    assert PROBATION.max_s + RECOVERY_S < refit.ALONE_S
+
+
 def test_a_worker_that_is_new_says_that_a_sync_must_begin_first() -> None:
     walked: list[str] = []
     feed = ((walked.append(name) or name, tensor) for name, tensor in weights(1.0))  # type: ignore[func-returns-value]  # None
@@ -318,6 +325,17 @@ def test_a_release_outside_of_its_extra_is_named_with_the_remedy(monkeypatch: py
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.9.1")
     releases.check("verl")
     releases.check("torch")  # no extra
+
+
+@pytest.mark.parametrize("serve", [vllm.main, sglang.main])
+def test_a_server_of_a_release_outside_is_not_started(
+    serve: Callable[[list[str]], int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    requirements = [f'{name}>=0.29; extra == "{name}"' for name in ("vllm", "sglang")]
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: requirements)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.5.1")
+    assert serve(["serve", "model"]) == 1
+    assert " 0.5.1 is installed, and this integration is written for " in capsys.readouterr().err
 
 
 def test_what_is_not_installed_is_in_no_range(monkeypatch: pytest.MonkeyPatch) -> None:

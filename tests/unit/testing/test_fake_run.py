@@ -20,6 +20,7 @@ from replicas import errors
 from replicas.channel.session.connection import in_process
 from replicas.coordinator import GroupShape
 from replicas.testing import FakeRun
+from tests.support.waits import eventually
 
 LEASE_S = 2.5
 """Members send a heartbeat each second."""
@@ -67,9 +68,13 @@ def test_a_member_that_can_share_no_memory_says_so_once_and_what_allows_it(
     with FakeRun() as run:
         run.join("trainer")
         run.join("rollout")
-    told = [text for text in caplog.messages if "cannot share memory" in text]
-    assert len(told) == 2, "one for each member"
-    assert all("--network or --pid = host or container:NAME" in text for text in told)
+
+        def told() -> list[str]:
+            return [text for text in caplog.messages if "cannot share memory" in text]
+
+        eventually(lambda: len(told()) >= 2, "each member says so")  # their sessions find it out, aside
+    assert len(told()) == 2, "one for each member"
+    assert all("--network or --pid = host or container:NAME" in text for text in told())
 
 
 def test_virtual_targets_load_each_version(run: FakeRun) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from replicas import errors
 from replicas.testing import FakeRun
 from replicas.weights.feed import Feed, Shard
 
@@ -85,3 +86,24 @@ def test_each_ranks_own_pieces_are_shards_without_a_gather(monkeypatch: pytest.M
     assert torch.equal(Source.whole[box], piece.tensor)
     assert piece.shape == (5, 7)
     assert found["norm"] is Source.norm
+
+
+class OfVllm(Source):
+    """As of a base class that has both passes, of which one is not written."""
+
+    def __init__(self, *implements: str) -> None:
+        super().__init__(0)
+        self._implements = implements
+
+    def implements_iter_full(self) -> bool:
+        return "full" in self._implements
+
+    def implements_iter_local(self) -> bool:
+        return "local" in self._implements
+
+
+def test_of_two_passes_the_one_that_is_written_is_taken() -> None:
+    whole = dict(iter(Feed(OfVllm("full"), mode="parts").weights))  # type: ignore[call-overload]  # it is a stream
+    assert whole["w"] is Source.whole
+    with pytest.raises(errors.UsageError, match="iter_local alone"):
+        iter(Feed(OfVllm("local"), mode="image").weights)  # type: ignore[call-overload]

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from tests.integration.channel.versions.test_mapping import MappingWorld, world_of
+from tests.support.channel.mapping_world import MappingWorld, world_of
 from tests.support.machine import denied
 from tests.support.machine.memfds import memories
 from tests.support.processes import children

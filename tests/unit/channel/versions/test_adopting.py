@@ -186,7 +186,7 @@ def test_one_refuses_a_version_and_all_go_on_with_the_next(run: FakeRun) -> None
     update = picky.receive().wait(30)
     assert dict(update)["weight"].tolist() == [2.0] * 3
     update.refuse("twos are not taken")
-    with pytest.raises(errors.SyncError, match=r"rollout/2 does not load it: .*twos are not taken"):
+    with pytest.raises(errors.SyncError, match=r"refused by rollout/2: .*twos are not taken"):
         trainer.loaded(2, deadline=20).wait(30)
     assert [one.versions for one in others] == [[1], [1]]
     publish(trainer, 3.0)

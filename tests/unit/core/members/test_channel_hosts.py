@@ -95,6 +95,39 @@ def test_bytes_are_what_moved() -> None:
     assert sent() == [0, 16]
 
 
+def test_a_record_says_who_held_the_version_up() -> None:
+    """The replicas that took longest, the slowest first, and why others were lost."""
+    world = World()
+    trainer = world.join("trainer/0/0", machine="a")
+    near, far = world.join("rollout/0/0", machine="a"), world.join("rollout/1/0", machine="b")
+    frozen = world.join("rollout/2/0", machine="c")
+    world.run()
+    trainer.pack(trainer.publish())
+    world.run(frozen=(far, frozen))
+    world.advance(1.0, frozen=(far, frozen))
+    world.advance(30.0, frozen=(frozen,))
+    (record,) = [event.record for event in world.events if isinstance(event, SyncEnded)]
+    assert (record.outcome, record.publisher, record.error) == ("committed", "trainer/0", "")
+    assert list(record.held) == [far.member.replica_name, near.member.replica_name]
+    assert record.held["rollout/1"] >= 1.0 > record.held["rollout/0"]
+    assert record.reasons.keys() == set(record.lost) == {frozen.member.name}
+    assert all(record.reasons.values())
+
+
+def test_a_record_of_a_failure_says_why_and_where_its_time_went() -> None:
+    world = World()
+    trainer = world.join("trainer/0/0", machine="a")
+    world.join("rollout/0/0", machine="a")
+    world.run()
+    trainer.publish(deadline_s=5.0)  # and never packs it
+    world.run()
+    world.advance(10.0)
+    (record,) = [event.record for event in world.events if isinstance(event, SyncEnded)]
+    assert record.outcome == "deadline_exceeded"
+    assert "trainer/0/0 did not pack it" in record.error
+    assert record.phases["pack"] == pytest.approx(record.seconds)
+
+
 def test_a_host_gets_every_byte_once() -> None:
     world = World()
     trainer = world.join("trainer/0/0", machine="a")

@@ -219,6 +219,35 @@ def test_the_receipt_and_the_watch_say_who_was_left_behind(fleet: Fleet) -> None
     assert list(receipt.not_loaded) == ["rollout/2"]
 
 
+def test_the_watch_of_a_version_that_none_loads_ends_with_the_reason(fleet: Fleet) -> None:
+    """Also while a target has not asked for a version, and so has refused nothing."""
+    fleet.serve()
+    fleet.publish()
+    fleet.trainer.outbox.append(wire.WatchLoaded(1, 2))
+    fleet.hesitate(fleet.targets[0])
+    fleet.ask(fleet.targets[0])
+    fleet.refuse(fleet.targets[0])
+    (end,) = [message for message in fleet.trainer.seen if isinstance(message, wire.WatchEnd)]
+    assert end.failed == {"rollout/0": "version 2 was not loaded: it has other shapes"}
+    fleet.publish()
+    fleet.trainer.outbox.append(wire.WatchLoaded(2, 2))
+    fleet.ask()
+    assert fleet.loaded() == [3, 3, 3]
+    assert [end.failed for end in fleet.trainer.seen if isinstance(end, wire.WatchEnd)][1:] == [{}]
+
+
+def test_a_watch_of_what_is_served_waits_for_a_latecomer_while_a_newer_one_is_rejected(fleet: Fleet) -> None:
+    fleet.serve()
+    fleet.publish()
+    fleet.hesitate(fleet.targets[0])
+    fleet.ask(fleet.targets[0])
+    fleet.refuse(fleet.targets[0])
+    fleet.targets.append(fleet.join(3))
+    fleet.trainer.outbox.append(wire.WatchLoaded(1, 1))
+    fleet.world.run()
+    assert all(not end.failed for end in fleet.trainer.seen if isinstance(end, wire.WatchEnd))
+
+
 def test_a_refusal_after_the_others_have_loaded_it_makes_unready(fleet: Fleet) -> None:
     fleet.serve()
     fleet.hesitate(fleet.targets[2])

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Prometheus' own checker into a folder, from Debian's package, which is not installed: fetch_promtool.sh FOLDER
+# Prometheus and its checker into a folder, from Debian's package, which is not installed: fetch_prometheus.sh FOLDER
 set -euo pipefail
 command -v apt-get dpkg > /dev/null || {
-  echo "promtool is missing, and there is no apt-get to fetch it with: put it on the PATH (https://prometheus.io/download)" >&2
+  echo "prometheus or promtool is missing, and there is no apt-get to fetch them with: put them on the PATH (https://prometheus.io/download)" >&2
   exit 1
 }
 made=$(mktemp -d)
@@ -15,4 +15,4 @@ for step in update "download prometheus"; do
   apt-get -qq -o APT::Sandbox::User= -o Dir::State::lists="$made/lists" -o Dir::Cache="$made/cache" $step
 done
 dpkg -x prometheus_*.deb unpacked
-install "unpacked/usr/bin/promtool" "$OLDPWD/$1/promtool"
+install unpacked/usr/bin/promtool unpacked/usr/bin/prometheus "$OLDPWD/$1/"

@@ -1,0 +1,107 @@
+"""The command ``report``: a run's page in one file, for when the run is over, and its
+timeline."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from replicas.cli.base import command
+from replicas.cli.find_run import EVENTS_FILE, find_state_dir, state_dir_of, trusted
+from replicas.config.text import absolute, state_home
+from replicas.errors import BadConfig, Disconnected, UsageError, WorldError
+from replicas.telemetry import event_log
+from replicas.telemetry.events import Record
+
+_DEMO_AGO_S = 600.0
+_TRACED = 20_000
+"""Spans of one kind on a track: days of syncs, in a file that browsers still open."""
+
+
+@command()
+def report(
+    *,
+    run: Annotated[
+        Path | None,
+        typer.Argument(metavar="STATE_DIR", help="The run's state folder, or its CONFIG. Default: below this folder."),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="The page. Default: report.html, unless --trace is given."),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a timeline that opens in ui.perfetto.dev: trace events, as JSON."),
+    ] = None,
+    demo: Annotated[bool, typer.Option("--demo", help="Show a run that never was, in place of STATE_DIR.")] = False,
+) -> None:
+    """Write the page of a run, also of one that is over, as one HTML file, or its
+    timeline.
+
+    The page opens in any browser, without a network. It has the last lines of programs
+    that failed: show it to those who may read the run's logs.
+    """
+    if demo and run is not None:
+        raise UsageError("give STATE_DIR or --demo, not both")
+    from replicas.page.invented import invented  # these are needed by this command alone
+
+    def told() -> Iterable[Record]:
+        """The events one by one: a long run has more than memory should hold."""
+        return invented(time.time() - _DEMO_AGO_S) if demo else _events(run)
+
+    if output is not None or trace is None:
+        from replicas.page.report import report as page_of
+
+        output = output or Path("report.html")
+        write(output, page_of(told()))
+        print(f"wrote {output}: open it in a browser")
+    if trace is not None:
+        from replicas.telemetry.spans import read
+        from replicas.telemetry.trace_file import trace_json
+
+        spans = read(told(), _TRACED)
+        if not spans.seq:
+            raise Disconnected(
+                "there are no events of a run", hint="name the folder of its state, or --demo for a look"
+            )
+        write(trace, b"".join(trace_json(spans)).decode())
+        print(f"wrote {trace}: open it in https://ui.perfetto.dev")
+
+
+def _events(run: Path | None) -> Iterable[Record]:
+    path = trusted(_folder(run)) / EVENTS_FILE
+    if not path.exists():
+        raise Disconnected(
+            f"there are no events of a run in {path.parent}", hint="name the folder of its state, or --demo for a look"
+        )
+    return event_log.read(path)
+
+
+def _folder(run: Path | None) -> Path:
+    if run is None:
+        return find_state_dir(state_home(absolute(Path())))
+    if run.suffix != ".toml":
+        return absolute(run)
+    if (found := state_dir_of(run)) is None:
+        raise BadConfig(["[run] has no name, and no state_dir"], source=str(run))
+    return found
+
+
+def write(path: Path, text: str) -> None:
+    """Put the text in place of the file, for its owner's eyes.
+
+    :raises replicas.errors.WorldError: it cannot be written.
+    """
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        fresh.touch(mode=0o600)
+        fresh.write_text(text)
+        fresh.replace(path)
+    except OSError as error:
+        fresh.unlink(missing_ok=True)
+        raise WorldError(f"{path} cannot be written: {error.strerror}", hint="name another file with -o") from error

@@ -1,0 +1,263 @@
+"""The command ``top``: a run in a terminal, as it is now: what is wrong, and why.
+
+Theory of operation
+===================
+
+Two threads ask, and this one draws, so that a key acts at once while a supervisor is
+slow, or away::
+
+    status, once each interval ─┐
+                                ├──▶ _Seen ──▶ a frame, when something is new, a key
+    events, as they come ───────┘              was pressed, or the terminal has changed
+
+A supervisor that does not answer is waited for: the last state stays, with its age, and
+the next supervisor of the run is found as it comes. A frame has a head (what is wrong),
+a part that scrolls (groups, replicas, channels, nodes), the newest events, and a line
+of keys. Rich owns the alternate screen; whatever ends this, a signal too, gives the
+terminal back as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import signal
+import sys
+import termios
+import threading
+import time
+import tty
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Annotated
+
+import typer
+from rich.console import ConsoleOptions, Group, RenderableType, RenderResult
+from rich.live import Live
+from rich.segment import Segment
+from rich.text import Text
+
+from replicas.cli import render
+from replicas.cli.base import Screen, ThisRun, command
+from replicas.cli.find_run import RunAddress, how_it_ended
+from replicas.common.decoding import MALFORMED
+from replicas.errors import ReplicasError, UsageError
+from replicas.status import RunStatus
+from replicas.telemetry import words
+from replicas.telemetry.events import Record, decode
+from replicas.telemetry.verdict import Verdict, verdict
+from replicas.telemetry.words import duration_text
+
+_EVENTS = 200
+_TICK_S = 0.1
+_AGAIN_S = 1.0
+_LEVELS = {"good": "bold green", "note": "bold yellow", "warn": "bold yellow", "bad": "bold red"}
+_SENTENCE = 3
+"""Lines of the sentence that says what is wrong, at most."""
+_TROUBLES = 3
+"""Sentences in the head; more of them are counted."""
+_KEYS = {b"\x1b[A": -1, b"\x1bOA": -1, b"k": -1, b"\x1b[B": 1, b"\x1bOB": 1, b"j": 1, b"\r": 1, b"\n": 1}
+_KEY = re.compile(rb"\x1b\[[0-9;]*.|\x1bO.|.", re.DOTALL)
+_PAGES = {b"\x1b[5~": -1, b"b": -1, b"\x1b[6~": 1, b" ": 1}
+_ENDS = {b"\x1b[H": 0, b"\x1b[1~": 0, b"g": 0, b"\x1b[F": 1 << 30, b"\x1b[4~": 1 << 30, b"G": 1 << 30}
+_HELP = "q quit   up, down, space, b, g, G scroll"
+
+
+@command()
+def top(
+    *,
+    place: ThisRun,
+    interval: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="Between two looks.")] = 1.0,
+) -> None:
+    """Show a run in the terminal as it is now: what is wrong, in a sentence; groups,
+    replicas, channels and nodes; the newest events.
+
+    It goes on with the next supervisor of the run. Keys: q ends it; arrows, space, b, g
+    and G scroll.
+    """
+    screen = Screen()
+    if not screen.is_terminal or screen.is_dumb_terminal:
+        raise UsageError("top needs a terminal", hint="replicas status --watch prints to anything")
+    seen = _Seen(place, place.status())
+    threads = [threading.Thread(target=one, daemon=True) for one in (lambda: seen.look(interval), seen.follow)]
+    for thread in threads:
+        thread.start()
+    while _suspended(seen, screen):
+        signal.raise_signal(signal.SIGTSTP)  # it goes on when the shell says so (fg)
+    if seen.over:
+        screen.print(f"the run is over: {seen.over}")
+
+
+def _suspended(seen: _Seen, screen: Screen) -> bool:
+    """Draw until the end; True: the terminal is given back for a while (Ctrl-Z)."""
+    suspends: list[int] = []
+    frame = _Frame(seen, screen)
+    with _signals(suspends), _keys() as keys, Live(console=screen, screen=True, auto_refresh=False) as live:
+        while not (seen.over or suspends) and all(frame.take(key) for key in keys(_TICK_S)):
+            if frame.stale(screen.size):
+                live.update(frame, refresh=True)
+    return bool(suspends)
+
+
+class _Seen:
+    """What is known of the run; each thread writes attributes of its own."""
+
+    def __init__(self, place: RunAddress, status: RunStatus) -> None:
+        self._place = place
+        self.status, self.at = status, time.time()
+        self.events: deque[Record] = deque(maxlen=_EVENTS)
+        self.error = self.over = ""
+        self.changes = 0
+        """Grows with each change."""
+
+    def look(self, interval_s: float) -> None:
+        """Ask for the status, until the run is over."""
+        while not self.over:
+            time.sleep(interval_s)
+            try:
+                self.status, self.error = self._place.status(), ""
+                self.at = time.time()
+            except ReplicasError as error:
+                self.error = error.message
+                self.over = self._how_it_ended()
+            self.changes += 1
+
+    def _how_it_ended(self) -> str:
+        if self.status.exit_code is not None:
+            return verdict(self.status, time.time()).sentence
+        if self._place.endpoint is not None or self._place.starting:
+            return ""
+        with contextlib.suppress(ReplicasError):
+            return how_it_ended(self._place.state_dir)
+        return ""
+
+    def follow(self) -> None:
+        """Follow the events, over lost connections and supervisors."""
+        after = max(0, self.status.newest_event - _EVENTS)
+        while not self.over:
+            with contextlib.suppress(ReplicasError):  # the status says that nobody answers
+                for text in self._place.client().events(after):
+                    with contextlib.suppress(*MALFORMED):  # an event of a newer release; an empty line keeps alive
+                        record = decode(text)
+                        after = record.seq
+                        self.events.append(record)
+                        self.changes += 1
+            time.sleep(_AGAIN_S)  # also after a stream that ended in order, as a supervisor that stops ends each
+
+
+class _Frame:
+    """What is drawn, as many lines as the terminal has."""
+
+    def __init__(self, seen: _Seen, screen: Screen) -> None:
+        self._seen, self._screen = seen, screen
+        self._first = self._page = self._lines = 0
+        self._drawn: object = None
+
+    def take(self, key: bytes) -> bool:
+        """Act on a key; False: end."""
+        before = self._first
+        self._first += _KEYS.get(key, 0) + _PAGES.get(key, 0) * max(1, self._page - 1)
+        self._first = max(0, min(_ENDS.get(key, self._first), self._lines - self._page))
+        if self._first != before:
+            self._drawn = None
+        return key != b"q"
+
+    def stale(self, size: object) -> bool:
+        """Return whether there is something new to draw."""
+        now = (self._seen.changes, size)
+        before, self._drawn = self._drawn, now
+        return before != now
+
+    def __rich_console__(self, console: object, options: ConsoleOptions) -> RenderResult:
+        seen, height = self._seen, options.height or self._screen.height
+        flat = options.update(height=None, highlight=False)
+
+        def lines_of(*parts: RenderableType) -> list[list[Segment]]:
+            return self._screen.render_lines(Group(*parts), flat, pad=False)
+
+        first, sentence, *others = _head(seen, verdict(seen.status, seen.at))
+        head = [*lines_of(first), *lines_of(sentence)[:_SENTENCE], *lines_of(*others, "")][: max(1, height // 2)]
+        told = list(seen.events)
+        room = max(0, min(8, height // 5, height - len(head) - 4))
+        news = [_one_line(render.event_line(record)) for record in told if not words.routine(record.event)][-room:]
+        foot = lines_of("", *news) if room and news else []
+        body = render.top_lines(seen.status, seen.at, options.max_width)
+        self._page = max(0, height - len(head) - len(foot) - 1)
+        self._lines = len(body)
+        self._first = max(0, min(self._first, self._lines - self._page))
+        rows = body[self._first : self._first + self._page]
+        shown = lines_of(*map(_one_line, rows)) if rows else []
+        shown += [[] for _ in range(self._page - len(shown))]
+        last = min(self._lines, self._first + self._page)
+        where = f"   lines {self._first + 1} to {last} of {self._lines}" if self._lines > self._page else ""
+        bar = lines_of(_one_line(Text(f"{_HELP}{where}", style="reverse")))
+        for line in [*head, *shown, *foot, *bar][:height]:
+            yield from line
+            yield Segment.line()
+
+
+def _one_line(text: Text) -> Text:
+    text.no_wrap, text.overflow = True, "ellipsis"
+    return text
+
+
+def _head(seen: _Seen, found: Verdict) -> Iterator[Text]:
+    status = seen.status
+    now = time.strftime("%H:%M:%S", time.localtime(seen.at))
+    about = f"  {status.endpoint}  up {duration_text(status.uptime_s)}  {now}"
+    yield _one_line(Text.assemble((status.run, "bold"), about))
+    if seen.error:
+        yield Text(f"No answer for {duration_text(round(time.time() - seen.at))}: {seen.error}", style="bold red")
+        return
+    yield Text(found.sentence, style=_LEVELS[found.level])
+    others = [one for one in found.troubles if one.text != found.sentence]
+    for one in others[: _TROUBLES - 1]:
+        yield _one_line(Text(one.text, style=_LEVELS[one.level].removeprefix("bold ")))
+    if len(others) >= _TROUBLES:
+        yield Text(f"... and {len(others) - _TROUBLES + 1} more, in: replicas status", style="dim")
+
+
+@contextlib.contextmanager
+def _signals(suspends: list[int]) -> Iterator[None]:
+    """Let a signal end this as an error does, or be noted in ``suspends`` (Ctrl-Z), so
+    that the terminal is given back."""
+
+    def end(signum: int, _frame: object) -> None:
+        raise SystemExit(128 + signum)
+
+    before = {one: signal.signal(one, end) for one in (signal.SIGTERM, signal.SIGHUP)}
+    before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, lambda signum, _: suspends.append(signum))
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
+def _no_keys(timeout_s: float) -> list[bytes]:
+    time.sleep(timeout_s)
+    return []
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[Callable[[float], list[bytes]]]:
+    """Read keys at once and unseen: the function waits for some, for so many seconds.
+
+    A key that is held down comes several times in one read.
+    """
+    fd = sys.stdin.fileno()
+    if not os.isatty(fd):
+        yield _no_keys
+        return
+    before = termios.tcgetattr(fd)
+    tty.setcbreak(fd)  # Ctrl-C still interrupts
+
+    def keys(timeout_s: float) -> list[bytes]:
+        return _KEY.findall(os.read(fd, 256)) if select.select([fd], [], [], timeout_s)[0] else []
+
+    try:
+        yield keys
+    finally:
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)

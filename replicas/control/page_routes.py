@@ -1,0 +1,63 @@
+"""The routes of the page: its files, the document that it shows, and its changes.
+
+All of it is public, so no text of a program is in it (:mod:`replicas.control.access`);
+orders, logs, stacks and whole reasons are asked for at their own routes, with the
+token.
+"""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from replicas.control.access import public
+from replicas.control.orders_api import NO_STORE, refusal
+from replicas.page.assets import HEADERS, asset
+from replicas.page.live import VIEWERS, Live, Watched
+
+_AGAIN_S = "10"
+
+
+def wants_page(request: Request) -> bool:
+    """Return True for a browser, which asks for HTML by name; ``curl`` does not."""
+    return "text/html" in request.headers.get("accept", "")
+
+
+def file_response(request: Request, name: str) -> Response:
+    """One file of the page, packed where the client takes that."""
+    found = asset(name)
+    if found is None:
+        return PlainTextResponse("no such file\n", 404, headers=NO_STORE)
+    headers = {**HEADERS, "Cache-Control": "no-cache", "ETag": found.tag, "Vary": "Accept, Accept-Encoding"}
+    if request.headers.get("if-none-match") == found.tag:
+        return Response(status_code=304, headers=headers)
+    body = found.body
+    if "gzip" in request.headers.get("accept-encoding", ""):
+        headers["Content-Encoding"], body = "gzip", found.packed
+    return Response(body, headers={**headers, "Content-Type": found.kind})
+
+
+def page_routes(source: Watched) -> list[Route]:
+    live = Live(source, shown=public)
+
+    async def file(request: Request) -> Response:
+        return file_response(request, request.path_params["name"])
+
+    async def document(_: Request) -> Response:
+        headers = {**NO_STORE, "Content-Encoding": "gzip", "Content-Type": "application/json"}
+        return Response(await live.whole(), headers=headers)
+
+    async def changes(request: Request) -> Response:
+        after = request.headers.get("last-event-id", request.query_params.get("after", ""))
+        if request.method == "HEAD":
+            return Response(media_type="text/event-stream", headers=NO_STORE)
+        if live.full:
+            return refusal(f"{VIEWERS} look at this page already", 503, **{"Retry-After": _AGAIN_S})
+        return StreamingResponse(live.changes(after), media_type="text/event-stream", headers=NO_STORE)
+
+    return [
+        Route("/page/document", document, methods=["GET"]),
+        Route("/page/changes", changes, methods=["GET"]),
+        Route("/page/{name}", file, methods=["GET"]),
+    ]

@@ -1,0 +1,123 @@
+"""What the page shows, as one JSON document, and what has changed in it. Pure.
+
+The page holds one document, which the server changes by merge patches (RFC 7396): named
+things are objects by name, so that a patch has only what is new, and a field without a
+value is left out, as ``null`` in a patch removes. Ages would change each moment; the
+document has the moments themselves (``since``), and those that jitter by less than
+:data:`SETTLED_S` are left as they were. A heartbeat is told only when it is late.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from replicas.status import ChannelStatus, GroupStatus, MemberStatus, RunStatus
+from replicas.telemetry.verdict import LATE_S, verdict
+
+SETTLED_S = 0.75
+_INFO_NCHARS = 400
+"""Of a member's ``info``: more of it is not shown."""
+_MOMENTS = {
+    "state_age_s": "since",
+    "lived_s": "started",
+    "uptime_s": "started",
+    "heard_age_s": "heard",
+    "seconds": "since",
+}
+_MOMENTS_BY_CHANNEL = {"lag_s": "behind_since", "open_s": "open_since"}
+"""Ages of a status, and how the document calls their moments."""
+_JITTER = frozenset({*_MOMENTS.values(), *_MOMENTS_BY_CHANNEL.values(), "beat", "lag_s"})
+_ELSEWHERE: dict[type, frozenset[str]] = {
+    RunStatus: frozenset({"groups", "channels", "nodes", "store", "event_loop_lag_s", "newest_event"}),
+    GroupStatus: frozenset({"replicas"}),
+    ChannelStatus: frozenset({"members", "under_way"}),
+}
+"""Parts of a status that the document has in another place."""
+_PLAIN = frozenset({str, int, float, bool})
+
+Tree = dict[str, Any]
+
+
+def document(status: RunStatus, now: float) -> Tree:
+    """Describe a status of the time ``now`` (seconds since 1970)."""
+    judged = verdict(status, now)
+    troubles = {one.text: {"level": one.level, "about": one.about, "since": one.since} for one in judged.troubles}
+    run = {**_own(status, now), "lag_s": round(status.event_loop_lag_s, 1), "store": status.store.up}
+    return {
+        "run": run,
+        "verdict": {"level": judged.level, "sentence": judged.sentence, "troubles": troubles},
+        "groups": {one.name: _own(one, now) for one in status.groups},
+        "replicas": {one.name: _own(one, now) for group in status.groups for one in group.replicas},
+        "nodes": {one.name: _own(one, now) for one in status.nodes},
+        "channels": {
+            one.name: {
+                **_own(one, now),
+                "members": {member.name: _member(member, now) for member in one.members},
+                "under_way": {str(publish.version): _own(publish, now) for publish in one.under_way},
+            }
+            for one in status.channels
+        },
+    }
+
+
+def _member(member: MemberStatus, now: float) -> Tree:
+    found = _own(member, now)
+    if sum(len(name) + len(text) for name, text in member.info.items()) > _INFO_NCHARS:
+        del found["info"]
+    return found
+
+
+def _own(struct: msgspec.Struct, now: float) -> Tree:
+    """The fields of a struct itself that say something; moments in place of ages."""
+    found: Tree = {}
+    elsewhere = _ELSEWHERE.get(type(struct), frozenset())
+    for name in struct.__struct_fields__:
+        value = getattr(struct, name)
+        kind = type(value)
+        if value is None or name in elsewhere or (not value and kind not in (int, float, bool)):
+            continue
+        if name in _MOMENTS:
+            found[_MOMENTS[name]] = round(now - value, 2)
+        elif name in _MOMENTS_BY_CHANNEL:
+            moments = {channel: round(now - age_s, 2) for channel, age_s in value.items() if age_s > 0}
+            if moments:
+                found[_MOMENTS_BY_CHANNEL[name]] = moments
+        elif name == "heartbeat_age_s":
+            if value > LATE_S:
+                found["beat"] = round(now - value, 2)
+        else:
+            found[name] = value if kind in _PLAIN else msgspec.to_builtins(value, str_keys=True)
+    return found
+
+
+def difference(old: Tree, new: Tree, *, jitters: bool = False) -> Tree:
+    """Return the merge patch that makes ``new`` of ``old``; empty: they are alike.
+
+    :param jitters: the values are moments.
+    """
+    patch: Tree = dict.fromkeys(old.keys() - new.keys())
+    for name, value in new.items():
+        before = old.get(name)
+        if isinstance(value, dict) and isinstance(before, dict):
+            if inner := difference(before, value, jitters=name in _JITTER):
+                patch[name] = inner
+        elif before != value and not ((jitters or name in _JITTER) and _alike(before, value)):
+            patch[name] = value
+    return patch
+
+
+def _alike(old: object, new: object) -> bool:
+    return isinstance(old, float | int) and isinstance(new, float | int) and abs(old - new) < SETTLED_S
+
+
+def merge(tree: Tree, patch: Tree) -> None:
+    """Apply a merge patch, as the page does."""
+    for name, value in patch.items():
+        if value is None:
+            tree.pop(name, None)
+        elif isinstance(value, dict) and isinstance(tree.get(name), dict):
+            merge(tree[name], value)
+        else:
+            tree[name] = value

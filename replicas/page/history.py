@@ -1,0 +1,164 @@
+"""The run's past on the page: spans, marks and the newest events. Pure.
+
+The part of the document that grows. Spans and marks are those of
+:mod:`replicas.telemetry.spans`, which keeps a bounded number of them for each track;
+the page gets fewer where there are many tracks, so that it opens as fast with 200
+replicas.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+from replicas.page.document import Tree
+from replicas.telemetry.events import Record
+from replicas.telemetry.spans import Spans
+from replicas.telemetry.tracks import Mark, Span, parts
+from replicas.telemetry.words import in_words, routine
+
+EVENTS = 200
+"""Events that the page lists."""
+WHOLE = 2400
+"""Spans and marks of one kind that the page gets at first, of all tracks together."""
+LEAST = 6
+_WAYS = 24
+"""Ways of bytes of one sync that are told one by one, the largest first."""
+_DROPPED = {"moved_to", "pulled", "channel", "trace"}
+"""Attributes that a viewer asks for by a click (the event), or has elsewhere."""
+
+
+class History:
+    """The spans of one run, and what has changed in them since the last look.
+
+    :param after: number of the event before the first. :param whole: tell everything
+        that is known of each sync, as in a report, which cannot ask for more.
+    """
+
+    def __init__(self, after: int = 0, *, whole: bool = False) -> None:
+        self.seq = after
+        self._told = after
+        self._spans = Spans()
+        self._whole = whole
+        self._events: deque[Record] = deque(maxlen=EVENTS)
+
+    @property
+    def spans(self) -> Spans:
+        return self._spans
+
+    def feed(self, records: Iterable[Record]) -> float:
+        """Take in the next events; returns the seconds that it took."""
+        began = time.thread_time()
+        for record in records:
+            self._spans.feed(record)
+            self._events.append(record)
+            self.seq = record.seq
+        return time.thread_time() - began
+
+    def whole(self) -> Tree:
+        """All of it that a new viewer gets."""
+        found: Tree = {"spans": {}, "marks": {}, "events": {}, **self.rest()}
+        for section, part in self.parts():
+            found[section] |= part
+        return found
+
+    def parts(self) -> Iterator[tuple[str, Tree]]:
+        """The same in parts that take about a millisecond each, by their section.
+
+        Nothing may be fed meanwhile.
+        """
+        spans, most = self._spans.spans(), self._most
+        newest: dict[tuple[str, str], deque[Span]] = {}
+        for span in spans:
+            newest.setdefault((span.track, span.kind), deque(maxlen=most)).append(span)
+        marks: dict[str, deque[Mark]] = {}
+        for mark in self._spans.marks():
+            marks.setdefault(mark.track, deque(maxlen=most)).append(mark)
+        for kept in newest.values():
+            yield "spans", {key(span): self._span(span) for span in kept}
+        for some in marks.values():
+            yield "marks", {_mark_key(mark): _mark(mark) for mark in some}
+        yield "events", self._told_events(self._events)
+
+    def changes(self) -> Tree:
+        """The merge patch from the last call on; empty: nothing is new."""
+        if self.seq == self._told:
+            return {}
+        spans, marks = self._spans.changed(self._told)
+        events = [record for record in self._events if record.seq > self._told]
+        self._told = self.seq
+        return {
+            "spans": {key(span): self._span(span) for span in spans},
+            "marks": {_mark_key(mark): _mark(mark) for mark in marks},
+            "events": self._told_events(events),
+            **self.rest(),
+        }
+
+    def rest(self) -> Tree:
+        """What is in no part: how much is kept no longer, and how much on the page."""
+        folded = {track: one.count for (track, kind), one in self._spans.folded.items() if kind == "sync"}
+        return {"folded": folded} | ({"kept": self._most} if self._most else {})
+
+    @property
+    def _most(self) -> int | None:
+        """Spans of one kind that the page has of a track; None: all that are kept."""
+        return None if self._whole else max(LEAST, WHOLE // max(1, self._spans.tracks))
+
+    def _told_events(self, records: Iterable[Record]) -> Tree:
+        return {f"e{record.seq}": _event(record, whole=self._whole) for record in records}
+
+    def _span(self, span: Span) -> Tree:
+        found: Tree = {"id": span.id, "track": span.track, "kind": span.kind, "name": span.name}
+        found["start"] = round(span.start, 3)
+        if span.end is not None:
+            found["end"] = round(span.end, 3)
+        dropped: set[str] = set() if self._whole else _DROPPED
+        found |= {
+            name: value for name, value in span.attributes.items() if name not in dropped and value not in ("", None)
+        }
+        if span.kind == "version":
+            found["channel"] = span.attributes["channel"]
+        if span.kind == "sync":
+            found["parts"] = [_part(one, span) for one in parts(span) if one.kind == "phase"]
+            found["between"] = _ways(found.get("between", {}), None if self._whole else _WAYS)
+        return found
+
+
+def key(span: Span) -> str:
+    """The span's name in the document: one event may begin several, of other kinds."""
+    return f"{span.kind}{span.id}"
+
+
+def _part(part: Span, span: Span) -> tuple[str, float, float]:
+    end = part.end if part.end is not None else part.start
+    return part.name, round(part.start - span.start, 4), round(end - span.start, 4)
+
+
+def _ways(between: dict[str, dict[str, int]], most: int | None) -> list[tuple[str, str, int]]:
+    """Bytes from node to node, the most first."""
+    found = [(giver, taker, nbytes) for giver, takers in between.items() for taker, nbytes in takers.items()]
+    return sorted(found, key=lambda way: -way[2])[:most]
+
+
+def _mark_key(mark: Mark) -> str:
+    return f"m{mark.seq}{mark.kind}"
+
+
+def _mark(mark: Mark) -> Tree:
+    found: Tree = msgspec.to_builtins(mark)
+    return {name: value for name, value in found.items() if value != ""} | {"at": round(mark.at, 3)}
+
+
+def _event(record: Record, *, whole: bool) -> Tree:
+    who, what, tone = in_words(record.event, record.at)
+    found: dict[str, Any] = {"seq": record.seq, "at": round(record.at, 3), "who": who, "what": what}
+    found["type"] = type(record.event).__name__
+    if routine(record.event):
+        found["routine"] = True
+    if whole:
+        found["whole"] = msgspec.to_builtins(record.event, str_keys=True)
+    return found | ({"tone": tone} if tone else {})

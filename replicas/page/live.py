@@ -1,0 +1,256 @@
+"""What all viewers of a run's page see, computed once, and only while somebody looks.
+
+There is one document (:mod:`replicas.page.document`, and the run's history of
+:mod:`replicas.page.history`). A viewer first gets the whole of it (:meth:`Live.whole`),
+which has a number, and then the changes after that number (:meth:`Live.changes`). While
+there is a viewer, one task looks at the run every :data:`INTERVAL_S`, or more rarely
+where a look costs more than :data:`SHARE` of that time, and what it finds changed is
+encoded once. A viewer that is behind the kept changes, or has seen another supervisor,
+is told to begin anew. Without a viewer there is no task, and after :data:`LINGER_S` no
+memory of the history either.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import secrets
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import Protocol
+
+import msgspec
+
+from replicas import errors
+from replicas.common.tasks import cancelled
+from replicas.page.document import Tree, difference, document, merge
+from replicas.page.history import History
+from replicas.status import RunStatus
+from replicas.telemetry.events import Record
+
+INTERVAL_S = 0.5
+SHARE = 0.03
+"""Of one core, for all looks together."""
+INTERVAL_MAX_S = 5.0
+BEAT_S = 5.0
+LINGER_S = 15.0
+VIEWERS = 32
+KEPT = 64
+"""Changes that a viewer may be behind."""
+KEPT_NBYTES = 4 << 20
+PAST = 20_000
+"""Events that the history begins with."""
+_AT_ONCE = 256
+_GZIP_LEVEL = 5
+
+
+class Watched(Protocol):
+    """The part of a run that the page shows; no method blocks the event loop."""
+
+    def status(self) -> RunStatus: ...
+    def events(self, after: int | None = None) -> AsyncIterator[Record]: ...
+
+    @property
+    def last_event(self) -> int: ...
+
+
+class Live:
+    """The document of one run and its viewers.
+
+    :param shown: makes the document fit for everybody, for whom it is.
+    """
+
+    def __init__(
+        self,
+        source: Watched,
+        *,
+        shown: Callable[[Tree], Tree] = lambda tree: tree,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._source = source
+        self._shown = shown
+        self._now = now
+        self._id = secrets.token_hex(4)
+        self._number = 0
+        self._document: Tree = {}
+        self._history: History | None = None
+        self._kept: deque[tuple[int, bytes]] = deque()
+        self._packed: tuple[int, bytes] = (-1, b"")
+        self._looked_at = 0.0
+        self._lock = asyncio.Lock()
+        self._news = asyncio.Event()
+        self._looking: asyncio.Task[None] | None = None
+        self._forgetting: asyncio.TimerHandle | None = None
+        self.viewers = 0
+
+    async def whole(self) -> bytes:
+        """The document as it is now, as JSON packed by gzip."""
+        now = asyncio.get_running_loop().time()
+        if self._history is None or (self._looking is None and now - self._looked_at >= INTERVAL_S):
+            await self._look()
+        if self._looking is None:
+            self._forget_later()
+        async with self._lock:
+            if self._packed[0] != self._number:
+                number, past, document = self._number, self._past, self._document  # they may be forgotten meanwhile
+                about = {**past.rest(), "number": f"{self._id}.{number}", "now": self._now()}
+                data = msgspec.json.encode({**document, **about})[:-1]
+                sections: dict[str, list[bytes]] = {"spans": [], "marks": [], "events": []}
+                for section, part in past.parts():
+                    sections[section] += [msgspec.json.encode(self._shown(part))[1:-1]] if part else []
+                    await asyncio.sleep(0)  # a long history is no reason to let members wait
+                for section, texts in sections.items():
+                    data += b',"%s":{%s}' % (section.encode(), b",".join(texts))
+                self._packed = number, await asyncio.to_thread(gzip.compress, data + b"}", _GZIP_LEVEL)
+            return self._packed[1]
+
+    async def changes(self, after: str) -> AsyncIterator[bytes]:
+        """Server-sent events with each change after the document of that number."""
+        self.viewers += 1
+        try:
+            yield b"retry: 1000\n\n"
+            if self._looking is None:
+                self._looking = asyncio.create_task(self._keep_looking(), name="page")
+            position = self._position(after)
+            while position is not None:
+                news = self._news
+                for number, data in tuple(self._kept):
+                    if number > position:
+                        yield b"id: %s.%d\ndata: %s\n\n" % (self._id.encode(), number, data)
+                        position = number
+                if position != self._number:  # more came, or it was too slow, or all was forgotten
+                    position = self._position(f"{self._id}.{position}")
+                elif not await self._came(news):
+                    yield b"event: beat\ndata: %.3f\n\n" % self._now()
+            yield b"event: anew\ndata: 0\n\n"
+        finally:
+            self.viewers -= 1
+            if not self.viewers and self._looking is not None:
+                looking, self._looking = self._looking, None
+                self._forget_later()
+                await cancelled(looking)
+
+    @property
+    def full(self) -> bool:
+        """True if there are as many viewers as may be."""
+        return self.viewers >= VIEWERS
+
+    async def _came(self, news: asyncio.Event) -> bool:
+        """Wait for a change; False: none has come in :data:`BEAT_S`."""
+        assert self._looking is not None
+        waiting = asyncio.ensure_future(news.wait())
+        try:
+            await asyncio.wait({waiting, self._looking}, timeout=BEAT_S, return_when=asyncio.FIRST_COMPLETED)
+            if self._looking.done():
+                self._looking.result()  # a bug: its viewers lose their connection, and the log says why
+            return waiting.done()
+        finally:
+            await cancelled(waiting)
+
+    @property
+    def _first(self) -> int:
+        """The oldest number whose change is kept."""
+        return self._kept[0][0] if self._kept else self._number + 1
+
+    def _position(self, after: str) -> int | None:
+        """The number that a viewer has; None: it must begin anew."""
+        source, _, number = after.partition(".")
+        if source != self._id or not (number.isascii() and number.isdigit() and len(number) < 12):
+            return None
+        return int(number) if self._first - 1 <= int(number) <= self._number else None
+
+    async def _keep_looking(self) -> None:
+        """Look now and then, and at once when the events end: the port closes then."""
+        over: asyncio.Task[None] | None = asyncio.create_task(self._over())
+        try:
+            while True:
+                cost_s = await self._look()
+                interval_s = min(INTERVAL_MAX_S, max(INTERVAL_S, cost_s / SHARE))
+                if over is None:
+                    await asyncio.sleep(interval_s)
+                elif (await asyncio.wait({over}, timeout=interval_s))[0]:
+                    over = None
+        finally:
+            if over is not None:
+                await cancelled(over)
+
+    async def _over(self) -> None:
+        """Wait until no more events follow."""
+        async for _ in self._source.events(self._source.last_event):
+            pass
+
+    async def _look(self) -> float:
+        """Bring the document up to date; returns the seconds that it took."""
+        async with self._lock:
+            if self._forgetting is not None:
+                self._forgetting.cancel()
+                self._forgetting = None
+            self._looked_at = asyncio.get_running_loop().time()
+            fresh, read_s = await self._read()
+            began = time.thread_time()
+            now = self._now()
+            try:
+                found = self._shown(document(self._source.status(), now))
+            except errors.UsageError as error:  # the supervisor is still starting
+                found = {"run": {"starting": error.message}}
+            patch = difference(self._document, found)
+            merge(self._document, patch)
+            patch |= self._shown(self._past.changes())
+            if fresh:  # whoever has seen an earlier document begins anew
+                self._kept.clear()
+                self._number += 1
+            elif patch:
+                self._keep(msgspec.json.encode({**patch, "now": now}))
+            return read_s + time.thread_time() - began
+
+    async def _read(self) -> tuple[bool, float]:
+        """Take in the events since the last look: whether it is the first, and the
+        seconds of the loop that it took."""
+        last, used_s = self._source.last_event, 0.0
+        fresh = self._history is None or last - self._history.seq > PAST
+        if fresh:
+            self._history = History(max(0, last - PAST))
+        if last <= self._past.seq:
+            return fresh, used_s
+        records = self._source.events(self._past.seq)
+        batch: list[Record] = []
+        try:
+            async for record in records:
+                batch.append(record)
+                if len(batch) >= _AT_ONCE or record.seq >= last:
+                    used_s += self._past.feed(batch)
+                    batch.clear()
+                    await asyncio.sleep(0)
+                if record.seq >= last:
+                    break
+        finally:
+            if (aclose := getattr(records, "aclose", None)) is not None:
+                await aclose()
+        return fresh, used_s
+
+    @property
+    def _past(self) -> History:
+        assert self._history is not None
+        return self._history
+
+    def _keep(self, data: bytes) -> None:
+        self._number += 1
+        self._kept.append((self._number, data))
+        while len(self._kept) > KEPT or (sum(len(one) for _, one in self._kept) > KEPT_NBYTES and len(self._kept) > 1):
+            self._kept.popleft()
+        self._news.set()
+        self._news = asyncio.Event()
+
+    def _forget_later(self) -> None:
+        if self._forgetting is not None:
+            self._forgetting.cancel()
+        self._forgetting = asyncio.get_running_loop().call_later(LINGER_S, self._forget)
+
+    def _forget(self) -> None:
+        self._forgetting = None
+        if not self.viewers:
+            self._history, self._document = None, {}
+            self._kept.clear()
+            self._packed = (-1, b"")
+            self._number += 1

@@ -1,0 +1,125 @@
+// The document of the run, kept up to date by merge patches, and what is looked up in it.
+
+const EVENTS = 200;
+const MOST = 100; // spans of one kind and track; fewer of each where there are many tracks
+const TIMES = { sync: 3, marks: 2 };
+
+function merge(tree, patch) {
+  for (const [name, value] of Object.entries(patch)) {
+    if (value === null) delete tree[name];
+    else if (typeof value === "object" && !Array.isArray(value) && typeof tree[name] === "object" && tree[name] !== null)
+      merge(tree[name], value);
+    else tree[name] = value;
+  }
+}
+
+export class Model {
+  #offset = 0; // of the server's clock
+  #oldest = Infinity;
+
+  constructor() {
+    this.known = false; // whether there is a document at all
+    this.replace({});
+  }
+
+  /** Take a whole document. `fixed`: it is of a run that is over, and time stands still. */
+  replace(found, fixed = false) {
+    const doc = { run: {}, verdict: {}, groups: {}, replicas: {}, channels: {}, nodes: {}, folded: {}, ...found };
+    this.doc = doc;
+    this.fixed = fixed;
+    this.tracks = new Map(); // track -> kind -> spans, the oldest first
+    this.markers = new Map(); // track -> marks, the oldest first
+    this.events = [];
+    this.#oldest = Infinity;
+    this.#grow(doc);
+    if (found.now) this.#clock(found.now);
+  }
+
+  merge(patch) {
+    const { spans, marks, events, now, ...rest } = patch;
+    merge(this.doc, rest);
+    this.#grow({ spans, marks, events });
+    this.#clock(now);
+  }
+
+  #clock(now) {
+    this.#offset = now - Date.now() / 1000;
+  }
+
+  beat(now) {
+    this.#clock(now);
+  }
+
+  /** The server's present time; of a run that is over, its last moment. */
+  get now() {
+    return this.fixed ? this.doc.now : Date.now() / 1000 + this.#offset;
+  }
+
+  /** Keep about as much as a page that is opened now gets, so that one that stays open does not grow. */
+  #grow({ spans = {}, marks = {}, events = {} }) {
+    const kept = (kind) => Math.min(MOST, this.doc.kept ?? MOST) * (TIMES[kind] ?? 1);
+    for (const [key, span] of Object.entries(spans)) {
+      span.key = key;
+      this.#oldest = Math.min(this.#oldest, span.start);
+      if (!this.tracks.has(span.track)) this.tracks.set(span.track, new Map());
+      const kinds = this.tracks.get(span.track);
+      if (!kinds.has(span.kind)) kinds.set(span.kind, []);
+      put(kinds.get(span.kind), span, (one) => one.key === key, kept(span.kind));
+    }
+    for (const [key, mark] of Object.entries(marks)) {
+      mark.key = key;
+      if (!this.markers.has(mark.track)) this.markers.set(mark.track, []);
+      put(this.markers.get(mark.track), mark, (one) => one.key === key, kept("marks"));
+    }
+    for (const event of Object.values(events)) put(this.events, event, (one) => one.seq === event.seq, EVENTS);
+  }
+
+  spans(track, kind) {
+    return this.tracks.get(track)?.get(kind) ?? [];
+  }
+
+  marks(track) {
+    return this.markers.get(track) ?? [];
+  }
+
+  /** The moment of the oldest thing that is known. */
+  get began() {
+    return Math.min(this.#oldest, this.doc.run.started ?? this.now - 60);
+  }
+
+  replicasOf(group) {
+    return Object.values(this.doc.replicas).filter((one) => one.group === group).sort((a, b) => a.replica - b.replica);
+  }
+
+  /** Targets that have not loaded the newest version: how many versions and seconds they are behind, and why. */
+  laggards(channel) {
+    const found = [];
+    for (const replica of Object.values(this.doc.replicas)) {
+      if (!(channel.targets ?? []).includes(replica.group) || ["finished", "drained", "failed"].includes(replica.state)) continue;
+      const version = replica.versions?.[channel.name] ?? 0;
+      if (version >= channel.committed_version) continue;
+      const since = replica.behind_since?.[channel.name] ?? channel.committed_at;
+      const open = replica.open_since?.[channel.name];
+      const why = replica.state !== "ready" ? replica.reason || replica.state
+        : replica.beat ? "its heartbeat is late" : open ? "has an update open" : "has not loaded it yet";
+      found.push({ replica, version, behind: channel.committed_version - version, since, why });
+    }
+    return found.sort((a, b) => b.behind - a.behind || (a.since ?? 0) - (b.since ?? 0));
+  }
+
+  sync(channel, version) {
+    return this.spans(`channel ${channel}`, "sync").findLast((one) => one.version === version);
+  }
+}
+
+/** Put a thing into a list, in place of the same one if that is there, else at its end. */
+function put(list, thing, same, most) {
+  for (let at = list.length - 1; at >= 0 && at > list.length - 1 - most; at--) {
+    if (same(list[at])) {
+      list[at] = thing;
+      return;
+    }
+  }
+  list.push(thing);
+  while (list.length > most) list.shift();
+}

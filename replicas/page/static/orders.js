@@ -1,0 +1,198 @@
+// Orders to the run. Each says what will happen before it is given, and needs an operator's token.
+// The token is asked for when it is needed, and is kept in this object's memory alone: never in a URL or a store.
+
+import { draw, h } from "./elements.js";
+import { count, some } from "./texts.js";
+
+export class Orders {
+  #token = "";
+  #given = null; // resolves the question for a token
+
+  constructor(model, dialog, changed) {
+    Object.assign(this, { model, dialog, changed });
+    dialog.addEventListener("close", () => this.#given?.(false));
+  }
+
+  get locked() {
+    return !this.#token;
+  }
+
+  forget() {
+    this.#token = "";
+    this.changed();
+  }
+
+  /** Fetch with the token, which is asked for if there is none. Throws with what the server says. */
+  async fetch(path, options = {}) {
+    if (this.locked && !(await this.askToken())) throw new Error("not done: this needs an operator's token");
+    const headers = { ...options.headers, Authorization: `Bearer ${this.#token}` };
+    if (options.method === "POST" && this.model.doc.run.run) headers["Replicas-Run"] = encodeURIComponent(this.model.doc.run.run);
+    const response = await fetch(path, { ...options, headers, cache: "no-store", credentials: "omit", redirect: "error" });
+    if (response.status === 401) {
+      this.forget();
+      throw new Error((await said(response)) || "this token is not valid");
+    }
+    if (!response.ok) throw new Error((await said(response)) || `the answer was ${response.status}`);
+    return response;
+  }
+
+  /** Ask for the token; resolves to whether there is one then. */
+  askToken(why = "An operator's token is needed: `replicas token --role operator` prints it on the run's machine.") {
+    return new Promise((resolve) => {
+      const done = (given) => {
+        this.#given = null;
+        if (this.dialog.open) this.dialog.close();
+        resolve(given);
+        this.changed();
+      };
+      this.#given = done;
+      const take = (event) => {
+        event.preventDefault();
+        const value = this.dialog.querySelector("input").value.trim();
+        if (!value) return;
+        this.#token = value.replace(/^R1[^.]*\./, ""); // the name of the port's key is for clients that check it
+        done(true);
+      };
+      this.#show("Operator's token", h("form", { onsubmit: take, key: "token" }, h("p", null, why),
+        h("p", { class: "muted" }, "It stays in this page's memory, and is gone when the page is closed."),
+        h("label", null, "Token ", h("input", { type: "password", autocomplete: "off", spellcheck: "false", name: "token", required: true })),
+        this.#buttons("Use it")));
+    });
+  }
+
+  /** Say what an order does, and give it if the operator agrees. */
+  give(order) {
+    const state = { value: order.number?.now, busy: false, said: "", failed: false };
+    const show = () => this.#show(order.title, h("form", { key: order.title, onsubmit: (event) => {
+      event.preventDefault();
+      if (state.done) this.dialog.close();
+      else this.#send(order, state, show);
+    } },
+    order.number ? h("label", null, `${order.number.name} `, h("input", {
+      type: "number", min: 0, max: order.number.most, value: String(state.value), name: "number", required: true, disabled: state.busy || state.done, oninput: (event) => {
+        state.value = event.target.valueAsNumber;
+        show();
+      },
+    })) : null,
+    h("p", { class: "says" }, order.says(state.value)),
+    state.said ? h("p", { class: state.failed ? "bad" : "good", role: "alert" }, state.said) : null,
+    state.done ? h("p", { class: "buttons" }, h("button", { type: "submit", class: "main" }, "Close")) : this.#buttons(state.busy ? "Under way…" : order.verb, order.danger, state.busy)));
+    show();
+  }
+
+  async #send(order, state, show) {
+    Object.assign(state, { busy: true, said: "", failed: false });
+    try {
+      if (this.locked && !(await this.askToken())) {
+        Object.assign(state, { busy: false, said: "Not done: no token was given.", failed: true });
+        return show();
+      }
+      show();
+      const response = await this.fetch(order.path, { method: "POST", body: JSON.stringify(order.body(state.value)) });
+      const answer = JSON.parse((await response.text()).trim());
+      if (answer.error) throw new Error(problem(answer.error));
+      Object.assign(state, { done: true, said: answer.done ? order.did?.(answer.result) ?? "Done." : "It has begun." });
+    } catch (error) {
+      Object.assign(state, { said: error.message, failed: true });
+    }
+    state.busy = false;
+    show();
+    return undefined;
+  }
+
+  #show(title, form) {
+    draw(this.dialog, h("h2", { id: "asked" }, title), form);
+    if (!this.dialog.open) this.dialog.showModal();
+    if (!this.dialog.querySelector("form").contains(document.activeElement)) this.dialog.querySelector("input, button.main")?.focus();
+  }
+
+  #buttons(verb, danger = false, busy = false) {
+    return h("p", { class: "buttons" }, h("button", { type: "button", onclick: () => this.dialog.close() }, "Cancel"),
+      h("button", { type: "submit", class: danger ? "main danger" : "main", disabled: busy }, verb));
+  }
+}
+
+async function said(response) {
+  try {
+    const answer = JSON.parse((await response.text()).trim());
+    return answer.error?.message ? problem(answer.error) : String(answer.error ?? "");
+  } catch {
+    return "";
+  }
+}
+
+const problem = (error) => [error.message, ...(error.problems ?? []), error.hint].filter(Boolean).join(" — ");
+
+// ------------------------------------------------------------ what each order says
+
+const names = (replicas) => some(replicas.map((one) => one.name), 4);
+
+export function scaleOrder(model, group) {
+  const now = model.replicasOf(group.name);
+  return {
+    title: `Scale ${group.name}`, verb: "Scale", path: "/scale", number: { name: "replicas", now: now.length, most: 10000 },
+    body: (wanted) => ({ group: group.name, replicas: wanted }),
+    says: (wanted) => {
+      if (!Number.isInteger(wanted) || wanted < 0) return "Give the number of replicas that the group is to have.";
+      if (wanted === now.length) return `${group.name} has ${count(wanted, "replica")}: nothing changes.`;
+      if (wanted > now.length) return `${group.name} goes from ${now.length} to ${wanted}: ${count(wanted - now.length, "replica")} of ${count(group.world_size, "rank")} start, where there is room. It holds until the next scale, or a reload that changes the number.`;
+      const ends = now.slice(wanted).reverse();
+      return `${group.name} goes from ${now.length} to ${wanted}: ${names(ends)} may finish a sync, then end${ends.length === 1 ? "s" : ""}.`;
+    },
+    did: () => "Done: the group has its new size; new replicas are starting.",
+  };
+}
+
+export function restartOrder(model, target, { rolling = false } = {}) {
+  const replica = model.doc.replicas[target];
+  const all = model.replicasOf(target);
+  return {
+    title: `Restart ${target}${rolling ? ", a few at a time" : ""}`, verb: "Restart", path: "/restart", body: () => ({ target, rolling }),
+    says: () => (replica ? `${target} may finish a sync, is ended, and starts again as generation ${replica.generation + 1}. It is not ready until it has loaded the newest version. No restart budget is spent.`
+      : rolling ? `All ${count(all.length, "replica")} of ${target} are restarted, only max_unavailable at a time, each ready before the next. No restart budget is spent.`
+        : `All ${count(all.length, "replica")} of ${target} end at once after their sync, and start again: the group is not ready meanwhile. No restart budget is spent.`),
+    did: () => (rolling ? "Done: all are restarted, and ready." : "Done: the next generation is starting."),
+  };
+}
+
+export function drainOrder(model, target) {
+  const replica = model.doc.replicas[target];
+  const all = model.replicasOf(target);
+  return {
+    title: `Drain ${target}`, verb: "Drain", danger: true, path: "/drain", body: () => ({ target }),
+    says: () => `${replica ? `${target} may finish a sync, then gets SIGTERM, then SIGKILL. It rests` : `All ${count(all.length, "replica")} of ${target} may finish a sync, then get SIGTERM, then SIGKILL. They rest`} until restarted.`,
+    did: () => "Done: no process of it is left.",
+  };
+}
+
+export const drainRunOrder = (model) => ({
+  title: "Drain the whole run", verb: "End the run", danger: true, path: "/drain", body: () => ({}),
+  says: () => `All ${count(Object.keys(model.doc.replicas).length, "replica")} end after their sync, dependent groups first. Then the run is over, and its supervisor and this page end.`,
+  did: () => "The drain has begun.",
+});
+
+export function nodeOrder(model, node) {
+  const undo = node.state === "draining";
+  const has = node.replicas ?? [];
+  return {
+    title: undo ? `Let ${node.name} take replicas again` : `Drain node ${node.name}`, verb: undo ? "Take it back" : "Drain", danger: !undo, path: "/drain",
+    body: () => ({ node: node.name, undo }),
+    says: () => (undo ? `Replicas may start on ${node.name} again; those that it has stay where they are.`
+      : `${has.length ? `${some(has, 4)} may finish a sync, and start${has.length === 1 ? "s" : ""} on other nodes` : "No replica is there"}; what fits nowhere else waits. No budget is spent. ${node.local ? "" : "Its agent ends then."}`),
+  };
+}
+
+export function resetOrder(model, target) {
+  const failed = Object.values(model.doc.replicas).filter((one) => (!target || one.group === target || one.name === target) && ["failed", "backoff"].includes(one.state));
+  return {
+    title: target ? `Reset ${target}` : "Reset what has failed", verb: "Reset", path: "/reset-failed", body: () => (target ? { target } : {}),
+    says: () => `${failed.length ? `${names(failed)} start${failed.length === 1 ? "s" : ""} again at once` : "No replica has failed or waits: none is started"}, and restart budgets are full again. Use it when the cause is mended.`,
+    did: (result) => (result?.length ? `Starting again: ${some(result, 6)}.` : "Nothing had failed; restart budgets are full."),
+  };
+}
+
+export const reloadOrder = () => ({
+  title: "Reload the config", verb: "Reload", path: "/reload", body: () => ({}),
+  says: () => "The supervisor reads its config file again. New groups start, removed ones drain, groups whose processes would start differently restart, a few replicas at a time; all others are left alone. A config with problems changes nothing.",
+  did: (result) => ["changed", "added", "removed"].filter((one) => result?.[one]?.length).map((one) => `${one}: ${result[one].join(", ")}`).join("; ") || "Reloaded: nothing has changed.",
+});

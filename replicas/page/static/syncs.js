@@ -1,0 +1,134 @@
+// Each channel: who holds up its newest version, and its last syncs as bars of their phases.
+
+import { h } from "./elements.js";
+import { age, ago, bytes, clock, count, duration, some, words } from "./texts.js";
+import { to } from "./places.js";
+
+export const PHASES = {
+  wait: "waits for a free slot",
+  pack: "copies the weights into the slot",
+  queue: "waits for the version before",
+  form: "connects the hosts",
+  map: "offers the slot on its own host",
+  transfer: "moves the bytes to other hosts",
+  verify: "compares digests",
+  commit: "records the commit",
+  hold: "holds the GPU's streams, beside the others",
+};
+const FEW = 10;
+const MANY = 100;
+const opened = new Set();
+
+export function drawnChannels(model, redraw) {
+  return Object.values(model.doc.channels).map((channel) => h("section", { key: channel.name, class: "card", "aria-label": `Channel ${channel.name}` },
+    h("header", null, h("h2", null, h("a", { href: to("channel", channel.name) }, channel.name)), h("span", { class: "muted" }, route(channel))),
+    facts(model, channel), holdUp(model, channel), table(model, channel, redraw)));
+}
+
+function route(channel) {
+  if (channel.peers?.length) return `peers ${channel.peers.join(", ")}`;
+  return channel.sources?.length || channel.targets?.length ? `${(channel.sources ?? []).join(", ") || "nobody"} → ${(channel.targets ?? []).join(", ") || "nobody"}` : "";
+}
+
+export const fact = (name, value, about) => (value === undefined || value === null || value === "" ? null
+  : h("div", { key: name, class: "fact", title: about }, h("dt", null, name), h("dd", null, value)));
+
+function facts(model, channel) {
+  const failed = Object.entries(channel.syncs ?? {}).filter(([outcome]) => outcome !== "committed").reduce((all, [, number]) => all + number, 0);
+  const behind = model.laggards(channel);
+  const late = behind.filter((one) => one.version);
+  const since = Math.min(...late.map((one) => one.since ?? Infinity));
+  const lag = [late.length ? `${count(Math.max(...late.map((one) => one.behind)), "version")}${since < Infinity ? `, ${age(model.now - since)}` : ""}` : "",
+    behind.length > late.length ? `${behind.length - late.length} without any` : ""].filter(Boolean).join("; ");
+  const collectives = Object.entries(channel.operations ?? {}).map(([outcome, number]) => `${number} ${words(outcome)}`).join(", ");
+  if (channel.peers?.length || (collectives && !channel.committed_version))
+    return h("dl", { class: "facts" }, fact("collectives", collectives || "none yet"), fact("epoch", String(channel.epoch)));
+  return h("dl", { class: "facts" },
+    fact("newest version", channel.committed_version ? String(channel.committed_version) : "none yet"),
+    fact("committed", channel.committed_at ? ago(model, channel.committed_at) : undefined),
+    fact("step", channel.step !== undefined ? String(channel.step) : undefined, "meta[\"step\"] of the newest version"),
+    fact("size", channel.version_nbytes ? bytes(channel.version_nbytes) : undefined),
+    fact("lag", lag || "none", "of the target that is furthest behind"),
+    fact("committed in all", String(channel.syncs?.committed ?? 0)), fact("failed", failed ? h("b", { class: "bad" }, String(failed)) : "0"),
+    fact("sent between hosts", bytes(channel.bytes_total ?? 0)), fact("epoch", String(channel.epoch)),
+    fact("wrong bytes served", channel.wrong_total ? h("b", { class: "bad" }, String(channel.wrong_total)) : undefined));
+}
+
+/** Who holds up a version: one that is under way, and the newest one at those that have not loaded it. */
+export function holdUp(model, channel) {
+  const found = [];
+  for (const one of Object.values(channel.under_way ?? {})) {
+    const more = (one.waiting ?? 0) - (one.waits_for?.length ?? 0);
+    const waits = one.waits_for?.length ? h("span", null, " It waits for ", replicasIn(one.waits_for), more > 0 ? ` and ${more} more` : "", ".") : "";
+    found.push(h("p", { key: `u${one.version}`, class: "hold" }, h("b", null, `Version ${one.version}`), ` of ${one.publisher} is ${one.state} for ${age(model.now - one.since)}.`, waits));
+  }
+  const behind = model.laggards(channel);
+  if (channel.committed_version && behind.length) {
+    const alike = new Map(); // those that have the same version, for the same reason
+    for (const one of behind) {
+      const key = `${one.version ? `at ${one.version}` : "none yet"}: ${one.why}`;
+      alike.set(key, [...(alike.get(key) ?? []), one]);
+    }
+    const shown = [...alike].slice(0, 5).map(([key, some], at) => {
+      const since = Math.min(...some.map((one) => one.since ?? Infinity));
+      return [at ? "; " : "", replicasIn(some.slice(0, 4).map((one) => one.replica.name)), some.length > 4 ? ` and ${some.length - 4} more` : "",
+        ` (${key}${since < Infinity ? `, ${age(model.now - since)}` : ""})`];
+    });
+    found.push(h("p", { key: "behind", class: "hold" }, h("b", null, `Version ${channel.committed_version}`), " is not loaded by ", shown, "."));
+  }
+  return found.length ? found : channel.committed_version ? h("p", { key: "all", class: "muted hold" }, `Nobody holds up version ${channel.committed_version}: all targets serve it.`) : null;
+}
+
+const replicasIn = (members) => members.map((member, at) => [at ? ", " : "", h("a", { href: to("replica", member.split("/").slice(0, 2).join("/")) }, member)]);
+
+function table(model, channel, redraw) {
+  const all = model.spans(`channel ${channel.name}`, "sync");
+  if (!all.length) return null;
+  const open = opened.has(channel.name);
+  const shown = all.slice(-(open ? MANY : FEW)).reverse();
+  const most = Math.max(...shown.map((one) => one.end - one.start), 1e-6);
+  const folded = model.doc.folded?.[`channel ${channel.name}`];
+  return h("div", { key: "syncs" },
+    h("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": `Syncs of ${channel.name}` }, h("table", { class: "syncs" },
+      h("thead", null, h("tr", null, h("th", null, "version"), h("th", null, "at"), h("th", { class: "wide" }, "phases"), h("th", null, "took"), h("th", null, "size"),
+        h("th", null, "between nodes"), h("th", null, "slowest"), h("th", null, "lost"))),
+      h("tbody", null, shown.map((one) => h("tr", { key: one.key, class: one.outcome === "committed" ? "" : "badrow" },
+        h("td", null, h("a", { href: to("sync", channel.name, one.version) }, String(one.version))), h("td", null, clock(one.end)),
+        h("td", { class: "wide" }, bar(one, most)), h("td", null, duration(one.end - one.start)), h("td", null, bytes(one.nbytes ?? 0)),
+        h("td", null, flow(one)), h("td", null, slowest(one)),
+        h("td", null, one.outcome === "committed" ? (one.lost ? h("b", { class: "warn" }, some(one.lost, 2)) : "–") : h("b", { class: "bad" }, words(one.outcome)))))))),
+    legend(shown),
+    h("p", { class: "more" }, all.length > FEW ? h("button", {
+      type: "button", onclick: () => {
+        opened[open ? "delete" : "add"](channel.name);
+        redraw();
+      },
+    }, open ? "show fewer" : `show ${Math.min(all.length, MANY)}`) : "", folded ? h("span", { class: "muted" }, ` ${count(folded, "older sync")} no longer kept here`) : ""));
+}
+
+export function bar(sync, most) {
+  const width = (share) => `${Math.max(share * 100, 0.15).toFixed(3)}%`;
+  const lasts = Math.max(sync.end - sync.start, 1e-9);
+  const text = (sync.parts ?? []).map(([name, start, end]) => `${name} ${duration(end - start)}`).join(", ");
+  return h("svg", { class: "bar", width: "100%", height: 12, role: "img", "aria-label": text || "no phases known" },
+    (sync.parts ?? []).length ? sync.parts.map(([name, start, end], at) => h("rect", { key: at, x: width(start / most), y: name === "hold" ? 10 : 0, width: width((end - start) / most), height: name === "hold" ? 2 : 10, class: `phase p-${name}` },
+      h("title", null, `${name}: ${duration(end - start)}`))) : h("rect", { x: 0, y: 0, width: width(lasts / most), height: 10, class: sync.outcome === "committed" ? "sync" : "failed" }));
+}
+
+function legend(syncs) {
+  const names = new Set(syncs.flatMap((one) => (one.parts ?? []).filter(([, start, end]) => end - start > 0.0005).map(([name]) => name)));
+  return h("ul", { class: "legend", "aria-label": "Phases" }, Object.keys(PHASES).filter((name) => names.has(name)).map((name) =>
+    h("li", { key: name, title: PHASES[name] }, h("svg", { width: 10, height: 10, "aria-hidden": "true" }, h("rect", { width: 10, height: 10, class: `phase p-${name}` })), name)));
+}
+
+function flow(sync) {
+  const ways = sync.between ?? [];
+  if (!ways.length) return sync.moved_nbytes ? bytes(sync.moved_nbytes) : "–";
+  const [from, target, nbytes] = ways[0];
+  return `${from} → ${target} ${bytes(nbytes)}${ways.length > 1 ? ` +${ways.length - 1}` : ""}`;
+}
+
+function slowest(sync) {
+  const [first] = Object.entries(sync.held ?? {});
+  return first ? h("span", null, h("a", { href: to("replica", first[0]) }, first[0]), ` ${duration(first[1])}`) : "–";
+}

@@ -1,0 +1,97 @@
+// The head of the page, groups, nodes and events.
+
+import { h } from "./elements.js";
+import { age, ago, bytes, clock, count, duration, some } from "./texts.js";
+import { to, toTrack } from "./places.js";
+
+const DOTS = 64;
+const LEVELS = ["bad", "warn", "note"];
+
+export function drawnHead(model, link, { locked, onToken, onTheme, theme }) {
+  const { run } = model.doc;
+  const state = link.state === "report" ? "report" : link.state === "live" ? "live" : link.state;
+  const said = {
+    report: `as of ${clock(model.now ?? 0, { date: true })}`, live: "live", opening: "connecting",
+    lost: `not connected for ${age(Date.now() / 1000 - link.since)}`, full: "many look: every 10 s",
+  }[state];
+  return h("div", { class: "head" },
+    h("h1", null, h("a", { href: to("run") }, run.run ?? "replicas")), h("span", { class: `link l-${state}`, role: "status" }, said),
+    h("span", { class: "muted about" }, [run.endpoint, run.started && state !== "report" ? `up ${age(model.now - run.started)}` : "", run.version ? `replicas ${run.version}` : ""].filter(Boolean).join(" · ")),
+    h("span", { class: "buttons" },
+      state === "report" ? null : h("button", { type: "button", onclick: onToken, "aria-pressed": String(!locked) }, locked ? "give token" : "forget token"),
+      h("button", { type: "button", onclick: onTheme, "aria-label": `Colours: ${theme}` }, { auto: "◐", light: "☀", dark: "☾" }[theme])));
+}
+
+export function drawnVerdict(model, link) {
+  const { run, verdict } = model.doc;
+  let [level, sentence] = [verdict.level ?? "note", verdict.sentence ?? "Nothing is known of the run yet."];
+  if (run.starting) [level, sentence] = ["note", `The run is starting: ${run.starting}.`];
+  if (link.state === "lost" && run.exit_code === undefined)
+    [level, sentence] = ["bad", `The supervisor does not answer since ${clock(link.since)}${run.adopt_s ? `; replicas go on without it until ${clock(link.since + run.adopt_s)}, or until the next one takes them over` : ""}. Below is what was last known.`];
+  if (!model.known) [level, sentence] = link.state === "lost" ? ["bad", "The supervisor does not answer."] : ["note", "Asking the supervisor…"];
+  const all = Object.entries(verdict.troubles ?? {}).map(([text, about]) => ({ text, ...about })).sort((a, b) => LEVELS.indexOf(a.level) - LEVELS.indexOf(b.level));
+  const troubles = all.filter((one) => one.text !== sentence);
+  const first = all.find((one) => one.text === sentence);
+  return h("div", { class: `verdict is-${level}` },
+    h("p", { class: "sentence", role: "status" }, first ? h("a", { href: toTrack(first.about) }, sentence) : sentence, since(model, first)),
+    troubles.length ? h("ul", { class: "troubles" }, troubles.slice(0, 12).map((one) => h("li", { key: one.about + one.text, class: `is-${one.level}` }, h("a", { href: toTrack(one.about) }, one.text), since(model, one))),
+      troubles.length > 12 ? h("li", { key: "more", class: "muted" }, `and ${troubles.length - 12} more`) : null) : null);
+}
+
+const since = (model, trouble) => (trouble?.since && !model.fixed ? h("span", { class: "muted" }, ` · for ${age(model.now - trouble.since)}`) : null);
+
+export function drawnFigures(model) {
+  const { doc } = model;
+  return h("div", { class: "figures" }, Object.values(doc.groups).map((group) => groupFigure(model, group)),
+    Object.values(doc.channels).filter((channel) => channel.committed_version || !channel.peers && !channel.operations).map((channel) => h("a", { class: "figure", key: `c ${channel.name}`, href: to("channel", channel.name) },
+      h("span", { class: "what" }, channel.name), h("span", { class: "number" }, channel.committed_version ? `v${channel.committed_version}` : "–"),
+      h("span", { class: "muted" }, channel.committed_at ? `${ago(model, channel.committed_at)}${channel.last_sync ? ` · ${duration(channel.last_sync.seconds)}` : ""}` : "no version yet"))));
+}
+
+function groupFigure(model, group) {
+  const replicas = model.replicasOf(group.name);
+  const over = model.doc.run.exit_code !== undefined;
+  const good = ["ready", "finished", over ? "drained" : ""]; // at the end of a run all are
+  const ready = replicas.filter((one) => good.includes(one.state)).length;
+  const budget = group.restart_budget_remaining_ratio ?? 1;
+  const restarts = Object.values(group.restarts ?? {}).reduce((all, one) => all + one, 0);
+  const about = group.launcher === "external" ? "started by others" : model.fixed ? count(restarts, "restart") : `budget ${Math.round(budget * 100)} %${restarts ? ` · ${count(restarts, "restart")}` : ""}`;
+  return h("a", { class: "figure", key: `g ${group.name}`, href: to("group", group.name) }, h("span", { class: "what" }, group.name),
+    h("span", { class: `number${ready < (group.min_ready ?? replicas.length) ? " warn" : ""}` }, `${ready}/${replicas.length}`),
+    replicas.length <= DOTS ? h("svg", { class: "dots", width: Math.min(replicas.length, 16) * 8, height: Math.ceil(replicas.length / 16) * 8, role: "img", "aria-label": `${ready} of ${replicas.length} ready` },
+      replicas.map((one, at) => h("rect", { key: one.name, x: (at % 16) * 8, y: Math.floor(at / 16) * 8, width: 6, height: 6, class: `state s-${one.beat ? "backoff" : one.state}` }))) : null,
+    h("span", { class: budget < 0.5 ? "warn" : "muted" }, about));
+}
+
+export function drawnNodes(model) {
+  const nodes = Object.values(model.doc.nodes);
+  if (!nodes.length) return null;
+  return h("section", { class: "card", "aria-label": "Nodes" }, h("header", null, h("h2", null, "Nodes")),
+    h("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": "Nodes" }, h("table", null,
+      h("thead", null, h("tr", null, ["node", "state", "heard", "GPUs free", "CPUs", "memory", "address", "replicas"].map((name) => h("th", { key: name }, name)))),
+      h("tbody", null, nodes.map((one) => h("tr", { key: one.name, class: one.state === "lost" ? "badrow" : "" },
+        h("td", null, h("a", { href: to("node", one.name) }, one.name), one.local ? h("span", { class: "muted" }, " (supervisor)") : ""),
+        h("td", null, h("span", { class: `pill s-${one.state}` }, one.state)), h("td", null, one.local || model.fixed ? "–" : age(model.now - one.heard)),
+        h("td", null, one.gpus ? `${one.gpus_free} of ${one.gpus}` : "–"), h("td", null, one.cpus ? String(one.cpus) : "–"), h("td", null, one.memory_nbytes ? bytes(one.memory_nbytes) : "–"),
+        h("td", null, one.address ?? "–"), h("td", { class: "wide" }, one.replicas?.length ? some(one.replicas, 6) : "–")))))));
+}
+
+export function drawnEvents(model, choice, redraw) {
+  const shown = model.events.filter((one) => choice.all || !one.routine).filter((one) => !choice.text || `${one.who} ${one.what} ${one.type}`.toLowerCase().includes(choice.text)).slice(-choice.most).reverse();
+  return h("section", { class: "card", "aria-label": "Events" }, h("header", null, h("h2", null, "Newest events"),
+    h("span", { class: "buttons" }, h("label", { class: "find" }, h("span", { class: "hidden" }, "Filter events"), h("input", {
+      type: "search", placeholder: "filter events", oninput: (event) => {
+        choice.text = event.target.value.trim().toLowerCase();
+        redraw();
+      },
+    })), h("label", { class: "tick" }, h("input", {
+      type: "checkbox", checked: choice.all, onchange: (event) => {
+        choice.all = event.target.checked;
+        redraw();
+      },
+    }), "every sync"))),
+  shown.length ? h("ol", { class: "events" }, shown.map((one) => drawnEvent(one))) : h("p", { class: "muted" }, "None is like that."));
+}
+
+export const drawnEvent = (one) => h("li", { key: one.seq, class: `tone-${one.tone ?? "plain"}` },
+  h("a", { class: "when", href: to("event", one.seq), title: `event ${one.seq}` }, clock(one.at)), h("span", { class: "who" }, one.who), h("span", { class: "what" }, one.what));

@@ -1,0 +1,179 @@
+"""Syncs as OpenTelemetry spans, made of the same events as everything else.
+
+A publish is a span, and a child of the span in which its trainer called ``publish``
+(``meta["traceparent"]``, :func:`replicas.messages.arguments.with_trace`). Its phases,
+the bytes between two members, and the load of each replica are its children.
+
+What is exported where is said by OpenTelemetry's own variables (``OTEL_*``); nothing is
+exported, and nothing imported, unless one of them names a place. It all happens on a
+thread of its own, which imports the SDK, as a collector may be slow or away; what does
+not fit its queue is dropped and counted. The extra ``otel`` has the packages.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
+
+import replicas
+from replicas.common.aside import Aside
+from replicas.common.logs import Log
+from replicas.telemetry.events import Record
+from replicas.telemetry.spans import Spans
+from replicas.telemetry.tracks import Span, parts
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import SpanProcessor
+    from opentelemetry.trace import SpanContext
+
+log = Log("replicas.telemetry.otel")
+
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+_EXPORTER = "OTEL_TRACES_EXPORTER"
+_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+_QUEUE = 10_000
+_SYNCS = 256
+"""Syncs whose loads are still told: as many as a replica may be behind."""
+_TOLD = ("channel", "version", "outcome", "publisher", "nbytes", "moved_nbytes", "members", "lost", "step", "seconds")
+
+
+def exporters(environ: Mapping[str, str]) -> list[str]:
+    """Return the names of the exporters that the environment asks for; empty: none."""
+    if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return []
+    named = environ.get(_EXPORTER, "").strip() or ("otlp" if any(environ.get(one) for one in _ENDPOINTS) else "none")
+    protocol = next((environ[one] for one in _PROTOCOLS if environ.get(one)), "http/protobuf")
+    otlp = "otlp_proto_grpc" if protocol == "grpc" else "otlp_proto_http"
+    found = [one.strip() for one in named.split(",")]
+    return [otlp if one == "otlp" else one for one in found if one not in ("", "none")]
+
+
+class Traces:
+    """Exports the syncs of a run's events.
+
+    :param run: its name. :param environ: where the variables are read.
+    :param processor: takes the spans, in place of the exporters that are named there.
+    """
+
+    def __init__(self, run: str, environ: Mapping[str, str], processor: SpanProcessor | None = None) -> None:
+        self._run, self._environ, self._processor = run, environ, processor
+        self._spans = Spans(most=_SYNCS)
+        self._writer: _Writer | None = None
+        self._useless = False
+        self._aside: Aside[Record | None] = Aside("replicas-otel", self._take, self._missed, _QUEUE)
+
+    def put(self, record: Record) -> None:
+        """Take the next event; never waits."""
+        self._aside.put(record)
+
+    def close(self, timeout_s: float = 3.0) -> None:
+        """Export what is left, for at most ``timeout_s``. Blocks."""
+        self._aside.put(None)
+        if not self._aside.flush(timeout_s):
+            log.warning("the last spans were not exported within %g s", timeout_s)
+
+    def _missed(self, count: int) -> None:
+        log.warning("%d events were not exported as spans: the collector does not keep up", count)
+
+    def _take(self, record: Record | None) -> None:
+        """Write the spans that an event has ended; None: export all that is left."""
+        if self._useless:
+            return
+        try:
+            if record is None:
+                if self._writer is not None:
+                    self._writer.flush()
+                return
+            self._writer = self._writer or _Writer(self._run, self._environ, self._processor)
+            self._spans.feed(record)
+            for span in self._spans.changed(record.seq - 1)[0]:
+                self._writer.write(span, record.seq)
+        except ImportError as error:
+            self._useless = True
+            names = "OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_TRACES_EXPORTER"
+            log.warning(
+                "%s is set, but no spans are exported: %s (pip install torch-replicas[otel], or unset it)", names, error
+            )
+        except Exception:  # whatever the SDK or an exporter raises: the run goes on without
+            self._useless = True
+            log.exception("no spans are exported any more")
+
+
+class _Writer:
+    """Writes spans with the SDK, which it imports."""
+
+    def __init__(self, run: str, environ: Mapping[str, str], processor: SpanProcessor | None) -> None:
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        about = {"replicas.run": run}
+        if not environ.get("OTEL_SERVICE_NAME") and "service.name" not in environ.get("OTEL_RESOURCE_ATTRIBUTES", ""):
+            about["service.name"] = "replicas"
+        self._provider = TracerProvider(resource=Resource.create(about), shutdown_on_exit=False)
+        if processor is not None:
+            self._provider.add_span_processor(processor)
+        for name in exporters(environ) if processor is None else ():
+            found = next(iter(entry_points(group="opentelemetry_traces_exporter", name=name)), None)
+            if found is None:
+                raise ImportError(f"no package here has the exporter {name}")
+            self._provider.add_span_processor(BatchSpanProcessor(found.load()()))
+        self._tracer = self._provider.get_tracer("replicas", replicas.__version__)
+        self._known: OrderedDict[int, SpanContext] = OrderedDict()
+        """The spans of syncs, by the numbers of their events."""
+
+    def write(self, span: Span, seq: int) -> None:
+        """Export what the event ``seq`` has ended."""
+        channel = span.track.removeprefix("channel ")
+        if span.id == seq and span.kind == "sync":
+            self._sync(span, channel)
+        elif span.id == seq and span.kind == "version":
+            for load in parts(span):
+                about = {"channel": load.attributes["channel"], "version": load.attributes["version"]}
+                self._child(load, "load", about | {"replica": load.track.removeprefix("replica ")})
+        elif span.id == seq and span.kind == "catch_up":
+            facts = {"channel": channel, "version": span.attributes["version"]}
+            self._end(span, f"catch_up {channel}", facts | {"members": tuple(span.attributes["members"])}, None)
+
+    def _sync(self, span: Span, channel: str) -> None:
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        facts = span.attributes | {"channel": channel}
+        caller = TraceContextTextMapPropagator().extract({"traceparent": facts.get("trace", "")})
+        about = {name: facts[name] for name in _TOLD if facts.get(name) is not None}
+        if slowest := next(iter(facts.get("held", {}).items()), None):
+            about |= {"slowest": slowest[0], "slowest_s": slowest[1]}
+        self._known[span.id] = self._end(span, f"publish {channel}", about, caller)
+        if len(self._known) > _SYNCS:
+            self._known.popitem(last=False)
+        for part in parts(span):
+            moved = part.kind == "transfer"
+            self._child(part, "transfer between hosts" if moved else part.name, part.attributes)
+
+    def _child(self, span: Span, name: str, about: Mapping[str, Any]) -> None:
+        from opentelemetry.trace import NonRecordingSpan, set_span_in_context
+
+        if (parent := self._known.get(span.parent or 0)) is not None:  # else of an earlier supervisor
+            self._end(span, name, about, set_span_in_context(NonRecordingSpan(parent)))
+
+    def _end(self, span: Span, name: str, about: Mapping[str, Any], context: Any) -> SpanContext:
+        from opentelemetry.trace import StatusCode
+
+        outcome = span.attributes.get("outcome", "committed")
+        facts = {f"replicas.{key}": value for key, value in about.items()} | {"replicas.event": span.id}
+        told = self._tracer.start_span(name, context, attributes=facts, start_time=_ns(span.start))
+        if outcome != "committed":
+            told.set_attribute("error.type", outcome)
+            told.set_status(StatusCode.ERROR, span.attributes.get("error", ""))
+        told.end(_ns(span.start if span.end is None else span.end))
+        return told.get_span_context()
+
+    def flush(self) -> None:
+        """Export what is left. Blocks for as long as the exporters try."""
+        self._provider.force_flush()
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)

@@ -1,0 +1,390 @@
+"""A run's events as spans of time and marks: what lanes and timelines show. Pure.
+
+Theory of operation
+===================
+
+:class:`Spans` is a fold of the events of one run, as the counters are
+(:mod:`replicas.telemetry.tally`): a live page feeds it from the event log, a report
+from the file, and both show the same. A *span* lies on a *track*::
+
+    run                  supervisor, unsupervised, drain
+    channel NAME         sync (its parts: phase, transfer), catch_up, operation
+    group NAME           drain
+    node NAME            node (its states), drain
+    replica GROUP/INDEX  generation, state, version (its part: load), drain
+
+A *mark* is an instant: an exit, an order, a loss, wrong bytes. Both have the number of
+the event that they begin with, by which one event is found again, and a span that of
+the last event that changed it: a page asks for what changed since the last one it has.
+
+**Parts** of a sync, and the load of a version, follow from the span alone, so they are
+not kept: :func:`~replicas.telemetry.tracks.parts` makes them. A version on a replica's
+track begins when all ranks have loaded it; its parent is the sync that brought it.
+
+**Several supervisors.** One that takes over (``resumed``) continues the spans: what was
+open still is until an event says otherwise. ``ADOPT`` of the same generation goes on
+with it. A state that does not fit the next event ended at a time that nobody saw: it
+ends when that supervisor began, or at the last event before a gap in the numbers, and
+has ``unknown_end``. Any other ``RunStarted`` begins another run, and forgets the one
+before.
+
+**Clocks.** Times are those of the events. A clock that was set back is marked, and no
+span ends before it begins.
+
+**Bounds.** A track keeps the newest spans of each kind, a channel three times as many
+syncs; older ones are counted in :attr:`Spans.folded`. Open spans are never folded.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from replicas.core.base import effects
+from replicas.core.lives.lifecycle import ALIVE, Transition
+from replicas.status import SyncRecord
+from replicas.telemetry import events
+from replicas.telemetry.tracks import Folded, Mark, Span, order, replica_of, track_of
+from replicas.telemetry.words import duration_text, in_words
+
+MOST = 100
+"""Spans of one kind, and marks, that a track keeps."""
+_SYNCS = 3
+CLOCK_STEP_S = 1.0
+"""A clock that goes back by less was only slewed."""
+_MARKS: dict[type, str] = {
+    effects.LoadFailed: "load_failed",
+    effects.MemberLost: "loss",
+    effects.MemberQuarantined: "loss",
+    effects.Retried: "retry",
+    effects.SidecarReplaced: "retry",
+    effects.StepFell: "step",
+    effects.StoreChanged: "store",
+    effects.WrongBytes: "wrong_bytes",
+    events.ConnectionsRefused: "refused",
+    events.Draining: "drain",
+    events.EventsLost: "lost_events",
+    events.FailedReset: "reset",
+    events.HeldUp: "held_up",
+    events.LeasesAwaited: "leases",
+    events.LeftoverFound: "leftover",
+    events.LogLinesDropped: "log",
+    events.NodeChanged: "node",
+    events.Reloaded: "reload",
+    events.ReloadRefused: "reload",
+    events.ReplicaExited: "exit",
+    events.RestartAsked: "restart",
+    events.RunEnded: "end",
+    events.RunStarted: "start",
+    events.Scaled: "scale",
+    events.StacksSaved: "stacks",
+    events.StateSetAside: "state",
+    events.TokenChanged: "token",
+}
+"""The kind of the mark of each event that has one."""
+
+
+class Spans:
+    """The spans of one run.
+
+    :param most: spans of one kind that a track keeps.
+    :ivar seq: number of the newest event. :ivar at: when it was.
+    :ivar folded: spans that are no longer kept, by track and kind.
+    """
+
+    def __init__(self, most: int = MOST) -> None:
+        self._most = most
+        self.seq, self.at = 0, 0.0
+        self._forget()
+
+    def _forget(self) -> None:
+        self.run = ""
+        self.folded: dict[tuple[str, str], Folded] = {}
+        self._kept: dict[tuple[str, str], deque[Span]] = {}
+        self._open: dict[tuple[str, str, str], Span] = {}
+        """By track, kind, and a channel for versions."""
+        self._marks: dict[str, deque[Mark]] = {}
+        self._changes: OrderedDict[tuple[int, str, str, str], Span] = OrderedDict()
+        """All spans, the last changed one last."""
+        self._syncs: dict[tuple[str, int], Span] = {}
+        self._doubt_at = 0.0
+        """When a span that does not fit the next event may have ended."""
+
+    # ------------------------------------------------------------ results
+
+    def spans(self) -> list[Span]:
+        """Return all spans that are kept, by track and start."""
+        kept = [span for one in self._kept.values() for span in one]
+        return sorted(kept, key=lambda span: (order(span.track), span.start, span.id))
+
+    @property
+    def tracks(self) -> int:
+        """How many tracks have spans."""
+        return len({track for track, _ in self._kept})
+
+    def marks(self) -> list[Mark]:
+        return sorted((mark for one in self._marks.values() for mark in one), key=lambda mark: mark.seq)
+
+    def changed(self, since: int) -> tuple[list[Span], list[Mark]]:
+        """Return what events with numbers above ``since`` made or changed."""
+        spans: list[Span] = []
+        for span in reversed(self._changes.values()):
+            if span.changed <= since:
+                break
+            spans.append(span)
+        marks = (mark for one in self._marks.values() for mark in _newer(one, since))
+        return spans[::-1], sorted(marks, key=lambda mark: mark.seq)
+
+    # ------------------------------------------------------------ the fold
+
+    def feed(self, record: events.Record) -> None:
+        """Take the next event; one that is not newer than the last changes nothing."""
+        if record.seq <= self.seq:
+            return
+        event, at = record.event, record.at
+        if isinstance(event, events.RunStarted):
+            self._run_started(record, event)
+        else:
+            self._check_order(record)
+        self.seq, self.at = record.seq, at
+        match event:
+            case Transition():
+                self._moved(event)
+            case events.ReplicaExited():
+                self._exited(event)
+            case effects.ReplicaLoaded():
+                self._loaded(event)
+            case effects.SyncEnded(channel, sync):
+                self._synced(channel, sync)
+            case effects.CaughtUp():
+                between = self._between(event.pulled, event.moved_to, "")
+                names = [member.name for member in event.members]
+                facts = {"version": event.version, "members": names, "pulled": event.pulled, "between": between}
+                self._past(f"catch-up {event.version}", "catch_up", event.channel, event.seconds, facts)
+            case effects.OperationEnded():
+                self._past(event.kind, "operation", event.channel, event.seconds, {"outcome": event.outcome})
+            case events.NodeChanged():
+                self._node_changed(event)
+            case events.Draining():
+                self._begin(track_of(event), "drain", event.reason, hurry=event.hurry)
+            case events.Drained():
+                self._finish(track_of(event), "drain")
+            case events.RunEnded():
+                self._run_ended(event)
+        if (kind := _MARKS.get(type(event))) is not None:
+            self._mark(track_of(event), kind, event)
+
+    def _run_started(self, record: events.Record, event: events.RunStarted) -> None:
+        before, self.seq = self._open.get(("run", "supervisor", "")), record.seq
+        if not event.resumed:
+            self._forget()
+        elif before is not None:
+            before.attributes["died"] = True
+            self._finish("run", "supervisor", at=self.at)
+            gap = Span(id=record.seq, track="run", kind="unsupervised", name="no supervisor", start=self.at)
+            gap.end = max(self.at, record.at)
+            self._keep(gap)
+        self.run, self.at, self._doubt_at = event.run, record.at, record.at
+        self._begin("run", "supervisor", f"process {event.pid}", version=event.version, resumed=event.resumed)
+
+    def _check_order(self, record: events.Record) -> None:
+        """Mark a gap in the numbers, and a clock that was set back."""
+        missing, before = record.seq - self.seq - 1, self.at
+        if missing:
+            text = f"{missing} events before this one are not in the log, or of another release"
+            self._add(Mark(seq=record.seq, track="run", kind="gap", name="gap", at=record.at, text=text, tone="quiet"))
+            self._doubt_at = before or record.at
+        if record.at < before - CLOCK_STEP_S:
+            text = f"the clock was set back by {duration_text(before - record.at)}"
+            mark = Mark(
+                seq=record.seq, track="run", kind="clock", name="clock", at=record.at, text=text, tone="warning"
+            )
+            self._add(mark)
+
+    def _moved(self, event: Transition) -> None:
+        track = track_of(event)
+        state, life = self._open.get((track, "state", "")), self._open.get((track, "generation", ""))
+        adopted = event.event == "adopt"
+        if event.after == "starting" and event.before != "ready":
+            life = self._generation(track, event, life, adopted=adopted)
+        if state is not None and state.name == event.after and event.before == event.after:
+            state.attributes["reason"] = event.reason
+            self._touch(state)
+        elif not (adopted and state is not None and state.name == "starting"):
+            if state is not None and state.name != event.before and not adopted:
+                self._lose(track, "state")
+            about: dict[str, Any] = {"event": str(event.event), "reason": event.reason, "generation": event.generation}
+            self._begin(track, "state", event.after, parent=life.id if life and event.after in ALIVE else None, **about)
+        if life is None:
+            return
+        told = {"start_s": event.start_s, "recovery_s": event.recovery_s, "restart_reason": event.restart_reason}
+        life.attributes |= {name: value for name, value in told.items() if value is not None}
+        self._touch(life)
+        if event.after not in ALIVE:
+            self._finish(track, "generation")
+            self._end_versions(track)
+
+    def _generation(self, track: str, event: Transition, before: Span | None, *, adopted: bool) -> Span:
+        name = f"generation {event.generation}"
+        if before is not None and before.name == name and adopted:
+            before.attributes["adopted"] = before.attributes.get("adopted", 0) + 1
+            return before
+        if before is not None:
+            self._lose(track, "generation")
+            self._end_versions(track, lost=True)
+        more: dict[str, Any] = {"adopted": 1} if adopted else {}
+        return self._begin(track, "generation", name, number=event.generation, nodes=event.nodes, **more)
+
+    def _exited(self, event: events.ReplicaExited) -> None:
+        track = track_of(event)
+        life = self._open.get((track, "generation", ""))
+        if life is not None and life.attributes["number"] == event.generation:
+            codes = {str(rank.rank): rank.code for rank in event.ranks}
+            life.attributes |= {"outcome": event.outcome, "reason": event.reason, "exit_codes": codes}
+            self._finish(track, "generation")
+            self._end_versions(track)
+
+    def _loaded(self, event: effects.ReplicaLoaded) -> None:
+        track, channel, version = track_of(event), event.channel, event.version
+        serves = self._open.get((track, "version", channel))
+        if serves is not None and serves.attributes["version"] == version:
+            return  # told again by a new coordinator
+        self._finish(track, "version", channel)
+        if not version:
+            return
+        sync = self._syncs.get((channel, version))
+        about = {"channel": channel, "version": version, "load_s": event.load_s}
+        parent = sync.id if sync is not None else None
+        self._begin(track, "version", f"version {version}", key=channel, parent=parent, **about)
+        if sync is not None and sync.end is not None:
+            after_s = max(0.0, self.at - sync.end)
+            sync.attributes |= {"loads": sync.attributes.get("loads", 0) + 1}
+            sync.attributes |= {"last_loaded": track.removeprefix("replica "), "last_loaded_s": after_s}
+            self._touch(sync)
+
+    def _synced(self, channel: str, sync: SyncRecord) -> None:
+        facts = {name: value for name, value in msgspec.structs.asdict(sync).items() if value or name == "version"}
+        facts["between"] = self._between(sync.pulled, sync.moved_to, sync.publisher)
+        span = self._past(f"sync {sync.version}", "sync", channel, sync.seconds, facts)
+        if sync.outcome == "committed":
+            self._syncs[channel, sync.version] = span
+
+    def _between(
+        self, pulled: Mapping[str, Mapping[str, int]], moved_to: Mapping[str, int], publisher: str
+    ) -> dict[str, dict[str, int]]:
+        """Return bytes by the node that they came from, and by the one they went to.
+
+        A replica of which no node is known stands for its own.
+        """
+        found: dict[str, dict[str, int]] = {}
+        ways = [(holder, member, nbytes) for member, givers in pulled.items() for holder, nbytes in givers.items()]
+        if not pulled and publisher:
+            ways = [(publisher, replica, nbytes) for replica, nbytes in moved_to.items()]
+        for holder, member, nbytes in ways:
+            to, given = self.node_of(member), found.setdefault(self.node_of(holder), {})
+            given[to] = given.get(to, 0) + nbytes
+        return found
+
+    def node_of(self, member: str) -> str:
+        """Return the nodes of a replica, or of its member, by its last generation."""
+        name = replica_of(member)
+        lives = self._kept.get((f"replica {name}", "generation"))
+        return "+".join(dict.fromkeys(lives[-1].attributes["nodes"])) or name if lives else name
+
+    def _node_changed(self, event: events.NodeChanged) -> None:
+        track = track_of(event)
+        known = self._open.get((track, "node", ""))
+        if known is None or known.name != event.after:
+            self._begin(track, "node", event.after, reason=event.reason, address=event.address)
+
+    def _run_ended(self, event: events.RunEnded) -> None:
+        if (own := self._open.get(("run", "supervisor", ""))) is not None:
+            own.attributes |= {"exit_code": event.exit_code, "reason": event.reason}
+        for key in list(self._open):
+            self._finish(*key)
+
+    # ------------------------------------------------------------ what is kept
+
+    def _begin(
+        self, track: str, kind: str, name: str, *, key: str = "", parent: int | None = None, **about: Any
+    ) -> Span:
+        """Begin a span, which ends the one before it."""
+        self._finish(track, kind, key)
+        span = Span(id=self.seq, track=track, kind=kind, name=name, start=self.at, parent=parent, attributes=about)
+        self._open[track, kind, key] = span
+        return self._keep(span)
+
+    def _past(self, name: str, kind: str, channel: str, seconds: float, about: dict[str, Any]) -> Span:
+        track, start = f"channel {channel}", self.at - seconds
+        span = Span(id=self.seq, track=track, kind=kind, name=name, start=start, end=self.at, attributes=about)
+        return self._keep(span)
+
+    def _finish(self, track: str, kind: str, key: str = "", *, at: float | None = None) -> Span | None:
+        if (span := self._open.pop((track, kind, key), None)) is not None:
+            span.end = max(span.start, self.at if at is None else at)
+            self._touch(span)
+        return span
+
+    def _lose(self, track: str, kind: str, key: str = "") -> None:
+        """End a span of which nobody saw the end."""
+        if (span := self._finish(track, kind, key, at=self._doubt_at)) is not None:
+            span.attributes["unknown_end"] = True
+
+    def _end_versions(self, track: str, *, lost: bool = False) -> None:
+        for one, kind, channel in [key for key in self._open if key[:2] == (track, "version")]:
+            (self._lose if lost else self._finish)(one, kind, channel)
+
+    def _keep(self, span: Span) -> Span:
+        kept = self._kept.setdefault((span.track, span.kind), deque())
+        kept.append(span)
+        self._touch(span)
+        if len(kept) > self._most * (_SYNCS if span.kind == "sync" else 1):
+            oldest = next((one for one in kept if one.end is not None), None)
+            if oldest is not None:
+                self._fold(kept, oldest)
+        return span
+
+    def _fold(self, kept: deque[Span], span: Span) -> None:
+        kept.remove(span)
+        self._changes.pop(_key(span), None)
+        self._syncs.pop((span.track.removeprefix("channel "), span.attributes.get("version", 0)), None)
+        folded = self.folded.setdefault((span.track, span.kind), Folded())
+        end = span.end if span.end is not None else span.start
+        folded.count += 1
+        folded.seconds += end - span.start
+        folded.until = max(folded.until, end)
+
+    def _touch(self, span: Span) -> None:
+        span.changed = self.seq
+        self._changes[_key(span)] = span
+        self._changes.move_to_end(_key(span))
+
+    def _mark(self, track: str, kind: str, event: events.Event) -> None:
+        _, text, tone = in_words(event, self.at)
+        name = event.outcome if isinstance(event, events.ReplicaExited) else kind
+        self._add(Mark(seq=self.seq, track=track, kind=kind, name=name, at=self.at, text=text, tone=tone))
+
+    def _add(self, mark: Mark) -> None:
+        self._marks.setdefault(mark.track, deque(maxlen=self._most)).append(mark)
+
+
+def read(records: Iterable[events.Record], most: int = MOST) -> Spans:
+    """Return the spans of the last run of these records."""
+    found = Spans(most)
+    for record in records:
+        found.feed(record)
+    return found
+
+
+def _key(span: Span) -> tuple[int, str, str, str]:
+    return span.id, span.track, span.kind, span.name
+
+
+def _newer(marks: deque[Mark], since: int) -> Iterator[Mark]:
+    for mark in reversed(marks):
+        if mark.seq <= since:
+            return
+        yield mark

@@ -1,0 +1,139 @@
+"""Spans of time and marks on tracks, and what follows from one of them alone. Pure.
+
+:mod:`replicas.telemetry.spans` makes them of events; pages and timelines draw them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from replicas.core.base import effects
+from replicas.telemetry import events
+from replicas.telemetry.words import subject
+
+PHASES = ("wait", "pack", "queue", "form", "map", "transfer", "verify", "commit")
+"""Phases of a sync in the order in which they begin."""
+
+
+class Span(msgspec.Struct, kw_only=True):
+    """Something that lasted.
+
+    ``id``: number of the event with which it began (of a sync: ended). ``start``,
+    ``end``: seconds since 1970; ``end`` None: it goes on. ``parent``: the ``id`` of the
+    span that it belongs to. ``changed``: number of the last event that changed it.
+    """
+
+    id: int
+    track: str
+    kind: str
+    name: str
+    start: float
+    end: float | None = None
+    parent: int | None = None
+    attributes: dict[str, Any] = {}
+    changed: int = 0
+
+
+class Mark(msgspec.Struct, kw_only=True, frozen=True):
+    """An instant. ``tone``: as in :mod:`replicas.telemetry.words`."""
+
+    seq: int
+    track: str
+    kind: str
+    name: str
+    at: float
+    text: str
+    tone: str = ""
+
+
+class Folded(msgspec.Struct):
+    """Spans no longer kept: their number, their time, and until when they were."""
+
+    count: int = 0
+    seconds: float = 0.0
+    until: float = 0.0
+
+
+def parts(span: Span) -> Iterator[Span]:
+    """Yield the phases and transfers of a sync, or the load of a version.
+
+    Phases that overlapped are drawn so that they end when the next part could begin.
+    """
+    if span.kind == "version" and span.attributes["load_s"]:
+        load_s, name = span.attributes["load_s"], f"load {span.attributes['version']}"
+        yield msgspec.structs.replace(
+            span, kind="load", name=name, start=span.start - load_s, end=span.start, attributes=dict(span.attributes)
+        )
+    if span.kind != "sync" or span.end is None:
+        return
+    lasted = dict(_phases(span))
+    for name, (start, end) in lasted.items():
+        yield _part(span, "phase", name, start, end)
+    start, end = lasted.get("transfer", (span.start, span.end))
+    held = span.attributes.get("held", {})
+    for member, givers in span.attributes.get("pulled", {}).items():
+        held_s = held.get(replica_of(member))
+        until = end if held_s is None else min(span.end, span.start + held_s)
+        for holder, nbytes in givers.items():
+            about = {"holder": holder, "member": member, "nbytes": nbytes}
+            yield _part(span, "transfer", f"{holder} to {member}", min(start, until), until, **about)
+
+
+def _phases(sync: Span) -> Iterator[tuple[str, tuple[float, float]]]:
+    seconds: dict[str, float] = sync.attributes.get("phases", {})
+    end = sync.end if sync.end is not None else sync.start
+    latest, now = end - seconds.get("commit", 0.0), sync.start
+    for name in PHASES:
+        if lasts := seconds.get(name, 0.0):
+            start = now if name == "commit" else max(sync.start, min(now, latest - lasts))
+            now = min(end, start + lasts)
+            yield name, (start, now)
+    if hold := seconds.get("hold", 0.0):
+        start = sync.start + seconds.get("wait", 0.0)
+        yield "hold", (start, min(end, start + hold))
+
+
+def _part(span: Span, kind: str, name: str, start: float, end: float, **about: Any) -> Span:
+    return Span(
+        id=span.id,
+        track=span.track,
+        kind=kind,
+        name=name,
+        start=start,
+        end=end,
+        parent=span.id,
+        attributes=about,
+        changed=span.changed,
+    )
+
+
+def track_of(event: events.Event) -> str:
+    """Return the track that an event belongs to."""
+    if isinstance(event, events.NodeChanged):
+        return f"node {event.node}"
+    who = "" if isinstance(event, effects.MemberLost) and event.observes else subject(event)
+    if "/" in who:
+        return f"replica {who}"
+    if who:
+        return who if who.startswith("node ") else f"group {who}"
+    channel = getattr(event, "channel", "")
+    return f"channel {channel}" if channel else "run"
+
+
+_ORDER = ("run", "channel", "group", "node", "replica")
+
+
+def order(track: str) -> tuple[int, str, int]:
+    """Sort tracks: the run, channels, groups, nodes, and replicas by their index."""
+    kind, _, name = track.partition(" ")
+    group, _, index = name.rpartition("/")
+    number = int(index) if kind == "replica" and index.isdigit() else 0
+    return _ORDER.index(kind), group if kind == "replica" else name, number
+
+
+def replica_of(member: str) -> str:
+    """Return the name of a member's replica: ``rollout/1`` of ``rollout/1/0``."""
+    return "/".join(member.split("/")[:2])

@@ -1,0 +1,177 @@
+"""What is wrong with a run, in sentences, the worst first. Pure.
+
+Read off one status, so that the page, ``replicas top`` and a report say the same. A
+sentence has no age in it: it stays the same for as long as the trouble does, and
+``since`` says when it began.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import msgspec
+
+from replicas.core.lives.lifecycle import SETTLED
+from replicas.core.lives.ordering import GOOD, enough
+from replicas.status import ChannelStatus, GroupStatus, ReplicaState, ReplicaStatus, RunStatus
+
+Level = Literal["bad", "warn", "note"]
+LATE_S = 5.0
+"""A heartbeat is late after this; ranks send one each second."""
+BEHIND_S = 30.0
+"""For so long a target may have a committed version to load, before it is named."""
+OPEN_S = 60.0
+LOOP_LAG_S = 1.0
+_NAMED = 3
+_ENDS = {"run": "the run ends", "group": "its group ends", "replica": "the replica that fails next stays failed"}
+_ORDER = {"bad": 0, "warn": 1, "note": 2}
+
+
+class Trouble(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that is wrong, or unfinished (``note``).
+
+    ``about``: a track of the timeline, such as ``replica rollout/1`` or ``run``.
+    ``since``: seconds since 1970; None: not known.
+    """
+
+    level: Level
+    about: str
+    text: str
+    since: float | None = None
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """``sentence``: the worst trouble, or that all is well; ``troubles``: all."""
+
+    level: Literal["good", "bad", "warn", "note"]
+    sentence: str
+    troubles: tuple[Trouble, ...] = ()
+
+
+def verdict(status: RunStatus, now: float) -> Verdict:
+    """Judge a status of the time ``now`` (seconds since 1970)."""
+    found = sorted(_troubles(status, now), key=lambda one: _ORDER[one.level])
+    if status.exit_code is not None:
+        why = f": {status.ended_by}" if status.ended_by else ""
+        good = status.exit_code == 0
+        sentence = f"The run is over, with exit code {status.exit_code}{why}."
+        found = [one for one in found if one.level != "note"]  # all replicas have ended
+        return Verdict(level="good" if good else "bad", sentence=sentence, troubles=tuple(found))
+    if not found:
+        return Verdict(level="good", sentence=f"All is well: {_well(status)}.")
+    return Verdict(level=found[0].level, sentence=found[0].text, troubles=tuple(found))
+
+
+def _well(status: RunStatus) -> str:
+    replicas = [one for group in status.groups for one in group.replicas]
+    parts = [f"{_count(sum(one.state == 'ready' for one in replicas), 'replica')} ready"]
+    if finished := sum(one.state == "finished" for one in replicas):
+        parts.append(f"{finished} finished")
+    parts += [f"{one.name} at version {one.committed_version}" for one in status.channels if one.committed_version]
+    return ", ".join(parts)
+
+
+def _troubles(status: RunStatus, now: float) -> Iterator[Trouble]:
+    if not status.store.up:
+        yield Trouble(
+            level="bad", about="run", text="The rendezvous store does not answer: no new process group forms."
+        )
+    if status.draining and status.exit_code is None:
+        left = sum(one.state not in SETTLED for group in status.groups for one in group.replicas)
+        yield Trouble(level="warn", about="run", text=f"The run is being drained: {_count(left, 'replica')} left.")
+    if status.event_loop_lag_s > LOOP_LAG_S:
+        yield Trouble(level="warn", about="run", text="The supervisor is slow: its event loop lags by over a second.")
+    for group in status.groups:
+        yield from _of_group(group, now)
+    for channel in status.channels:
+        yield from _of_channel(channel, status, now)
+    for node in status.nodes:
+        if node.state in ("away", "lost"):
+            what = "is lost: its replicas start elsewhere" if node.state == "lost" else "is away: its agent is silent"
+            since = now - node.heard_age_s
+            yield Trouble(level="warn", about=f"node {node.name}", text=f"Node {node.name} {what}.", since=since)
+
+
+_STATES: tuple[tuple[ReplicaState, Level, str, str], ...] = (
+    ("failed", "bad", "has failed for good", "have failed for good"),
+    ("backoff", "warn", "has ended, and waits to be started again", "have ended, and wait to be started again"),
+    ("draining", "note", "is being ended", "are being ended"),
+    ("starting", "note", "is starting", "are starting"),
+    ("pending", "note", "waits for its start", "wait for their start"),
+    ("drained", "note", "was drained", "were drained"),
+)
+
+
+def _of_group(group: GroupStatus, now: float) -> Iterator[Trouble]:
+    for state, level, *words in _STATES:
+        found = [(one, one.state_age_s) for one in group.replicas if one.state == state]
+        yield from _alike(found, level, *words, now=now)
+    beats = [(one, one.heartbeat_age_s or 0.0) for one in group.replicas if one.state in ("ready", "starting")]
+    late = [(one, age_s) for one, age_s in beats if age_s > LATE_S]
+    yield from _alike(
+        late, "warn", "is silent: its heartbeat is late", "are silent: their heartbeats are late", now=now
+    )
+    good = sum(one.state in GOOD for one in group.replicas)
+    if group.min_ready is not None and good < (needed := enough(group.min_ready, len(group.replicas))):
+        text = f"Group {group.name} has {good} of the {needed} ready replicas that it needs."
+        yield Trouble(level="bad", about=f"group {group.name}", text=text)
+    if group.restart_budget_remaining_ratio < 0.5:
+        left = f"{group.restart_budget_remaining_ratio:.0%}"
+        text = f"Group {group.name} has {left} of its restart budget left; then {_ENDS[group.on_failure]}."
+        yield Trouble(level="warn", about=f"group {group.name}", text=text)
+    if group.no_progress_remaining_ratio < 0.5:
+        cycles = max((one.cycles for one in group.replicas), default=0)
+        text = f"Group {group.name} fails without progress, {cycles} of {group.no_progress_cycles} times in a row."
+        yield Trouble(level="warn", about=f"group {group.name}", text=text)
+
+
+def _alike(
+    found: Sequence[tuple[ReplicaStatus, float]], level: Level, one: str, many: str, *, now: float
+) -> Iterator[Trouble]:
+    """One sentence for all replicas that have the same trouble, each for its age."""
+    if not found:
+        return
+    since = now - max(age_s for _, age_s in found)
+    replicas = [replica for replica, _ in found]
+    if len(replicas) > 1:
+        names = ", ".join(replica.name for replica in replicas[:_NAMED])
+        more = f" and {len(replicas) - _NAMED} more" if len(replicas) > _NAMED else ""
+        yield Trouble(level=level, about=f"group {replicas[0].group}", text=f"{names}{more} {many}.", since=since)
+        return
+    reason = f": {replicas[0].reason}" if replicas[0].reason else "."
+    yield Trouble(
+        level=level, about=f"replica {replicas[0].name}", text=f"{replicas[0].name} {one}{reason}", since=since
+    )
+
+
+def _of_channel(channel: ChannelStatus, status: RunStatus, now: float) -> Iterator[Trouble]:
+    about = f"channel {channel.name}"
+    if channel.step is not None and channel.step_before is not None:
+        text = f"The step of {channel.name} fell from {channel.step_before:g} to {channel.step:g}"
+        text += ": did its trainer lose its checkpoint?"
+        yield Trouble(level="bad", about=about, text=text)
+    if (last := channel.last_sync) is not None and last.outcome != "committed":
+        text = f"Version {last.version} of {channel.name} was not committed: {last.outcome.replace('_', ' ')}."
+        yield Trouble(level="warn", about=about, text=text)
+    if channel.mixed_since is not None:
+        counts = ", ".join(f"{version} on {count}" for version, count in sorted(channel.served.items(), reverse=True))
+        if channel.adopt_together or now - channel.mixed_since > BEHIND_S:
+            text = f"The fleet serves different versions of {channel.name}: {counts}."
+            yield Trouble(level="warn", about=about, text=text, since=channel.mixed_since)
+    name = channel.name
+    replicas = [one for group in status.groups for one in group.replicas if one.state == "ready"]
+    behind = [(one, one.lag_s[name]) for one in replicas if one.lag_s.get(name, 0.0) > BEHIND_S]
+    words = (f"{verb} behind: a newer version of {name} is not loaded yet" for verb in ("is", "are"))
+    yield from _alike(behind, "warn", *words, now=now)
+    holding = [(one, one.open_s[name]) for one in replicas if one.open_s.get(name, 0.0) > OPEN_S]
+    words = (f"{verb} an update of {name} open, and with it a slot" for verb in ("holds", "hold"))
+    yield from _alike(holding, "warn", *words, now=now)
+    for member in channel.members:
+        if member.state == "quarantined":
+            text = f"{member.name} is in quarantine on {channel.name}: {member.note}"
+            yield Trouble(level="warn", about=about, text=text)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' if number != 1 else ''}"

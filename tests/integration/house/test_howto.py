@@ -1,0 +1,187 @@
+"""The code of the how-to pages does what they say, on the channels of a FakeRun."""
+
+from __future__ import annotations
+
+import asyncio
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import replicas
+from replicas.testing import FakeRun
+from tests.support.house.pages import blocks
+from tests.support.root import ROOT
+
+
+def code(page: str, **given: Any) -> Any:
+    """What the python of a page defines, where these names are known."""
+    found = dict(given)
+    for block in blocks((ROOT / "docs" / "howto" / page).read_text()):
+        if block.language == "python":
+            exec(compile(block.text, page, "exec"), found)
+    return types.SimpleNamespace(**found)
+
+
+class Model(torch.nn.Linear):
+    """A model whose weight is the number of its training steps."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 1, bias=False)
+        torch.nn.init.zeros_(self.weight)
+
+
+def train_step(model: Model, *_: Any) -> float:
+    with torch.no_grad():
+        model.weight += 1
+    return 0.5
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRun]:
+    with FakeRun() as run:
+        for name, value in run.environ("trainer").items():
+            monkeypatch.setenv(name, value)
+        yield run
+
+
+def test_a_rollout_within_a_bound(run: FakeRun) -> None:
+    trainer, rollout, seen = run.join("trainer"), run.join("rollout"), list[float]()
+
+    class Enough(Exception):
+        pass
+
+    def generate(model: Model) -> None:
+        seen.append(model.weight[0, 0].item())
+        if len(seen) == 2:
+            raise Enough
+        for step in (1, 5):  # of the first, at least 0 + 3 are wanted now
+            trainer.publish({"weight": torch.full((1, 2), float(step))}, meta={"step": step}).wait()
+
+    trainer.publish({"weight": torch.zeros(1, 2)}, meta={"step": 0}).wait()
+    with pytest.raises(Enough):
+        code("staleness.md").sample_within(rollout, Model(), generate, max_lag=3)
+    assert seen == [0.0, 5.0]
+
+
+def test_a_trainer_within_a_bound(run: FakeRun) -> None:
+    target, steps = run.target("rollout"), list[tuple[int, int]]()
+
+    def step(model: Model) -> None:
+        train_step(model)
+        steps.append((len(steps), target.channel.version))
+
+    with replicas.join("policy") as channel:
+        code("staleness.md").train_within(channel, Model(), step, steps=4, max_lag=0)
+    assert steps == [(number, number) for number in range(4)]
+
+
+def test_a_trainer_that_resumes(run: FakeRun, tmp_path: Path) -> None:
+    target = run.target("rollout")
+    page = code("resume.md")
+
+    def session(steps: int) -> Model:
+        model = Model()
+        page.train(model, torch.optim.SGD(model.parameters()), train_step, steps, tmp_path)
+        return model
+
+    session(4)  # its checkpoint is of step 0
+    model = session(3)
+    assert model.weight[0, 0] == 3
+    with run.join("rollout", 1) as late, late.receive(deadline=20).wait() as update:
+        assert (update.version, update.meta["step"]) == (4 + 1 + 2, 2)
+    assert target.error is None
+
+
+def test_a_loop_that_logs(run: FakeRun) -> None:
+    run.target("rollout")
+    logged: list[tuple[int, dict[str, float]]] = []
+    with replicas.join("policy") as channel:
+        code("wandb.md").train(channel, Model(), train_step, 2, lambda figures, step: logged.append((step, figures)))
+    (_, first), (_, second) = logged
+    assert (first["loss"], first["replicas/version"], second["replicas/version"]) == (0.5, 1, 2)
+    assert {
+        "replicas/seconds",
+        "replicas/lost",
+        "replicas/nbytes",
+        "replicas/wire_nbytes",
+        "replicas/pack_seconds",
+    } <= set(first)
+
+
+def test_a_run_whose_events_are_logged(tmp_path: Path) -> None:
+    logged: list[dict[str, Any]] = []
+    config = {
+        "schema_version": 1,
+        "run": {"name": "logged", "state_dir": str(tmp_path / "run")},
+        "control": {"listen": "127.0.0.1:0"},
+        "groups": {"one": {"launcher": "exec", "command": ["true"]}},
+    }
+
+    async def main() -> None:
+        async with asyncio.timeout(60):
+            async with replicas.Supervisor(config) as supervisor:
+                reader = asyncio.create_task(read(supervisor))
+                assert await supervisor.run_until_done() == 0
+                await reader
+
+    async def read(supervisor: replicas.Supervisor) -> None:
+        async for record in supervisor.events():
+            logged.append({"event": type(record.event).__name__, "at": record.at})
+
+    asyncio.run(main())
+    assert "RunEnded" in [one["event"] for one in logged]
+
+
+def test_a_gpu_loop_runs_without_one(run: FakeRun) -> None:
+    target = run.target("rollout")
+    model = Model()
+    with replicas.join("policy") as channel:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        code("gpus.md").train(channel, model, optimizer, [1.0, 2.0], lambda model, batch: (model.weight * batch).sum())
+        channel.loaded(2, deadline=20).wait()
+    assert target.weights["weight"].tolist() == model.weight.tolist()
+
+
+def test_a_trainer_that_publishes_each_step(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    published: list[Any] = []
+    run.target("rollout")
+    page = code("fsdp2-to-vllm.md")
+
+    def hf(model: Model) -> Model:
+        published.append(model)
+        return model
+
+    monkeypatch.setitem(page.publish_each_step.__globals__, "hf", hf)
+    page.publish_each_step(Model(), train_step, 3)
+    assert len(published) == 1
+    assert run.status().committed_version == 3
+
+
+def test_an_adapter(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Adapter(Model):
+        adapter_config = '{"r": 8}'
+
+    kinds: list[str] = []
+    rollout = run.join("rollout")
+    page = code("lora.md")
+
+    def hf(model: Model, adapter: str) -> Model:
+        kinds.append(adapter)
+        return model
+
+    monkeypatch.setitem(page.publish_adapter.__globals__, "hf", hf)
+    page.publish_adapter(Adapter(), train_step, 1)
+    with rollout.receive(deadline=20).wait() as update:
+        assert (update.meta["adapter"], update.meta["adapter_config"]) == ("math", '{"r": 8}')
+    assert kinds == ["only"]
+
+
+def test_the_tests_on_the_page_of_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = code("testing.md")
+    page.test_a_rollout_goes_on_when_the_trainer_dies()
+    page.test_a_trainer_goes_on_when_a_rollout_freezes()
+    page.test_the_program_joins(monkeypatch)

@@ -1,0 +1,124 @@
+"""Pictures of the page for the docs: a run that is well, one that is not, a phone, and
+a report.
+
+    python -m tests.support.browser.screenshots docs/images
+
+The run is the invented one of ``replicas report --demo``, through the real server and
+in a real browser.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from replicas.page.invented import NBYTES, invented
+from replicas.page.report import report
+from replicas.status import ChannelStatus, GroupStatus, NodeStatus, PublishStatus, ReplicaStatus, RunStatus
+from tests.support.browser import Chromium, Tab
+from tests.support.browser.shown import ShownRun, served
+
+WELL_S, BROKEN_S = 228.0, 254.0
+"""How far the invented run is."""
+_WIDE, _PHONE = (1360, 1040), (375, 812)
+
+
+def supervised(status: RunStatus, *, broken: bool = False) -> RunStatus:
+    """What a supervisor knows beside the events: machines, pids, slots, budgets."""
+    groups = tuple(_group(group, broken) for group in sorted(status.groups, key=lambda one: one.name != "trainer"))
+    return replace(
+        status,
+        endpoint="10.0.0.1:9477",
+        ready=not broken,
+        groups=groups,
+        nodes=tuple(_node(node) for node in status.nodes),
+        channels=tuple(_channel(channel, broken) for channel in status.channels),
+    )
+
+
+def _group(group: GroupStatus, broken: bool) -> GroupStatus:
+    left = 0.4 if broken and group.name == "rollout" else 0.9
+    replicas = tuple(_replica(one, broken) for one in group.replicas)
+    return replace(group, launcher="torchrun", restart_budget_remaining_ratio=left, replicas=replicas, min_ready=None)
+
+
+def _replica(one: ReplicaStatus, broken: bool) -> ReplicaStatus:
+    late = 12.0 if broken and one.name in ("rollout/2", "rollout/3") else 0.4
+    pid = 4100 + 37 * one.replica
+    slots = dict.fromkeys(one.versions, 2)
+    return replace(one, pid=pid, pids={0: pid}, heartbeat_age_s=late, slots=slots, lived_s=200.0)
+
+
+def _node(node: NodeStatus) -> NodeStatus:
+    return replace(
+        node, gpus=8, gpus_free=8 - 2 * len(node.replicas), cpus=96, memory_nbytes=1 << 40, local=node.name == "n1"
+    )
+
+
+def _channel(channel: ChannelStatus, broken: bool) -> ChannelStatus:
+    members = tuple(
+        replace(one, host=1 + (one.name > "rollout/1"), held=(channel.committed_version,)) for one in channel.members
+    )
+    version = channel.committed_version + 1
+    waits = ("rollout/2/0", "rollout/3/0")
+    publish = PublishStatus(
+        version=version, publisher="trainer/0", state="moving", seconds=9.0, waits_for=waits, waiting=2
+    )
+    return replace(
+        channel, slots=2, members=members, epoch=9, under_way=(publish,) if broken else (), version_nbytes=NBYTES
+    )
+
+
+async def _shoot(tab: Tab, url: str, path: Path, until: str) -> None:
+    await tab.open(url)
+    await tab.until(until)
+    await tab.until("document.querySelectorAll('rect.state').length > 5")
+    await tab.js("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    if tab.errors:
+        raise RuntimeError(f"the page complains: {tab.errors}")
+    await tab.screenshot(path)
+    print(path)
+
+
+async def _live(
+    browser: Chromium, folder: Path, name: str, age_s: float, change: Callable[[RunStatus], RunStatus]
+) -> None:
+    run = ShownRun(change=change)
+    began_at = time.time() - age_s
+    run.has_been(one for one in invented(began_at) if one.at < time.time())
+    newest = max(one.version for one in (channel.last_sync for channel in run.status().channels) if one is not None)
+    async with served(run) as url:
+        tab = await browser.tab(*_WIDE)
+        fragment = f"#sync/policy/{newest - 2}" if name == "broken" else ""
+        await _shoot(tab, f"{url}{fragment}", folder / f"page-{name}.png", "document.querySelector('.l-live')")
+        if name == "broken":
+            phone = await browser.tab(*_PHONE, mobile=True)
+            await phone.resize(*_PHONE, mobile=True, scale=2)
+            await _shoot(phone, url, folder / "page-phone.png", "document.querySelector('.l-live')")
+
+
+async def main(folder: Path) -> None:
+    async with Chromium.start() as browser:
+        await _live(browser, folder, "well", WELL_S, supervised)
+        await _live(browser, folder, "broken", BROKEN_S, lambda status: supervised(status, broken=True))
+        with tempfile.TemporaryDirectory() as scratch:
+            page = Path(scratch) / "report.html"
+            await asyncio.to_thread(page.write_text, report(invented(1_790_000_000.0)))
+            tab = await browser.tab(*_WIDE, dark=True)
+            await _shoot(
+                tab,
+                f"{page.as_uri()}#replica/rollout/3",
+                folder / "page-report.png",
+                "document.querySelector('#panel h3')",
+            )
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).mkdir(parents=True, exist_ok=True)
+    asyncio.run(main(Path(sys.argv[1])))

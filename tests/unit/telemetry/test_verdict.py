@@ -1,0 +1,176 @@
+"""What is wrong with a run, in sentences.
+
+Covers: telemetry/verdict.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from replicas.status import (
+    ChannelStatus,
+    GroupStatus,
+    MemberStatus,
+    NodeStatus,
+    ReplicaStatus,
+    RunStatus,
+    StoreStatus,
+    SyncRecord,
+)
+from replicas.telemetry.verdict import verdict
+
+NOW = 1000.0
+
+
+def replica(index: int = 0, **about: Any) -> ReplicaStatus:
+    found: dict[str, Any] = {"state": "ready", "generation": 1, "state_age_s": 5.0, **about}
+    return ReplicaStatus(name=f"a/{index}", group="a", replica=index, **found)
+
+
+def run(*replicas: ReplicaStatus, group: dict[str, Any] | None = None, **about: Any) -> RunStatus:
+    found = GroupStatus(name="a", launcher="exec", world_size=1, replicas=replicas or (replica(),), **(group or {}))
+    given: dict[str, Any] = {"store": StoreStatus(up=True, host="", port=0), "groups": (found,), **about}
+    return RunStatus(run="r", version="", endpoint="", pid=1, uptime_s=0, ready=True, **given)
+
+
+def channel(**about: Any) -> ChannelStatus:
+    given: dict[str, Any] = {"members": (), "committed_version": 7, **about}
+    return ChannelStatus(name="policy", epoch=1, digest="", **given)
+
+
+FAILED = SyncRecord(version=8, outcome="deadline_exceeded", seconds=1.0, nbytes=0)
+
+
+def test_all_is_well() -> None:
+    found = verdict(run(replica(), replica(1, state="finished"), channels=(channel(),)), NOW)
+    assert (found.level, found.troubles) == ("good", ())
+    assert found.sentence == "All is well: 1 replica ready, 1 finished, policy at version 7."
+
+
+@pytest.mark.parametrize(
+    ("status", "level", "about", "text", "since"),
+    [
+        (
+            run(replica(state="failed", reason="rank 0 exited")),
+            "bad",
+            "replica a/0",
+            "a/0 has failed for good: rank 0 exited",
+            995.0,
+        ),
+        (run(replica(state="backoff")), "warn", "replica a/0", "a/0 has ended, and waits to be started again.", 995.0),
+        (run(replica(state="starting", reason="behind")), "note", "replica a/0", "a/0 is starting: behind", 995.0),
+        (
+            run(*(replica(index, state="pending", state_age_s=index) for index in range(5))),
+            "note",
+            "group a",
+            "a/0, a/1, a/2 and 2 more wait for their start.",
+            996.0,
+        ),
+        (run(replica(heartbeat_age_s=8.0)), "warn", "replica a/0", "a/0 is silent: its heartbeat is late.", 992.0),
+        (
+            run(group={"restart_budget_remaining_ratio": 0.2, "on_failure": "run"}),
+            "warn",
+            "group a",
+            "Group a has 20% of its restart budget left; then the run ends.",
+            None,
+        ),
+        (
+            run(replica(cycles=2), group={"no_progress_remaining_ratio": 0.3, "no_progress_cycles": 3}),
+            "warn",
+            "group a",
+            "Group a fails without progress, 2 of 3 times in a row.",
+            None,
+        ),
+        (
+            run(store=StoreStatus(up=False, host="", port=0)),
+            "bad",
+            "run",
+            "The rendezvous store does not answer: no new process group forms.",
+            None,
+        ),
+        (run(draining=True), "warn", "run", "The run is being drained: 1 replica left.", None),
+        (
+            run(event_loop_lag_s=2.0),
+            "warn",
+            "run",
+            "The supervisor is slow: its event loop lags by over a second.",
+            None,
+        ),
+        (
+            run(nodes=(NodeStatus(name="n2", state="away", heard_age_s=9.0),)),
+            "warn",
+            "node n2",
+            "Node n2 is away: its agent is silent.",
+            991.0,
+        ),
+        (
+            run(channels=(channel(last_sync=FAILED),)),
+            "warn",
+            "channel policy",
+            "Version 8 of policy was not committed: deadline exceeded.",
+            None,
+        ),
+        (
+            run(channels=(channel(mixed_since=900.0, served={6: 1, 7: 2}),)),
+            "warn",
+            "channel policy",
+            "The fleet serves different versions of policy: 7 on 2, 6 on 1.",
+            900.0,
+        ),
+        (
+            run(replica(lag_s={"policy": 40.0}), channels=(channel(),)),
+            "warn",
+            "replica a/0",
+            "a/0 is behind: a newer version of policy is not loaded yet.",
+            960.0,
+        ),
+        (
+            run(replica(open_s={"policy": 90.0}), channels=(channel(),)),
+            "warn",
+            "replica a/0",
+            "a/0 holds an update of policy open, and with it a slot.",
+            910.0,
+        ),
+        (
+            run(
+                channels=(
+                    channel(
+                        members=(MemberStatus(name="a/0/0", state="quarantined", role="target", note="no group works"),)
+                    ),
+                )
+            ),
+            "warn",
+            "channel policy",
+            "a/0/0 is in quarantine on policy: no group works",
+            None,
+        ),
+    ],
+)
+def test_each_trouble_is_a_sentence(status: RunStatus, level: str, about: str, text: str, since: float | None) -> None:
+    found = verdict(status, NOW)
+    (trouble,) = found.troubles
+    assert (trouble.level, trouble.about, trouble.text, trouble.since) == (level, about, text, since)
+    assert (found.level, found.sentence) == (level, text)
+    later = msgspec.structs.replace(status, uptime_s=60.0)
+    assert [one.text for one in verdict(later, NOW).troubles] == [text], "an age is in no sentence"
+
+
+def test_a_group_without_the_replicas_that_it_needs_is_the_worst() -> None:
+    found = verdict(run(replica(), replica(1, state="backoff"), group={"min_ready": 2}), NOW)
+    assert found.sentence == "Group a has 1 of the 2 ready replicas that it needs."
+    assert [one.level for one in found.troubles] == ["bad", "warn"]
+
+
+def test_a_step_that_fell_is_told() -> None:
+    found = verdict(run(channels=(channel(step=0.0, step_before=40.0),)), NOW)
+    assert found.sentence == "The step of policy fell from 40 to 0: did its trainer lose its checkpoint?"
+
+
+@pytest.mark.parametrize(("code", "level"), [(0, "good"), (1, "bad")])
+def test_a_run_that_is_over_says_how(code: int, level: str) -> None:
+    found = verdict(run(replica(state="drained"), exit_code=code, ended_by="trainer finished"), NOW)
+    assert (found.level, found.sentence) == (level, f"The run is over, with exit code {code}: trainer finished.")
+    assert found.troubles == ()
