@@ -150,7 +150,7 @@ class _Writer:
             self._known.popitem(last=False)
         for part in parts(span):
             moved = part.kind == "transfer"
-            self._child(part, "transfer between hosts" if moved else part.name, part.attributes)
+            self._child(part, "pull" if moved else part.name, part.attributes)
 
     def _child(self, span: Span, name: str, about: Mapping[str, Any]) -> None:
         from opentelemetry.trace import NonRecordingSpan, set_span_in_context

@@ -3,15 +3,16 @@ trainer in the test's process publishes to: loads and answers take milliseconds.
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import replicas
 from replicas import Coordinator, errors
@@ -24,7 +25,7 @@ from tests.engines.world import MODEL, get
 from tests.support.field.worlds import ask
 from tests.support.waits import eventually
 
-__all__ = ["ANSWER_S", "Server", "server"]
+__all__ = ["ANSWER_S", "Server", "difference", "server"]
 
 OPTIONS = ["--max-model-len", "512", "--served-model-name", "small"]
 ADAPTER = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"])
@@ -39,13 +40,12 @@ class Server:
     :ivar pid: of the API process.
     """
 
-    def __init__(self, url: str, pid: int, stack: ExitStack) -> None:
-        self.url, self.pid = url, pid
+    def __init__(self, url: str, pid: int, model: PreTrainedModel, stack: ExitStack) -> None:
+        self.url, self.pid, self._model = url, pid, model
         channels = {"policy": {"sources": ["trainer"], "targets": ["server"], "slots": 3}}
         coordinator = stack.enter_context(Coordinator(channels, groups={"server": 100}).in_thread())
         self._address: dict[str, Any] = {"endpoint": coordinator.endpoint, "token": coordinator.token}
         self.trainer = stack.enter_context(replicas.join("policy", group="trainer", **self._address))
-        self._model = AutoModelForCausalLM.from_config(CONFIG, dtype=torch.bfloat16)
         self._adapted: Any = None
         self._seed = self._followers = 0
 
@@ -118,14 +118,32 @@ class Server:
         return ask(f"{self.url}/v1/completions", {**asked, **more}, timeout_s=ANSWER_S)["choices"][0]
 
 
+def text_model(folder: Path) -> PreTrainedModel:
+    """Write a small model of text, and return it."""
+    model = AutoModelForCausalLM.from_config(CONFIG, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(MODEL).save_pretrained(folder)
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
 @contextmanager
-def server(folder: Path, *options: str, **environment: str) -> Iterator[Server]:
-    """One with these options of vLLM's, ended at the end."""
-    model = folder / "model"
-    AutoModelForCausalLM.from_config(CONFIG, dtype=torch.bfloat16).save_pretrained(model)
-    AutoTokenizer.from_pretrained(MODEL).save_pretrained(model)
+def server(
+    folder: Path, *options: str, written: Callable[[Path], PreTrainedModel] = text_model, **environment: str
+) -> Iterator[Server]:
+    """One with these options of vLLM's, ended at the end.
+
+    :param written: writes the model into a folder.
+    """
+    model = written(folder / "model")
     with (
-        plain_vllm(folder, model, *OPTIONS, *options, dies=True, **environment) as (url, process),
+        plain_vllm(folder, folder / "model", *OPTIONS, *options, dies=True, **environment) as (url, process),
         ExitStack() as stack,
     ):
-        yield Server(url, process.pid, stack)
+        yield Server(url, process.pid, model, stack)
+
+
+def difference(some: Mapping[str, float], others: Mapping[str, float]) -> float:
+    """Between log-probabilities of the best tokens that both have; on average."""
+    both = some.keys() & others.keys()
+    return sum(abs(some[token] - others[token]) for token in both) / len(both) if both else math.inf

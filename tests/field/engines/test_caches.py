@@ -8,14 +8,13 @@ an external store.
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import subprocess
 import sys
 import time
 import urllib.error
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from replicas.engine import PauseMode
 from replicas.integrations.vllm_verbs import VllmEngine
 from replicas.linux.processes import descendants, die_with_parent
 from tests.engines.test_vllm_follow import running_requests
-from tests.field.engines.small import ANSWER_S, Server, server
+from tests.field.engines.small import ANSWER_S, Server, difference, server
 from tests.support.field.proxies import ControlProxy
 from tests.support.runs import alive
 from tests.support.waits import eventually
@@ -73,12 +72,6 @@ def fresh_logprobs(vllm: Server, prompt: list[int]) -> dict[str, float]:
     """Of the next token, by an answer that can use nothing that is remembered."""
     choice = vllm.complete(prompt, cache_salt=f"{time.monotonic_ns()}")
     return dict(choice["logprobs"]["top_logprobs"][0])
-
-
-def difference(some: Mapping[str, float], others: Mapping[str, float]) -> float:
-    """Of the best tokens that both have; on average."""
-    both = some.keys() & others.keys()
-    return sum(abs(some[token] - others[token]) for token in both) / len(both) if both else math.inf
 
 
 def gap(vllm: Server, prompt: list[int]) -> float:

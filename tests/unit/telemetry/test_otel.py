@@ -67,9 +67,9 @@ def test_a_sync_is_a_child_of_its_trainers_span() -> None:
     assert publish.resource.attributes["service.name"] == "replicas"
     assert publish.resource.attributes["replicas.run"] == "grpo"
     children = {name: span for name, span in found.items() if span is not publish}
-    assert set(children) == {"pack", "transfer", "commit", "transfer between hosts", "load"}
+    assert set(children) == {"pack", "transfer", "commit", "pull", "load"}
     assert {parent(span) for span in children.values()} == {context.span_id}
-    assert attributes(found["transfer between hosts"])["replicas.nbytes"] == 7
+    assert attributes(found["pull"])["replicas.nbytes"] == 7
     load = found["load"]
     assert (load.start_time, load.end_time) == (101_750_000_000, 102_000_000_000)
     assert attributes(load)["replicas.replica"] == "rollout/0"
