@@ -28,6 +28,7 @@ from tests.engines.plain_server import plain_server
 from tests.engines.sglang_cpu.world import (
     OPTIONS,
     PROMPT,
+    ROUNDING,
     VARIABLES,
     answer,
     distance,
@@ -37,7 +38,6 @@ from tests.engines.sglang_cpu.world import (
 from tests.engines.world import ask, get
 from tests.support.waits import eventually
 
-ROUNDING = 0.2
 OTHER = list(range(300, 364))
 
 

@@ -19,14 +19,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.sglang_cpu.world import PROMPT, SglangWorld, answer, distance, make_model, run_text, running_requests
+from tests.engines.sglang_cpu.world import (
+    PROMPT,
+    ROUNDING,
+    SglangWorld,
+    answer,
+    distance,
+    make_model,
+    run_text,
+    running_requests,
+    serve,
+)
 from tests.engines.world import ask, get
 from tests.support.runs import running
 from tests.support.waits import eventually
 
-ROUNDING = 0.2
-"""Of log-probabilities in bfloat16, on average; those of other versions are off by
-more than 1."""
 REQUESTS = 16
 KILLED_S = 1.0
 """How much longer than a sync of all alive the next one may take after a kill."""
@@ -48,13 +55,6 @@ def world(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Sgl
         run.signal(signal.SIGTERM)
         assert run.wait(timeout_s=60) == 0
         run.assert_nothing_left()
-
-
-def serve(world: SglangWorld, scale: float) -> int:
-    """Publish the weights times a factor; return the version, which is served."""
-    world.publish(scale=scale)
-    world.wait_until_served(world.committed)
-    return world.committed
 
 
 def test_a_server_answers_nothing_before_its_first_version(world: SglangWorld) -> None:
@@ -133,7 +133,7 @@ def test_a_control_route_that_can_be_read_is_the_followers_too(world: SglangWorl
     assert refused.value.code == 403
 
 
-@pytest.mark.parametrize("role", ["scheduler", "follower"])
+@pytest.mark.parametrize("role", ["scheduler0", "follower"])
 def test_a_killed_process_costs_the_trainer_a_second_and_the_server_a_restart(
     world: SglangWorld, model: Path, role: str
 ) -> None:

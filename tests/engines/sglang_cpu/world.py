@@ -16,6 +16,7 @@ from tests.engines.world import MODEL, EngineWorld, _children, ask, get
 
 __all__ = [
     "OPTIONS",
+    "ROUNDING",
     "START_S",
     "VARIABLES",
     "SglangWorld",
@@ -24,6 +25,7 @@ __all__ = [
     "make_model",
     "run_text",
     "running_requests",
+    "serve",
 ]
 
 HERE = Path(__file__).parent
@@ -42,6 +44,9 @@ VARIABLES = {
     "KMP_BLOCKTIME": "0",
 }
 PROMPT = list(range(100, 164))
+ROUNDING = 0.2
+"""Of log-probabilities in bfloat16, on average; those of other versions are off by
+more than 1."""
 
 
 def make_model(folder: Path) -> None:
@@ -93,13 +98,23 @@ class SglangWorld(EngineWorld):
         return int(get(f"{self.url_of(replica)}/model_info")["weight_version"])
 
     def processes(self, replica: int = 0) -> dict[str, int]:
-        """The living processes of a server, by role."""
+        """The living processes of a server, by role: follower, server, detokenizer,
+        scheduler0 and so on."""
         follower = self.servers()[replica].pid
         assert follower is not None
         (server,) = _children(follower, "replicas.integrations.sglang.server")
-        (scheduler,) = _children(server, "sglang::scheduler")
         (detokenizer,) = _children(server, "sglang::detokenizer")
-        return {"follower": follower, "server": server, "scheduler": scheduler, "detokenizer": detokenizer}
+        controllers = _children(server, "sglang::data_parallel")  # of several replicas of the model
+        found = [pid for parent in (server, *controllers) for pid in _children(parent, "sglang::scheduler")]
+        schedulers = {f"scheduler{number}": pid for number, pid in enumerate(found)}
+        return {"follower": follower, "server": server, "detokenizer": detokenizer, **schedulers}
+
+
+def serve(world: SglangWorld, scale: float) -> int:
+    """Publish the weights times a factor; return the version, which is served."""
+    world.publish(scale=scale)
+    world.wait_until_served(world.committed)
+    return world.committed
 
 
 def answer(url: str, prompt: list[int] = PROMPT, *, tokens: int = 8) -> Mapping[str, Any]:
@@ -113,8 +128,7 @@ def answer(url: str, prompt: list[int] = PROMPT, *, tokens: int = 8) -> Mapping[
 
 def running_requests(url: str) -> int:
     """By the server's own account."""
-    (state,) = get(f"{url}/v1/loads")["loads"]
-    return int(state["num_running_reqs"])
+    return sum(int(one["num_running_reqs"]) for one in get(f"{url}/v1/loads")["loads"])
 
 
 def distance(model: Path, scale: float, prompt: list[int], found: Mapping[str, Any]) -> float:
