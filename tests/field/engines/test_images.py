@@ -16,10 +16,9 @@ from PIL import Image
 from transformers import (
     AutoModelForImageTextToText,
     AutoTokenizer,
-    CLIPImageProcessorPil,
-    CLIPVisionConfig,
-    LlavaConfig,
-    LlavaProcessor,
+    Idefics3Config,
+    Idefics3ImageProcessorPil,
+    Idefics3Processor,
     PreTrainedModel,
 )
 
@@ -31,8 +30,9 @@ from tests.support.field.worlds import ask
 
 pytestmark = pytest.mark.timeout(1500)
 
-SIDE, PATCH = 32, 8
-"""Pixels of an image and of a patch, which is one token."""
+SIDE, PATCH, SCALE = 32, 8, 2
+"""Pixels of an image and of a patch along one side, and patches of a token."""
+SPECIAL = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
 TEMPLATE = """{% for message in messages %}{% for part in message['content'] %}{% if part['type'] == 'image' %}<image>
 {%- else %}{{ part['text'] }}{% endif %}{% endfor %}{% endfor %}"""
 FRESH, STALE = 0.2, 0.5
@@ -42,26 +42,26 @@ _numbers = itertools.count()
 
 
 def image_model(folder: Path) -> PreTrainedModel:
-    """Write a small LLaVA with random weights, and return it."""
+    """Write a small Idefics3 with random weights, and return it.
+
+    It is one of the few whose classes need no torchvision, whose wheels bring CUDA.
+    """
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    text = CONFIG.to_dict() | {"vocab_size": 49216, "tie_word_embeddings": False}
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = LlavaConfig(
-        vision_config=CLIPVisionConfig(image_size=SIDE, patch_size=PATCH, projection_dim=64, **sizes),
-        text_config=text,
-        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
+    vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = Idefics3Config(
+        vision_config={**vision, "image_size": SIDE, "patch_size": PATCH},
+        text_config=CONFIG.to_dict() | {"vocab_size": 49216},
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        pad_token_id=0,
+        scale_factor=SCALE,
     )
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
-    LlavaProcessor(
-        CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE}),
-        tokenizer,
-        patch_size=PATCH,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        chat_template=TEMPLATE,
-    ).save_pretrained(folder)
+    size = {"longest_edge": SIDE}
+    images = Idefics3ImageProcessorPil(size=size, max_image_size=size, do_image_splitting=False)
+    tokens = (SIDE // PATCH // SCALE) ** 2
+    Idefics3Processor(images, tokenizer, image_seq_len=tokens, chat_template=TEMPLATE).save_pretrained(folder)
     assert isinstance(model, PreTrainedModel)
     return model
 
