@@ -51,7 +51,7 @@ def image_model(folder: Path) -> PreTrainedModel:
     vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = Idefics3Config(
         vision_config={**vision, "image_size": SIDE, "patch_size": PATCH},
-        text_config=CONFIG.to_dict() | {"vocab_size": 49216},
+        text_config=CONFIG.to_dict() | {"vocab_size": 49216, "tie_word_embeddings": False},
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
         pad_token_id=0,
         scale_factor=SCALE,
