@@ -30,6 +30,8 @@ pytestmark = pytest.mark.timeout(1800)
 
 SCHEDULERS = 2
 REQUESTS = 8
+THREADS = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * SCHEDULERS)}
+"""Else SGLang wants a NUMA node for each scheduler."""
 
 
 def assert_all_answer_with(world: SglangWorld, model: Path, scale: float) -> None:
@@ -45,7 +47,7 @@ def assert_all_answer_with(world: SglangWorld, model: Path, scale: float) -> Non
 def test_all_schedulers_of_a_server_have_the_version_or_none(tmp_path: Path, option: str) -> None:
     model = tmp_path / "model"
     make_model(model)
-    with running(tmp_path, run_text(model, option, f"{SCHEDULERS}")) as run:
+    with running(tmp_path, run_text(model, option, f"{SCHEDULERS}", **THREADS)) as run:
         world = SglangWorld(run)
         before = serve(world, 1.0)
         processes = world.processes()

@@ -67,10 +67,10 @@ def make_model(folder: Path) -> None:
     AutoTokenizer.from_pretrained(MODEL).save_pretrained(folder)
 
 
-def run_text(model: Path, *options: str) -> str:
-    """A run of a trainer and one SGLang server."""
+def run_text(model: Path, *options: str, **environment: str) -> str:
+    """A run of a trainer and one SGLang server with further options and variables."""
     command = ["-m", "replicas.integrations.sglang", "serve", str(model), *OPTIONS, *options]
-    variables = "\n".join(f"{name} = {json.dumps(value)}" for name, value in VARIABLES.items())
+    variables = "\n".join(f"{name} = {json.dumps(value)}" for name, value in {**VARIABLES, **environment}.items())
     return f"""
 [groups.trainer]
 launcher = "exec"
