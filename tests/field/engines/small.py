@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -18,6 +19,7 @@ import replicas
 from replicas import Coordinator, errors
 from replicas.engine import PauseMode
 from replicas.integrations.vllm import follow
+from replicas.integrations.vllm_verbs import VllmEngine
 from replicas.sources import hf
 from tests.engines.plain_server import plain_vllm
 from tests.engines.programs.small_model import CONFIG, fill
@@ -25,7 +27,7 @@ from tests.engines.world import MODEL, get
 from tests.support.field.worlds import ask
 from tests.support.waits import eventually
 
-__all__ = ["ANSWER_S", "Server", "difference", "server"]
+__all__ = ["ANSWER_S", "Server", "clear_nothing_in_a_pause", "difference", "server"]
 
 OPTIONS = ["--max-model-len", "512", "--served-model-name", "small"]
 ADAPTER = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"])
@@ -147,3 +149,12 @@ def difference(some: Mapping[str, float], others: Mapping[str, float]) -> float:
     """Between log-probabilities of the best tokens that both have; on average."""
     both = some.keys() & others.keys()
     return sum(abs(some[token] - others[token]) for token in both) / len(both) if both else math.inf
+
+
+def clear_nothing_in_a_pause(patch: pytest.MonkeyPatch) -> None:
+    """Let a pause leave all caches alone; this release clears them by default."""
+
+    def pause(self: VllmEngine, mode: PauseMode, timeout_s: float) -> None:
+        self.post("/pause", query={"mode": mode, "clear_cache": "false"}, timeout_s=timeout_s, serving=True)
+
+    patch.setattr(VllmEngine, "pause", pause)

@@ -26,7 +26,7 @@ from replicas.engine import PauseMode
 from replicas.integrations.vllm_verbs import VllmEngine
 from replicas.linux.processes import descendants, die_with_parent
 from tests.engines.test_vllm_follow import running_requests
-from tests.field.engines.small import ANSWER_S, Server, difference, server
+from tests.field.engines.small import ANSWER_S, Server, clear_nothing_in_a_pause, difference, server
 from tests.support.field.proxies import ControlProxy
 from tests.support.runs import alive
 from tests.support.waits import eventually
@@ -116,14 +116,11 @@ def test_nemo_4018_no_prefix_of_an_old_version_is_served_after_loads_in_flight(
     print("after each load:", found)
     assert max(found) < FRESH
 
-    def pause(self: VllmEngine, mode: PauseMode, timeout_s: float) -> None:
-        self.post("/pause", query={"mode": mode, "clear_cache": "false"}, timeout_s=timeout_s, serving=True)
-
     def finish(self: VllmEngine, timeout_s: float) -> None:
         self.post("/finish_weight_update", {"weight_version": str(self._version)}, timeout_s=timeout_s)
         self._open = False
 
-    monkeypatch.setattr(VllmEngine, "pause", pause)  # which clears the cache by default, in this release
+    clear_nothing_in_a_pause(monkeypatch)
     monkeypatch.setattr(VllmEngine, "reset_caches", finish)
     stale = gaps(vllm, "keep", 1)
     print("without a reset:", stale)

@@ -25,7 +25,7 @@ from transformers import (
 from replicas.integrations.vllm_verbs import VllmEngine
 from tests.engines.programs.small_model import CONFIG
 from tests.engines.world import MODEL
-from tests.field.engines.small import ANSWER_S, Server, difference, server
+from tests.field.engines.small import ANSWER_S, Server, clear_nothing_in_a_pause, difference, server
 from tests.support.field.worlds import ask
 
 pytestmark = pytest.mark.timeout(1500)
@@ -120,6 +120,7 @@ def test_vllm_42695_no_image_is_remembered_as_old_weights_saw_it(vllm: Server, m
     def forgetful(self: VllmEngine, path: str, *more: Any, **options: Any) -> Any:
         return None if path == "/reset_encoder_cache" else post(self, path, *more, **options)
 
+    clear_nothing_in_a_pause(monkeypatch)
     monkeypatch.setattr(VllmEngine, "post", forgetful)
     stale = gaps(vllm, 1)
     print("without a reset:", stale)
