@@ -2,12 +2,14 @@
 
 ``/weights_checker`` tells a checksum of every parameter of each scheduler. Those of a
 model on a CPU are the first 8 bytes of the SHA-256 of the parameter's memory, and can
-be computed here: of one scheduler, as parameters are split among several. Parameters
-that SGLang packs (``qkv_proj`` of three, ``gate_up_proj`` of two) are put together.
+be computed here: of schedulers that have the whole model, not of those among which it
+is split. Parameters that SGLang packs (``qkv_proj`` of three, ``gate_up_proj`` of two)
+are put together.
 
 Checksums of a GPU are computed by a kernel of SGLang's own. There
 ``/get_weights_by_name`` shows the first rows of a tensor by the name that a checkpoint
-has for it, which some models can do.
+has for it, which some models can do; of several replicas of a model (``--dp-size``) it
+shows a list of those.
 """
 
 from __future__ import annotations
@@ -40,16 +42,21 @@ def difference(tensors: Mapping[str, torch.Tensor], ask: Ask, *, on_cpu: bool) -
 def _by_checksums(tensors: Mapping[str, torch.Tensor], ask: Ask) -> str | None:
     answer = ask("/weights_checker", {"action": "checksum", "selector": "target"}) or {}
     ranks = answer.get("ranks") or []
-    if len(ranks) != 1:
+    if any(_shards(rank) > 1 for rank in ranks):
         return None
-    compared, others = 0, []
-    for name, checksum in ranks[0]["checksums"].items():
+    compared, others = 0, dict[str, None]()
+    for name, checksum in (item for rank in ranks for item in rank["checksums"].items()):
         parts = [tensors.get(one) for one in _parts(name)]
         if all(part is not None for part in parts):
             compared += 1
             if _checksum([part for part in parts if part is not None]) != checksum:
-                others.append(name)
-    return _named(others) if compared else None
+                others[name] = None
+    return _named([*others]) if compared else None
+
+
+def _shards(rank: Mapping[str, Any]) -> int:
+    """Among how many schedulers its replica of the model is split."""
+    return max((one["tp_size"] * one["pp_size"] for one in rank["parallelism_info"]), default=1)
 
 
 def _parts(name: str) -> list[str]:
@@ -71,13 +78,22 @@ def _by_samples(tensors: Mapping[str, torch.Tensor], ask: Ask) -> str | None:
     compared, others = 0, []
     for name in names[:: max(1, len(names) // SAMPLES)]:
         shown = ask("/get_weights_by_name", {"name": name, "truncate_size": ROWS})
-        if isinstance(shown, list) and shown:
+        tensor = tensors[name]
+        of_replicas = shown if _depth(shown) > tensor.ndim else [shown]
+        seen = [rows for rows in of_replicas if any(value is not None for value in _numbers(rows))]
+        if seen and tensor.ndim:
             compared += 1
-            rows = tensors[name][: len(shown)].float().reshape(-1).tolist()
-            told = [value for row in shown for value in (row if isinstance(row, list) else [row])]
-            if not _same(rows, told):
+            if not all(_same(tensor[: len(rows)].float().reshape(-1).tolist(), _numbers(rows)) for rows in seen):
                 others.append(name)
     return _named(others) if compared else None
+
+
+def _depth(value: Any) -> int:
+    return 1 + max(map(_depth, value), default=0) if isinstance(value, list) else 0
+
+
+def _numbers(value: Any) -> list[Any]:
+    return [number for one in value for number in _numbers(one)] if isinstance(value, list) else [value]
 
 
 def _same(ours: list[float], told: list[Any]) -> bool:
