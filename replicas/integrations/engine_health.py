@@ -4,8 +4,8 @@ A server that computes may answer nothing for minutes: an engine compiles its ke
 within a step, and answers between two steps only. So silence alone is no proof. The
 processor time of the engine's processes counts as life: a frozen engine uses none. An
 engine that uses some, or whose processes cannot be seen from here, is given up after a
-longer time only. A server that refuses connections, or says itself that its engine is
-dead, is gone at once.
+longer time only. A server that refuses connections, that says itself that its engine is
+dead, or that has lost one of the engine's processes, is gone at once.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 from replicas.common.patience import PauseClock
 from replicas.integrations.engine_server import API, Answer, EngineServer
-from replicas.linux.processes import descendants, stat_fields
+from replicas.linux.processes import command_line, descendants, start_time, stat_fields
 from replicas.linux.sockets import listeners
 
-__all__ = ["EngineHealth", "Spent", "Vigil", "processor_time", "serving_process"]
+__all__ = ["EngineHealth", "Spent", "Vigil", "needed_processes", "processor_time", "serving_process"]
 
 EVERY_S = 1.0
 AT_WORK = 0.05
@@ -52,6 +52,22 @@ def processor_time(api: int) -> Spent | None:
         return None
     used = [sum(map(int, fields[11:15])) / _TICKS_PER_S for fields in below]  # with children that have ended
     return Spent(sum(map(int, own[11:13])) / _TICKS_PER_S, 0.0 if any(one[0] in "Tt" for one in below) else sum(used))
+
+
+def needed_processes(api: int, title: str) -> Callable[[], str]:
+    """Return what tells which process below ``api`` has ended, of those whose titles
+    begin with ``title`` now; empty: none."""
+    found = {pid: (start_time(pid), command_line(pid)) for pid in descendants(api)}
+    needed = {pid: (began, name) for pid, (began, name) in found.items() if name.startswith(title)}
+
+    def ended() -> str:
+        with contextlib.suppress(OSError):  # without file descriptors nothing can be seen
+            for pid, (began, name) in needed.items():
+                if start_time(pid) != began:
+                    return f"its process {pid} ({name}) has ended"
+        return ""
+
+    return ended
 
 
 def serving_process(port: int) -> int | None:

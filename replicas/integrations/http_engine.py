@@ -41,9 +41,12 @@ class HttpEngine(Engine):
     :cvar api: the path that the server's API process answers itself.
     :cvar watched: seconds for which a path of the server may go without an answer while
         its processes do nothing.
+    :cvar titles: how the titles of the engine's processes begin, none of which may end:
+        not every server notices that. Empty: this one does.
     """
 
     api: str = API
+    titles: str = ""
     watched: Mapping[str, float] = {API: 15.0}
 
     def __init__(
@@ -82,6 +85,9 @@ class HttpEngine(Engine):
         def spent() -> Spent | None:
             return None if process is None else engine_health.processor_time(process)
 
+        if process is not None and self.titles:
+            ended, is_gone = engine_health.needed_processes(process, self.titles), self._is_gone
+            self._is_gone = lambda: is_gone() or ended()
         limit_s = self._engine_timeout_s
         self._health = EngineHealth(
             self.server, self._is_gone, self.watched, while_loading=(self.api,), limit_s=limit_s, spent=spent

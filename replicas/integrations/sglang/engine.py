@@ -71,6 +71,7 @@ class SglangEngine(HttpEngine):
 
     api = "/model_info"
     watched = {"/model_info": 15.0, "/server_info": 30.0}
+    titles = "sglang::"
 
     def __init__(
         self,

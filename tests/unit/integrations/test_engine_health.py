@@ -16,7 +16,15 @@ from collections.abc import Callable
 import pytest
 
 from replicas.integrations import engine_health
-from replicas.integrations.engine_health import EVERY_S, Spent, Vigil, _Call, processor_time, serving_process
+from replicas.integrations.engine_health import (
+    EVERY_S,
+    Spent,
+    Vigil,
+    _Call,
+    needed_processes,
+    processor_time,
+    serving_process,
+)
 from replicas.integrations.engine_server import Answer, EngineServer
 from replicas.linux.processes import children
 from tests.support.waits import eventually
@@ -172,6 +180,22 @@ def test_the_processor_time_of_a_tree_grows_until_a_process_of_it_is_stopped() -
         finally:
             api.kill()
     assert processor_time(api.pid) is None
+
+
+def test_a_process_that_a_server_needs_is_missed_when_it_has_ended() -> None:
+    command = [sys.executable, "-c", BUSY]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as api:
+        try:
+            assert api.stdout is not None
+            api.stdout.readline()
+            (child,) = children(api.pid)
+            ended, others = needed_processes(api.pid, sys.executable), needed_processes(api.pid, "another")
+            assert ended() == others() == ""
+            os.kill(child, signal.SIGKILL)
+            eventually(lambda: f"its process {child} (" in ended(), "the end of the child", timeout_s=20)
+            assert others() == ""
+        finally:
+            api.kill()
 
 
 def used(pid: int) -> float:

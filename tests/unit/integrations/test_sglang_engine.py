@@ -152,7 +152,9 @@ class FakeSglang:
         def told(tensor: torch.Tensor) -> str:
             return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
-        return {"success": True, "ranks": [{"checksums": {name: told(one) for name, one in self.weights.items()}}]}
+        checksums = {name: told(one) for name, one in self.weights.items()}
+        split = [{"role": "target", "tp_size": 1, "pp_size": 1}]
+        return {"success": True, "ranks": [{"checksums": checksums, "parallelism_info": split}]}
 
     def _generate(self, **_: Any) -> dict[str, Any]:
         return {"text": "x"}
