@@ -170,7 +170,9 @@ class ChannelState:
         if state.observes:
             return
         if reason == "left":
-            self.roster.history.left[member.name] = (state.hello.generation, now)
+            half_loaded = state.is_target and self.rounds.of(member.group, member.replica).partial
+            if not half_loaded:  # else it has not done its part
+                self.roster.history.left[member.name] = (state.hello.generation, now)
         elif reason != "fenced":
             self.roster.history.note_loss(member.name, now)
         if state.is_peer:

@@ -146,6 +146,21 @@ def test_a_failed_load_is_partial() -> None:
     assert "version 1 was not loaded: boom" in book.of().partial
 
 
+def test_a_rank_that_leaves_a_version_half_loaded_has_not_done_its_part() -> None:
+    """Between its failed load and the end of its process it must not look ready."""
+    book = Book()
+    book.join("trainer/0/0")
+    book.commit()
+    target = book.join("rollout/0/0")
+    target.loads = False
+    target.ask()
+    book.world.run()
+    error = wire.WireError("SyncError", "boom")
+    book.world.state.receive(target.member, wire.LoadFailed(1, error), book.world.now)
+    book.world.lose(target, "left")
+    assert book.of().reason == "policy: rank 0 has not joined"
+
+
 def test_a_replica_that_refuses_a_version_is_ready_with_its_own_and_says_why() -> None:
     book = Book()
     book.join("trainer/0/0")
