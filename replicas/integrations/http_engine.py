@@ -85,12 +85,13 @@ class HttpEngine(Engine):
         def spent() -> Spent | None:
             return None if process is None else engine_health.processor_time(process)
 
+        is_gone = self._is_gone
         if process is not None and self.titles:
-            ended, is_gone = engine_health.needed_processes(process, self.titles), self._is_gone
-            self._is_gone = lambda: is_gone() or ended()
+            ended = engine_health.needed_processes(process, self.titles)
+            is_gone = lambda: self._is_gone() or ended()  # noqa: E731
         limit_s = self._engine_timeout_s
         self._health = EngineHealth(
-            self.server, self._is_gone, self.watched, while_loading=(self.api,), limit_s=limit_s, spent=spent
+            self.server, is_gone, self.watched, while_loading=(self.api,), limit_s=limit_s, spent=spent
         )
         self._health.__enter__()
 

@@ -42,7 +42,7 @@ def difference(tensors: Mapping[str, torch.Tensor], ask: Ask, *, on_cpu: bool) -
 def _by_checksums(tensors: Mapping[str, torch.Tensor], ask: Ask) -> str | None:
     answer = ask("/weights_checker", {"action": "checksum", "selector": "target"}) or {}
     ranks = answer.get("ranks") or []
-    if any(_shards(rank) > 1 for rank in ranks):
+    if any(_shards(rank, unknown=len(ranks)) > 1 for rank in ranks):
         return None
     compared, others = 0, dict[str, None]()
     for name, checksum in (item for rank in ranks for item in rank["checksums"].items()):
@@ -54,9 +54,9 @@ def _by_checksums(tensors: Mapping[str, torch.Tensor], ask: Ask) -> str | None:
     return _named([*others]) if compared else None
 
 
-def _shards(rank: Mapping[str, Any]) -> int:
+def _shards(rank: Mapping[str, Any], unknown: int) -> int:
     """Among how many schedulers its replica of the model is split."""
-    return max((one["tp_size"] * one["pp_size"] for one in rank["parallelism_info"]), default=1)
+    return max((one["tp_size"] * one["pp_size"] for one in rank.get("parallelism_info", ())), default=unknown)
 
 
 def _parts(name: str) -> list[str]:
@@ -80,8 +80,9 @@ def _by_samples(tensors: Mapping[str, torch.Tensor], ask: Ask) -> str | None:
         shown = ask("/get_weights_by_name", {"name": name, "truncate_size": ROWS})
         tensor = tensors[name]
         of_replicas = shown if _depth(shown) > tensor.ndim else [shown]
-        seen = [rows for rows in of_replicas if any(value is not None for value in _numbers(rows))]
-        if seen and tensor.ndim:
+        shows = [rows for rows in of_replicas if isinstance(rows, list)]
+        seen = [rows for rows in shows if any(value is not None for value in _numbers(rows))]
+        if seen:
             compared += 1
             if not all(_same(tensor[: len(rows)].float().reshape(-1).tolist(), _numbers(rows)) for rows in seen):
                 others.append(name)

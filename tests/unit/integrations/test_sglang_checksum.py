@@ -109,5 +109,16 @@ def test_numbers_that_json_cannot_tell_are_no_difference() -> None:
     assert difference(tensors, Rows(tensors), on_cpu=False) == ""
 
 
+def test_schedulers_of_which_it_is_not_told_how_they_share_the_model_are_not_compared() -> None:
+    ranks = [{"checksums": CHECKSUMS}]
+    assert difference(TENSORS, lambda path, _: {"ranks": ranks} if "checker" in path else None, on_cpu=True) == ""
+    ranks.append({"checksums": dict.fromkeys(CHECKSUMS, "0" * 16)})
+    assert difference(TENSORS, lambda path, _: {"ranks": ranks} if "checker" in path else None, on_cpu=True) is None
+
+
+def test_an_answer_that_is_no_rows_is_not_compared() -> None:
+    assert difference(TENSORS, lambda *_: {"error": "no such verb"}, on_cpu=False) is None
+
+
 def test_a_server_that_shows_nothing_cannot_be_compared() -> None:
     assert difference(TENSORS, lambda *_: None, on_cpu=True) is None
