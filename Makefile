@@ -91,13 +91,13 @@ test-all: $(VENV)/.dev ## run all tests, those on released engines too: some 50 
 	@$(UNIT_TESTS)
 	@FRAMES=1000 $(PYTEST) $(SIDE_BY_SIDE) --timeout 600 tests/integration tests/gpu
 	@$(PYTEST) tests/chaos
-	@$(MAKE) --no-print-directory test-engines field
+	@$(MAKE) --no-print-directory test-engines field MARKS=
 
 # Of the slow suites, what fits into an hour beside all else: the part of their files whose turn it is, TURN=2/3.
 test-turn: $(VENV)/.dev
 	@$(PYTEST) $(SIDE_BY_SIDE) --timeout 600 --turn $(TURN) $(SLICE:%=--ignore tests/integration/%.py) tests/integration tests/gpu
 	@$(PYTEST) --turn $(TURN) tests/chaos
-	@$(MAKE) --no-print-directory test-engines field ARGS="--turn $(TURN)"
+	@$(MAKE) --no-print-directory test-engines field MARKS= ARGS="--turn $(TURN)"
 
 # The lowest torch that pyproject.toml allows comes from PyPI with 4 GB of CUDA. Where those are too many, name a build for
 # the CPU (.ci/run takes the pinned one): make test-lowest LOWEST_TORCH=2.10.0+cpu PIP_EXTRA_INDEX_URL=URL-of-such-builds
@@ -124,14 +124,17 @@ environments: | $(BIN)/python ## make the environments of test-lowest and test-e
 	@$(PYTHON) tests/engines/install.py $(ENGINES)
 	@$(BIN)/python -m tests.support.versions prepare
 
-test-engines: ## run the tests on released engines and trainers: vLLM, TRL, PEFT (makes an environment of 5 GB in .venv-engines)
+# Those that take minutes each, or another process of the same kind, are for test-all, and for their turn in .ci/run.
+MARKS = -m "not long"
+
+test-engines: ## run the tests on released engines and trainers, in half an hour with `field` (makes an environment of 5 GB)
 	@$(PYTHON) tests/engines/install.py $(ENGINES)
-	@$(ENGINES)/bin/python -m pytest -q -W default --timeout 600 --durations 10 tests/engines $(ARGS)
+	@$(ENGINES)/bin/python -m pytest -q -W default --timeout 600 --durations 10 tests/engines $(MARKS) $(ARGS)
 
 field: $(VENV)/.dev ## put on again what users of other systems reported (docs/field.md): some 4 minutes, and 6 on released engines
 	@$(PYTEST) $(SIDE_BY_SIDE) --timeout 400 --ignore tests/field/engines tests/field $(ARGS)
 	@$(PYTHON) tests/engines/install.py $(ENGINES)
-	@$(ENGINES)/bin/python -m pytest -q -W default --timeout 900 --durations 10 tests/field/engines $(ARGS)
+	@$(ENGINES)/bin/python -m pytest -q -W default --timeout 900 --durations 10 tests/field/engines $(MARKS) $(ARGS)
 
 engine-campaign: ## sampled answers of two vLLM servers under kills and freezes: make engine-campaign ANSWERS=10000 FAULTS=50 SEED=1
 	@$(PYTHON) tests/engines/install.py $(ENGINES)

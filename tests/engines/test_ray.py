@@ -103,7 +103,7 @@ def test_actors_exchange_versions_and_one_that_is_killed_holds_up_nobody(connect
     ((name, pid, _),) = get(rollouts[0].who.remote())
     kill(pid)
     ((version, lost, took_s),) = get(trainer.publish.remote(2.0))
-    assert (version, lost) == (2, (name,))
+    assert (version, lost) in [(2, (name,)), (2, ())], "its death was known in the sync, or before it"
     assert took_s < KILLED_S
     assert get(*(one.receive.remote(2) for one in rollouts)) == [(2, 2.0), (2, 2.0)]
     assert get(rollouts[0].who.remote())[0][1] != pid

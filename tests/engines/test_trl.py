@@ -76,7 +76,7 @@ def versions_in(history: list[dict[str, Any]]) -> list[float]:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("kind", ["grpo", "async"])
+@pytest.mark.parametrize("kind", ["grpo", pytest.param("async", marks=pytest.mark.long)])
 def test_each_step_of_trl_arrives_and_a_killed_server_holds_nobody_up(tmp_path: Path, kind: str) -> None:
     steps = 8
     with training(tmp_path, kind, steps) as run:

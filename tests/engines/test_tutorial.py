@@ -16,6 +16,7 @@ TITLE = "Part two: a real engine"
 INSTALLS = ("python3 -m venv", ". venv", "pip ")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(3 * START_S)
 def test_the_tutorial_with_a_real_engine(tmp_path: Path) -> None:
     text = section((ROOT / "docs/tutorial.md").read_text(), TITLE)

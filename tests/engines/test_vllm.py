@@ -25,7 +25,7 @@ SERVERS = 2
 KILLED_S = 1.0
 """How much longer than a sync of all alive the next one may take after a kill."""
 FROZEN_S = 12.0
-ROLES = [("follower", "api"), ("core", "worker0")]
+ROLES = [("follower", "api"), pytest.param(("core", "worker0"), marks=pytest.mark.long)]
 """Of the first server, and of the second."""
 
 CONTROL = ["/pause", "/update_weights", "/collective_rpc", "/sleep"]

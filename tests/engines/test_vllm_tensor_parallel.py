@@ -6,12 +6,15 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.engines.world import running_world
 
 WORKERS = 3
 """The model's number of heads is a multiple of it."""
 
 
+@pytest.mark.long
 def test_each_worker_takes_its_part_and_one_that_dies_is_replaced(tmp_path: Path) -> None:
     with running_world(tmp_path, "--tensor-parallel-size", str(WORKERS)) as world:
         receipt = world.publish(scale=1.0)

@@ -214,7 +214,7 @@ assert mine.item() == 2
 Path(f"met-{os.environ['REPLICA_ID']}-{dist.get_rank()}").touch()
 time.sleep(600)
 """
-ENGINES, JOBS = 6, 3
+ENGINES, JOBS = 8, 3
 
 
 @contextmanager

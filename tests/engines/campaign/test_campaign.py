@@ -26,6 +26,7 @@ SEED = int(os.environ.get("CAMPAIGN_SEED", "1"))
 MODES = os.environ.get("CAMPAIGN_MODES", "keep").split()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(0 if "CAMPAIGN_FAULTS" in os.environ else 1200)
 @pytest.mark.parametrize("mode", MODES)
 def test_no_answer_is_stale_or_torn_and_no_request_is_lost(tmp_path: Path, mode: str) -> None:

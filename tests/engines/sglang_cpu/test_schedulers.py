@@ -46,7 +46,7 @@ def assert_all_answer_with(world: SglangWorld, model: Path, scale: float, not_wi
         assert found["meta_info"]["weight_version"] == f"{world.committed}"
 
 
-@pytest.mark.parametrize("option", ["--tp-size", "--dp-size"])
+@pytest.mark.parametrize("option", [pytest.param("--tp-size", marks=pytest.mark.long), "--dp-size"])
 def test_all_schedulers_of_a_server_have_the_version_or_none(tmp_path: Path, option: str) -> None:
     model = tmp_path / "model"
     make_model(model)
