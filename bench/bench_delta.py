@@ -131,11 +131,12 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=None, help=f"default {REPETITIONS}")
     parser.add_argument("--trained", action="store_true", help="deltas of a model that is being trained, instead")
     parser.add_argument("--steps", type=int, default=None, help="trained: how many")
+    parser.add_argument("--model", default=".venv-engines/model", help="trained: its folder (default: %(default)s)")
     options = parser.parse_args()
     if options.trained:
         from bench.delta_trained import run_trained
 
-        run_trained(options.quick, options.steps)
+        run_trained(options)
         return
     scene = Scene(nbytes_of(SMALL if options.quick else FULL))
     table: list[list[str] | None] = []

@@ -1,25 +1,30 @@
 """How small are the deltas between steps of a real optimizer?
 
-    python bench/bench_delta.py --trained [--quick] [--steps N]
+    .venv-engines/bin/python -m bench.bench_delta --trained [--quick] [--steps N]
+        [--model FOLDER]
 
-The architecture of SmolLM2-135M (transformers' Llama; needs `transformers`), at random
-values with its own spread, as this may run where no weights can be had; so it is
-trained for some steps at a high rate first, until its gradients are those of a model
-that learns. Then AdamW in fp32 at the learning rates of fine-tuning by RL, and after
-each step the weights as bfloat16 against those of the step before. The text is that of
-``docs/``, a token for each word. A share is the bytes of a delta, of those of all
-weights; the mean of all steps, and the range. Next to the delta of
-:mod:`replicas.carry.delta`: zstd at level 1 of the xor of all bytes, and int32
-positions with the values. One thread encodes.
+SmolLM2-135M-Instruct, as `make environments` writes it (bfloat16), or the model of
+FOLDER; needs `transformers`. As in fine-tuning by RL, its weights become float32, AdamW
+trains them, and after each step they are published as bfloat16: what is measured is the
+difference from the step before. How many elements a step changes depends on the rate,
+and on how large the weights are: one that is small beside a weight moves it within what
+bfloat16 tells apart. The float32 weights begin in the middle of that, so fewer change
+in the first steps than later; so it is measured twice, from the checkpoint on, and
+(*later*) after the float32 weights were moved at random within it, which is where they
+are after many steps. The text is that of ``docs/``.
+
+A share is the bytes of a delta, of those of all weights; the mean of all steps, and the
+range. Next to the delta of :mod:`replicas.carry.delta`: zstd at level 1 of the xor of
+all bytes, and int32 positions with the values. One thread encodes.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
-import re
 import time
-import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,50 +32,46 @@ import numpy.typing as npt
 import torch
 import zstandard
 
-from bench.shapes import FULL, Model
 from bench.support import ROOT, Bar, Spread, machine, show, write
 from replicas.carry.blocks import BLOCK_NBYTES
 from replicas.carry.delta import apply_block, encode_block
 
 LIMITS = {1e-6: 0.0045, 5e-6: 0.0095}
 """Which share is promised at which learning rate."""
-WARM_STEPS, WARM_RATE = 10, 3e-4
 STEPS, QUICK_STEPS = 20, 4
-TOKENS, SEQUENCES = 64, 1
+TOKENS, SEQUENCES = 128, 4
 THREADS = 2
-SPREAD = 0.041666666666666664
-"""Of the random values: ``initializer_range`` of the model's own config."""
 
 
-def made(model: Model) -> torch.nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(1)
-    heads = model.hidden // 64
-    config = LlamaConfig(
-        vocab_size=model.vocabulary,
-        hidden_size=model.hidden,
-        intermediate_size=model.intermediate,
-        num_hidden_layers=model.layers,
-        num_attention_heads=heads,
-        num_key_value_heads=model.kv // 64,
-        tie_word_embeddings=True,
-        initializer_range=SPREAD,
-        rms_norm_eps=1e-5,
-    )
-    found: torch.nn.Module = LlamaForCausalLM(config)
-    return found
-
-
-def batches(vocabulary: int) -> Iterator[torch.Tensor]:
+def batches(folder: Path) -> Iterator[torch.Tensor]:
     """Pieces of the documentation, at random; never the same order twice."""
+    from transformers import AutoTokenizer
+
     text = "\n".join(path.read_text() for path in sorted((ROOT / "docs").rglob("*.md")))
-    words = re.findall(r"\w+|[^\w\s]", text)
-    tokens = torch.tensor([zlib.crc32(word.encode()) % vocabulary for word in words])
+    tokens = torch.tensor(AutoTokenizer.from_pretrained(folder)(text)["input_ids"])
     generator = torch.Generator().manual_seed(1)
     while True:
         starts = torch.randint(0, len(tokens) - TOKENS, (SEQUENCES,), generator=generator)
         yield torch.stack([tokens[start : start + TOKENS] for start in starts.tolist()])
+
+
+def loaded(folder: Path) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    found: torch.nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return found
+
+
+def moved(model: torch.nn.Module) -> torch.nn.Module:
+    """The same in bfloat16; its float32 weights are anywhere that rounds to it."""
+    torch.manual_seed(1)
+    found = copy.deepcopy(model)
+    with torch.no_grad():
+        for one in found.parameters():
+            _, exponent = torch.frexp(one)
+            step = torch.ldexp(torch.ones_like(one), exponent - 8)  # between neighbours in bfloat16
+            one.add_((torch.rand_like(one) - 0.5) * step * (one != 0))
+    return found
 
 
 def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> float:
@@ -114,17 +115,8 @@ def check(old: npt.NDArray[np.uint8], new: npt.NDArray[np.uint8], deltas: list[b
         assert np.array_equal(out[: block.stop - block.start], new[block])
 
 
-def warmed(shape: Model) -> torch.nn.Module:
-    """A model that has learnt a little."""
-    model, source = made(shape), batches(shape.vocabulary)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=WARM_RATE, weight_decay=0.0)
-    for _ in range(WARM_STEPS):
-        step(model, optimizer, next(source))
-    return model
-
-
-def measure(warm: torch.nn.Module, shape: Model, rate: float, steps: int) -> dict[str, Any]:
-    model, source, losses = copy.deepcopy(warm), batches(shape.vocabulary), list[float]()
+def measure(first: torch.nn.Module, source: Iterator[torch.Tensor], rate: float, steps: int) -> dict[str, Any]:
+    model, losses = copy.deepcopy(first), list[float]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
     old = bytes_of(model)
     shares: dict[str, list[float]] = {name: [] for name in ("changed", *WAYS)}
@@ -144,35 +136,41 @@ def measure(warm: torch.nn.Module, shape: Model, rate: float, steps: int) -> dic
     return {"nbytes": len(old), "losses": losses, "shares": shares, "times": times}
 
 
-def run_trained(quick: bool, steps: int | None) -> None:
+def run_trained(options: argparse.Namespace) -> None:
+    folder = Path(options.model)
     try:
         import transformers  # noqa: F401
     except ImportError:
-        print("left out: --trained needs transformers")
+        print("left out: --trained needs transformers, which is in .venv-engines (make environments)")
+        return
+    if not (folder / "config.json").is_file():
+        print(f"left out: --trained needs a model, and {folder} has none; make environments, or name one by --model")
         return
     torch.set_num_threads(THREADS)
-    shape = FULL._replace(layers=4) if quick else FULL
-    warm = warmed(shape)
-    count = steps or (QUICK_STEPS if quick else STEPS)
+    checkpoint = loaded(folder)
+    count = options.steps or (QUICK_STEPS if options.quick else STEPS)
     table: list[list[str] | None] = []
     rows: list[dict[str, Any]] = []
     bars: list[Bar] = []
     for rate, limit in LIMITS.items():
-        found = measure(warm, shape, rate, count)
-        means = {name: sum(values) / len(values) for name, values in found["shares"].items()}
-        for name in WAYS:
-            samples, spread = found["shares"][name], Spread(found["times"][name])
-            first = [f"{rate:g}", f"{means['changed']:.2%}"] if name == "delta" else ["", ""]
-            shown = f"{min(samples):.3%} - {max(samples):.3%}"
-            ratio = f"{means[name] / means['delta']:.2f}"
-            table.append([*first, name, f"{means[name]:.3%}", shown, ratio, *spread.cells()[:1]])
-        table.append(None)
-        bars.append(Bar(f"bytes of a delta at {rate:g}, in % of all", 100 * means["delta"], means["delta"] <= limit))
-        rows.append({"rate": rate, "means": means, **found})
-    columns = ["rate", "changed", "", "bytes", "range", "x delta", "CPU to make it"]
+        for begins, model in (("checkpoint", checkpoint), ("later", moved(checkpoint))):
+            found = measure(model, batches(folder), rate, count)
+            means = {name: sum(values) / len(values) for name, values in found["shares"].items()}
+            for name in WAYS:
+                samples, spread = found["shares"][name], Spread(found["times"][name])
+                first = [f"{rate:g}", begins, f"{means['changed']:.2%}"] if name == "delta" else ["", "", ""]
+                shown = f"{min(samples):.3%} - {max(samples):.3%}"
+                ratio = f"{means[name] / means['delta']:.2f}"
+                table.append([*first, name, f"{means[name]:.3%}", shown, ratio, *spread.cells()[:1]])
+            table.append(None)
+            text = f"bytes of a delta at {rate:g}, {begins}, in % of all"
+            bars.append(Bar(text, 100 * means["delta"], means["delta"] <= limit))
+            rows.append({"rate": rate, "begins": begins, "means": means, **found})
+    columns = ["rate", "begins", "changed", "", "bytes", "range", "x delta", "CPU to make it"]
     nbytes = rows[-1]["nbytes"]
     show(f"Deltas between {count} steps of AdamW, {nbytes / 1e6:.0f} MB of bfloat16", columns, table)
     for bar in bars:
         print(bar.line())
     kept = [{"text": bar.text, "figure": bar.figure, "kept": bar.kept} for bar in bars]
-    write("bench_delta_trained", {"machine": machine(), "quick": quick, "steps": count, "rows": rows, "bars": kept})
+    facts = {"machine": machine(), "quick": options.quick, "steps": count, "model": folder.name}
+    write("bench_delta_trained", {**facts, "rows": rows, "bars": kept})
