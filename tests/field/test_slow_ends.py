@@ -171,7 +171,8 @@ report the limit was 600 s."""
 
 
 def commits(out: Path) -> list[tuple[float, int]]:
-    lines = (out / "trainer-0.jsonl").read_text().splitlines()
+    log = out / "trainer-0.jsonl"
+    lines = log.read_text().splitlines() if log.exists() else []
     return [(one["at"], one["version"]) for one in map(json.loads, lines) if "version" in one]
 
 
@@ -202,6 +203,7 @@ def test_skyrl_1688_a_node_that_is_evicted_in_the_middle_of_a_sync(
         (name,) = (name for name, (*_, nodes) in found.items() if nodes == "n1")
         pid = found[name][2]
         assert pid is not None
+        eventually(lambda: commits(out), "the first commit", timeout_s=60)
         os.kill(pid, signal.SIGSTOP)
         began = time.monotonic()
         agents["n1"].popen.terminate()
