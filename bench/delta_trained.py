@@ -163,8 +163,9 @@ def run_trained(options: argparse.Namespace) -> None:
                 ratio = f"{means[name] / means['delta']:.2f}"
                 table.append([*first, name, f"{means[name]:.3%}", shown, ratio, *spread.cells()[:1]])
             table.append(None)
-            text = f"bytes of a delta at {rate:g}, {begins}, in % of all"
-            bars.append(Bar(text, 100 * means["delta"], means["delta"] <= limit))
+            if model is checkpoint:  # of which it is promised
+                text = f"bytes of a delta at {rate:g}, in % of all"
+                bars.append(Bar(text, 100 * means["delta"], means["delta"] <= limit))
             rows.append({"rate": rate, "begins": begins, "means": means, **found})
     columns = ["rate", "begins", "changed", "", "bytes", "range", "x delta", "CPU to make it"]
     nbytes = rows[-1]["nbytes"]
