@@ -87,7 +87,7 @@ test: $(VENV)/.dev ## run the fast tests, a slice of the real processes, and som
 	@$(PYTEST) $(SIDE_BY_SIDE) $(SLICE:%=tests/integration/%.py)
 	@CHAOS_WORLD=exec CHAOS_SECONDS=8 $(PYTEST) tests/chaos/test_chaos.py tests/chaos/test_supervisor.py
 
-test-all: $(VENV)/.dev ## run all tests, those on released engines too: some 50 minutes, and 5 GB in .venv-engines
+test-all: $(VENV)/.dev ## run all tests, those on released engines too: over an hour, and 5 GB in .venv-engines
 	@$(UNIT_TESTS)
 	@FRAMES=1000 $(PYTEST) $(SIDE_BY_SIDE) --timeout 600 tests/integration tests/gpu
 	@$(PYTEST) tests/chaos
@@ -124,14 +124,14 @@ environments: | $(BIN)/python ## make the environments of test-lowest and test-e
 	@$(PYTHON) tests/engines/install.py $(ENGINES)
 	@$(BIN)/python -m tests.support.versions prepare
 
-# Those that take minutes each, or another process of the same kind, are for test-all, and for their turn in .ci/run.
+# Tests marked long (minutes each, or the second case of a kind) are left to test-all, and to their turn in .ci/run.
 MARKS = -m "not long"
 
-test-engines: ## run the tests on released engines and trainers, in half an hour with `field` (makes an environment of 5 GB)
+test-engines: ## run the tests on released engines and trainers, some 27 minutes, and 5 GB in .venv-engines
 	@$(PYTHON) tests/engines/install.py $(ENGINES)
 	@$(ENGINES)/bin/python -m pytest -q -W default --timeout 600 --durations 10 tests/engines $(MARKS) $(ARGS)
 
-field: $(VENV)/.dev ## put on again what users of other systems reported (docs/field.md): some 4 minutes, and 6 on released engines
+field: $(VENV)/.dev ## put on again what users of other systems reported (docs/field.md): some 2 minutes, and 5 on released engines
 	@$(PYTEST) $(SIDE_BY_SIDE) --timeout 400 --ignore tests/field/engines tests/field $(ARGS)
 	@$(PYTHON) tests/engines/install.py $(ENGINES)
 	@$(ENGINES)/bin/python -m pytest -q -W default --timeout 900 --durations 10 tests/field/engines $(MARKS) $(ARGS)
