@@ -63,7 +63,11 @@ def loaded(folder: Path) -> torch.nn.Module:
 
 
 def moved(model: torch.nn.Module) -> torch.nn.Module:
-    """The same in bfloat16; its float32 weights are anywhere that rounds to it."""
+    """With its float32 weights anywhere within half a step of bfloat16, at random.
+
+    All but some of those at a power of two, below which steps are half as large, round
+    to what they were.
+    """
     torch.manual_seed(1)
     found = copy.deepcopy(model)
     with torch.no_grad():

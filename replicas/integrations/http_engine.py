@@ -85,10 +85,13 @@ class HttpEngine(Engine):
         def spent() -> Spent | None:
             return None if process is None else engine_health.processor_time(process)
 
-        is_gone = self._is_gone
+        ended: Callable[[], str] = str  # never: no process is known by its title
         if process is not None and self.titles:
             ended = engine_health.needed_processes(process, self.titles)
-            is_gone = lambda: self._is_gone() or ended()  # noqa: E731
+
+        def is_gone() -> str:
+            return self._is_gone() or ended()
+
         limit_s = self._engine_timeout_s
         self._health = EngineHealth(
             self.server, is_gone, self.watched, while_loading=(self.api,), limit_s=limit_s, spent=spent
