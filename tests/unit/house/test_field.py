@@ -48,6 +48,10 @@ ROW = re.compile(
 )
 
 
+NAMED = re.compile(r"`([\w/]+\.py)`:? `(test_\w+)`")
+"""A test, in the last column."""
+
+
 class Report(NamedTuple):
     """One row: of which report, with which verdict, and the tests that it names."""
 
@@ -72,7 +76,7 @@ def reports() -> list[Report]:
     text = (ROOT / "docs/field.md").read_text()
     found = []
     for row in ROW.finditer(text):
-        tests = re.findall(r"`([\w/]+\.py)`:? `(test_\w+)`", row["tests"])
+        tests = NAMED.findall(row["tests"])
         found.append(Report(row["report"], row["link"], row["verdict"], row["here"], tests))
     assert len(found) == len(re.findall(r"^\| \[", text, re.MULTILINE)), "each row has five columns and a verdict"
     return found
@@ -109,3 +113,12 @@ def test_every_test_of_the_suite_is_in_the_table() -> None:
     there = {(str(path.relative_to(ROOT)), name) for path in files for name in functions_of(path)}
     assert len(there) > 15
     assert there - named == set()
+
+
+def test_make_field_runs_all_tests_that_the_page_names() -> None:
+    named = set(NAMED.findall((ROOT / "docs/field.md").read_text()))
+    assert {path: name for path, name in named if name not in functions_of(ROOT / path)} == {}
+    elsewhere = {path for path, _ in named if not path.startswith(("tests/field/", "tests/engines/"))}
+    command = re.search(r"^FIELD_ALSO := ((?:.*\\\n)*.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert command is not None
+    assert set(re.findall(r"tests/\S+", command[1])) == elsewhere
