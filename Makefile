@@ -137,7 +137,7 @@ FIELD_ALSO := tests/integration/channel/versions/test_containers.py \
   tests/integration/supervisor/test_inherited.py tests/unit/config/test_config_places.py \
   tests/unit/coordinator/test_needs.py tests/unit/common/test_helpers.py
 
-field: $(VENV)/.dev ## put on again what users of other systems reported (docs/field.md): some 2 minutes, and 5 on released engines
+field: $(VENV)/.dev ## put on again what users of other systems reported (docs/field.md): some 4 minutes, and 5 on released engines
 	@$(PYTEST) $(SIDE_BY_SIDE) --timeout 400 --ignore tests/field/engines tests/field $(FIELD_ALSO) $(ARGS)
 	@$(PYTHON) tests/engines/install.py $(ENGINES)
 	@$(ENGINES)/bin/python -m pytest -q -W default --timeout 900 --durations 10 tests/field/engines $(MARKS) $(ARGS)
