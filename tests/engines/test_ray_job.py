@@ -95,6 +95,7 @@ def submitted(cluster: Raylets, folder: Path) -> float:
     return commits(folder)[0][1] - began
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_the_first_commit_is_soon(cluster: Raylets, tmp_path: Path) -> None:
     """Beside a run of the same programs by a supervisor alone; of up to three tries the
