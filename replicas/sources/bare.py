@@ -1,0 +1,152 @@
+"""Copies of module trees that share the tensors: to look at a model without its
+wrappers, and to let a library rearrange it, without touching it.
+
+:func:`bare` copies the modules of a model, not their tensors, and leaves out what wraps
+them: DistributedDataParallel, ``torch.compile``, activation checkpointing, FSDP1 and
+DeepSpeed's engine. Under FSDP2 a module gets its own class back. So names, class and
+attributes are those that the model had before it was wrapped, and a function that
+replaces modules (PEFT's ``unload``) does so in the copy alone.
+
+A parameter that FSDP1 has flattened has no tensor of its own until its unit is
+gathered: a meta tensor of its shape stands in its place, and :class:`Bare` keeps the
+unit.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+__all__ = ["Bare", "Unit", "bare", "copied"]
+
+_HOOKS = (
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks"),
+    *("_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks"),
+)
+"""Of the module that they were registered for: a copy that runs has no use for them."""
+
+
+_WRAPPERS = (
+    ("torch.nn", "DataParallel", "module"),
+    ("torch.nn.parallel", "DistributedDataParallel", "module"),
+    ("torch._dynamo", "OptimizedModule", "_orig_mod"),
+    ("torch.distributed.fsdp", "FullyShardedDataParallel", "_fsdp_wrapped_module"),
+    ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper", "_checkpoint_wrapped_module"),
+    ("deepspeed", "DeepSpeedEngine", "module"),
+)
+"""Classes that wrap a module, and the attribute that has it."""
+
+
+class Unit(NamedTuple):
+    """Where a parameter that FSDP1 has flattened is to be found.
+
+    :ivar module: the wrapper. :ivar name: of the parameter within the wrapped module.
+    """
+
+    module: Any
+    name: str
+
+
+class Bare(NamedTuple):
+    """A model without its wrappers.
+
+    :ivar module: the copy of its module tree.
+    :ivar origins: the model's own modules, by the id of their copy.
+    :ivar units: of FSDP1's parameters, by the id of the meta tensor in their place.
+    """
+
+    module: Any
+    origins: dict[int, nn.Module]
+    units: dict[int, Unit]
+
+
+def bare(model: nn.Module) -> Bare:
+    """Copy the module tree of ``model`` without wrappers and hooks; tensors are
+    shared."""
+    found = Bare(None, {}, {})
+    module = _Copier(found, lambda tensor: tensor).copy(model)
+    return found._replace(module=module)
+
+
+def copied(module: nn.Module, tensor: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A copy of a module tree, whose parameters and buffers are made by ``tensor``.
+
+    Tensors that are one in ``module`` are one in the copy.
+    """
+    return _Copier(Bare(None, {}, {}), tensor).copy(module)
+
+
+class _Copier:
+    def __init__(self, found: Bare, tensor: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._found = found
+        self._tensor = tensor
+        self._modules: dict[int, nn.Module] = {}
+        self._tensors: dict[int, torch.Tensor] = {}
+
+    def copy(self, module: nn.Module) -> nn.Module:
+        inner = _wrapped(module)
+        if inner is not None:
+            made = self.copy(inner)
+            if getattr(module, "_handle", None) is not None:
+                self._place_flat(module, made)
+            return made
+        made = self._modules.get(id(module))
+        if made is None:
+            made = self._modules[id(module)] = object.__new__(_own_class(type(module)))
+            self._found.origins[id(made)] = module
+            self._fill(made, module)
+        return made
+
+    def _fill(self, made: nn.Module, module: nn.Module) -> None:
+        for name, value in module.__dict__.items():
+            # what a method of the copy adds to them must not be seen by the model
+            made.__dict__[name] = value.copy() if isinstance(value, (dict, list, set)) else value
+        for name in _HOOKS:
+            made.__dict__[name].clear()
+        made._parameters.update({name: self._copy_tensor(value) for name, value in module._parameters.items()})
+        made._buffers.update({name: self._copy_tensor(value) for name, value in module._buffers.items()})
+        made._modules.update(
+            {name: None if value is None else self.copy(value) for name, value in module._modules.items()}
+        )
+
+    def _copy_tensor(self, value: Any) -> Any:
+        if value is None:
+            return None
+        if id(value) not in self._tensors:
+            self._tensors[id(value)] = self._tensor(value)
+        return self._tensors[id(value)]
+
+    def _place_flat(self, wrapper: Any, made: nn.Module) -> None:
+        """Put meta tensors where the parameters were that FSDP1 has flattened."""
+        flat = wrapper._handle.flat_param
+        for name, shape in zip(flat._fqns, flat._shapes, strict=True):
+            stand_in = nn.Parameter(torch.empty(shape, dtype=flat.dtype, device="meta"), flat.requires_grad)
+            self._found.units[id(stand_in)] = Unit(wrapper, name)
+            _set(made, name, stand_in)
+        for name, owner, _, first, first_owner, _ in flat._shared_param_infos:
+            stand_in = self._modules[id(first_owner)]._parameters[first]  # type: ignore[assignment]
+            self._modules[id(owner)]._parameters[name] = stand_in
+
+
+def _set(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    path, _, last = name.rpartition(".")
+    module.get_submodule(path)._parameters[last] = parameter
+
+
+def _wrapped(module: nn.Module) -> nn.Module | None:
+    """The module that this one wraps without changing names; None: it wraps none."""
+    for library, name, attribute in _WRAPPERS:
+        kind = getattr(sys.modules.get(library), name, None)  # not imported: no module is one
+        if kind is not None and isinstance(module, kind):
+            return getattr(module, attribute)  # type: ignore[no-any-return]
+    return None
+
+
+def _own_class(kind: type) -> type:
+    """The class that a module had before FSDP2 made one of its own from it."""
+    fsdp: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return kind if fsdp is None else next(base for base in kind.__mro__ if not issubclass(base, fsdp))

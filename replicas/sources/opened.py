@@ -1,0 +1,132 @@
+"""The whole tensors of a model, one after the other: gathered, and merged.
+
+A tensor stays whole from the first row of a plan that is made of it to the last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from replicas import errors
+from replicas.sources.bare import Unit
+from replicas.sources.plan import Plan
+from replicas.sources.recording import Arrangement
+from replicas.weights.copies.tensors import is_dtensor
+
+__all__ = ["Opened"]
+
+
+class Opened:
+    """Whole tensors of a plan that are in memory now. Close it with its block.
+
+    :param plan: of which the rows are taken in order.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._left = Counter(key for row in plan.rows.values() for key in self._keys(row))
+        self._open: dict[object, tuple[contextlib.ExitStack, dict[str, torch.Tensor]]] = {}
+
+    def __enter__(self) -> Opened:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.ExitStack() as all_of_them:
+            for stack, _tensors in self._open.values():
+                all_of_them.push(stack)
+            self._open.clear()
+
+    def take(self, row: Arrangement) -> torch.Tensor:
+        """The tensor of a row: of FSDP2 the DTensor, where it is one as it is."""
+        name = row.inputs[0]
+        if row.same and self._unit(name) is None and not self._is_merged(name):
+            tensor = self._plan.state[name].detach()
+            if not hasattr(self._plan.state[name], "ds_id"):
+                return tensor
+        return row.apply({name: self._whole(name) for name in row.inputs})
+
+    def release(self, row: Arrangement) -> None:
+        """Let go of what no row after this one is made of."""
+        for key in self._keys(row):
+            self._left[key] -= 1
+            if not self._left[key] and key in self._open:
+                self._open.pop(key)[0].close()
+
+    def _keys(self, row: Arrangement) -> dict[object, None]:
+        return dict.fromkeys(map(self._key, row.inputs))
+
+    def _key(self, name: str) -> object:
+        """Tensors that become whole together have the same."""
+        unit = self._unit(name)
+        if self._is_merged(name):
+            return self._plan.merging.origins[name][0]  # type: ignore[union-attr]  # it is merged
+        return name if unit is None else id(unit.module)
+
+    def _is_merged(self, name: str) -> bool:
+        return self._plan.merging is not None and name in self._plan.merging.origins
+
+    def _unit(self, name: str) -> Unit | None:
+        return self._plan.units.get(id(self._plan.state[name]))
+
+    def _whole(self, name: str) -> torch.Tensor:
+        key = self._key(name)
+        if key not in self._open:
+            with contextlib.ExitStack() as stack:
+                tensors = self._opened(name, stack)
+                self._open[key] = stack.pop_all(), tensors
+        found = self._open[key][1]
+        unit = self._unit(name)
+        inner = unit.name if unit is not None else name
+        if self._is_merged(name):
+            inner = self._plan.merging.origins[name][1]  # type: ignore[union-attr]  # it is merged
+        if inner not in found:
+            raise errors.UsageError(
+                f"hf: PEFT's merge did not give {inner!r}", hint="merge it yourself and publish the merged model"
+            )
+        return found[inner]
+
+    def _opened(self, name: str, stack: contextlib.ExitStack) -> dict[str, torch.Tensor]:
+        tensor, unit, merging = self._plan.state[name], self._unit(name), self._plan.merging
+        if merging is not None and name in merging.origins:
+            group = merging.origins[name][0]
+            with _gathered(merging.tensors(group)):
+                return merging.merge(group, _private)
+        if unit is not None:
+            from torch.distributed.fsdp import FullyShardedDataParallel
+
+            stack.enter_context(FullyShardedDataParallel.summon_full_params(unit.module, recurse=False, writeback=False))
+            return {_clean(inner): value.detach() for inner, value in unit.module.named_parameters()}
+        stack.enter_context(_gathered([tensor]))
+        return {name: _full(tensor)}
+
+
+def _clean(name: str) -> str:
+    from torch.distributed.fsdp._common_utils import clean_tensor_name
+
+    return cast("str", clean_tensor_name(name))
+
+
+def _gathered(tensors: list[torch.Tensor]) -> contextlib.AbstractContextManager[object]:
+    """ZeRO-3's parameters among these, whole for the block."""
+    sharded = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
+    if not sharded:
+        return contextlib.nullcontext()
+    import deepspeed
+
+    return cast("contextlib.AbstractContextManager[object]", deepspeed.zero.GatheredParameters(sharded))
+
+
+def _full(tensor: torch.Tensor) -> torch.Tensor:
+    given: Any = tensor.detach()
+    return cast("torch.Tensor", given.full_tensor()) if is_dtensor(tensor) else given
+
+
+def _private(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that a merge may write to."""
+    whole = _full(tensor).clone()
+    return nn.Parameter(whole, requires_grad=False) if isinstance(tensor, nn.Parameter) else whole

@@ -1,0 +1,193 @@
+"""PEFT's adapters: merged into copies of the layers that they tune, or by themselves.
+
+``merge_and_unload()`` of PEFT gives the model that a server without adapters needs. It
+writes into the base weights; to undo that in bfloat16 leaves other values than before,
+and a training run that merges at each step drifts. So nothing is merged in the model.
+For one tuned layer after the other, :class:`Merging` copies the layer with its tensors,
+and lets PEFT's own ``merge_and_unload()`` run on a tuner that has this layer alone.
+What that gives is bit for bit what it would have given for the whole model, whatever
+the method of the adapter, and one layer's tensors are in memory twice.
+
+Layers that have a base weight in common (tied embeddings) are merged together.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from replicas import errors
+from replicas.sources.bare import Bare, copied
+
+__all__ = ["Merging", "adapter_tensors", "find_peft_model"]
+
+_MERGED = ("LORA", "ADALORA", "IA3", "LOHA", "LOKR", "OFT", "BOFT", "VERA", "HRA", "FOURIERFT", "LN_TUNING", "TRAINABLE_TOKENS")
+"""Methods of PEFT whose merged weights are tested against its own
+``merge_and_unload()``."""
+_SAVED = (*_MERGED, "PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING")
+"""Methods whose adapter alone is tested against what ``save_pretrained`` writes."""
+
+
+def find_peft_model(model: nn.Module) -> Any:
+    """``model``, if it is a model of PEFT; else None.
+
+    :raises replicas.errors.UsageError: adapters were added in another way.
+    """
+    peft: Any = sys.modules.get("peft")
+    if peft is None:  # not imported: no module is one
+        return None
+    if isinstance(model, (peft.PeftModel, peft.PeftMixedModel)):
+        return model
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise errors.UsageError(
+            "hf: adapters that were added by add_adapter() or load_adapter() of transformers are not supported",
+            hint="add them with peft.get_peft_model(model, config)",
+        )
+    return None
+
+
+class Merging:
+    """A model of PEFT as what its ``merge_and_unload()`` gives.
+
+    :param found: the model without wrappers; PEFT's own class replaces its tuned layers
+        by their base layers.
+    :ivar base: the model without adapters, not merged: it has names and ties.
+    :ivar origins: for the name of each tensor of ``base`` that a merge changes: the
+        group of tuned layers to merge, and the name that :meth:`merge` gives it.
+    :raises replicas.errors.UsageError: the method of an adapter is not tested.
+    """
+
+    def __init__(self, found: Bare) -> None:
+        peft_model = found.module
+        _check_methods(peft_model, peft_model.active_adapters, _MERGED, 'hf(model, adapter="only")')
+        self._tuner = peft_model.base_model
+        layers = _tuned_layers(self._tuner.model)
+        self._layers = {path: found.origins[id(module)] for path, module in layers.items()}
+        with _quiet():
+            self.base = self._tuner.unload()
+        self.origins: dict[str, tuple[tuple[str, ...], str]] = {}
+        state = self.base.state_dict(keep_vars=True)
+        for group in self._groups():
+            for path in group:
+                names = [f"{path}.{name}" for name in self.base.get_submodule(path).state_dict(keep_vars=True)]
+                self.origins |= {name: (group, name) for name in names}
+        merged = {id(state[name]): origin for name, origin in self.origins.items()}
+        # a tie to a layer that is not tuned itself changes with the merge, too
+        self.origins |= {
+            name: merged[id(tensor)]
+            for name, tensor in state.items()
+            if id(tensor) in merged and name not in self.origins
+        }
+
+    def _groups(self) -> list[tuple[str, ...]]:
+        """Paths of tuned layers; those that have a tensor in common are together."""
+        groups: dict[int, list[str]] = {}
+        for path in self._layers:
+            group = [path]
+            for tensor in self.base.get_submodule(path).state_dict(keep_vars=True).values():
+                if (other := groups.get(id(tensor))) is not None and other is not group:
+                    other += [one for one in group if one not in other]
+                    group = other
+                groups[id(tensor)] = group
+        return list(dict.fromkeys(tuple(group) for group in groups.values()))
+
+    def merge(self, group: tuple[str, ...], whole: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The merged tensors of a group by name.
+
+        :param whole: a private copy of a tensor of the model, gathered.
+        """
+        holder = nn.Module()
+        for number, path in enumerate(group):
+            holder.add_module(str(number), self._layers[path])
+        tuner = copied(self._tuner_of(holder), whole)
+        with _quiet():
+            merged = tuner.merge_and_unload()
+        return {
+            f"{path}.{name}": tensor
+            for number, path in enumerate(group)
+            for name, tensor in merged.get_submodule(str(number)).state_dict().items()
+        }
+
+    def key(self, group: tuple[str, ...]) -> object:
+        """What the dtypes and shapes of a merge of this group depend on."""
+        layers = [self._layers[path] for path in group]
+        parts = [(type(part), *map(_description, part.parameters(recurse=False))) for one in layers for part in one.modules()]
+        return parts, [list(getattr(one, "active_adapters", ())) for one in layers]
+
+    def tensors(self, group: tuple[str, ...]) -> list[torch.Tensor]:
+        """All tensors that a merge of this group reads."""
+        found = [tensor for path in group for tensor in self._layers[path].parameters()]
+        return list({id(tensor): tensor for tensor in found}.values())
+
+    def _tuner_of(self, holder: nn.Module) -> Any:
+        """A tuner like the model's, which tunes these layers alone."""
+        tuner = object.__new__(type(self._tuner))
+        tuner.__dict__.update(self._tuner.__dict__, _modules={"model": holder}, _parameters={}, _buffers={})
+        return tuner
+
+
+def _description(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.dtype, getattr(tensor, "ds_shape", tensor.shape)
+
+
+def _tuned_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules that PEFT replaces when it unloads, by path: the outermost of each."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    found: dict[str, nn.Module] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        inside = any(path[:end] in found for end, letter in enumerate(path) if letter == ".")
+        if not inside and isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+            found[path] = module
+    return found
+
+
+def _check_methods(peft_model: Any, adapters: list[str], tested: tuple[str, ...], instead: str) -> None:
+    for adapter in adapters:
+        method = peft_model.peft_config[adapter].peft_type
+        method = str(getattr(method, "value", method))
+        if method not in tested:
+            text = f"hf: adapter {adapter!r} is of method {method}, which is not supported here ({', '.join(tested)} are)"
+            raise errors.UsageError(text, hint=f"pass {instead}, or merge it yourself and publish the merged model")
+
+
+def adapter_tensors(peft_model: Any, state: Mapping[str, Any]) -> dict[str, Any]:
+    """What PEFT's ``save_pretrained`` writes of the active adapter, by name.
+
+    :param peft_model: without wrappers. :param state: its tensors, by name.
+    :raises replicas.errors.UsageError: several adapters are active, or the method of
+        the active one is not tested.
+    """
+    from peft import get_peft_model_state_dict
+
+    adapter = active_adapter(peft_model)
+    _check_methods(peft_model, [adapter], _SAVED, 'adapter="merged"')
+    with _quiet():
+        found = get_peft_model_state_dict(peft_model, state_dict=dict(state), adapter_name=adapter)
+    return dict(found)
+
+
+def active_adapter(peft_model: Any) -> str:
+    """The name of the only active adapter.
+
+    :raises replicas.errors.UsageError: none or several are active.
+    """
+    active = list(peft_model.active_adapters)
+    if len(active) != 1:
+        text = f'hf: adapter="only" publishes one adapter, and {len(active)} are active ({", ".join(active) or "none"})'
+        raise errors.UsageError(text, hint=f"call set_adapter() with one of {', '.join(peft_model.peft_config)}")
+    return str(active[0])
+
+
+class _quiet(warnings.catch_warnings):  # noqa: N801  # used like a function
+    """PEFT's advice for people who merge or save by hand."""
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        warnings.simplefilter("ignore")

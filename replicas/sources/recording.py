@@ -1,0 +1,200 @@
+"""Record how a function rearranges tensors, to repeat it on other tensors one by one.
+
+Theory of operation
+===================
+
+transformers converts a whole ``state_dict`` in one call (``revert_weight_conversion``).
+:func:`record` makes that call once on meta tensors, which have shapes and no memory,
+and writes down each operation of torch on the way. The outcome is one
+:class:`Arrangement` for each tensor that the call returns:
+
+- a *view*, where the result is a part of one input in place: its sizes, strides and
+  offset are all that is kept. (An operation that only copies, such as
+  ``contiguous()``, is left out.)
+- a *computation*: the operations that lead from the inputs to the result.
+
+So a tensor of a checkpoint is made of its inputs alone, without a second model, and a
+view can be written through: what is copied into it lands in the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from replicas import errors
+
+__all__ = ["Arrangement", "Form", "record"]
+
+_COPIES = (torch.ops.aten.clone.default, torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+"""Give a tensor with the values of their first argument."""
+_RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+"""Of a copy these give a view; of what was copied perhaps not."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """Dtype, shape and strides of a tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Form:
+        return cls(tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+    def meta(self) -> torch.Tensor:
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
+
+
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """An operation, and which of its results is meant (None: it has one)."""
+
+    operation: Any
+    arguments: tuple[Any, ...]
+    options: Mapping[str, Any]
+    result: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class Arrangement:
+    """How one tensor is made of others.
+
+    :ivar inputs: names of the tensors that it is made of.
+    :ivar form: dtype and shape of the result.
+    :ivar offset: of a view: its first element, counted from that of its only input, in
+        elements; its strides are those of ``form``. None: it is computed.
+    :ivar same: it is its only input as it is.
+    """
+
+    inputs: tuple[str, ...]
+    form: Form
+    offset: int | None
+    same: bool
+    _strides: tuple[int, ...]
+    """Of the first input."""
+    _step: _Step | str
+
+    def apply(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the tensor; a view of its input where that is possible.
+
+        :param tensors: the inputs by name: whole tensors of any strides.
+        """
+        first = tensors[self.inputs[0]]
+        if self.same:
+            return first
+        if self.offset is not None and first.stride() == self._strides:
+            return first.as_strided(self.form.shape, self.form.strides, first.storage_offset() + self.offset)
+        return _replayed(self._step, tensors, {})
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: dict[int, _Step | str] = {}
+        """What gave each tensor, by its id; text: it is the input of this name."""
+        self._alive: list[object] = []
+
+    def name(self, tensor: torch.Tensor, step: _Step | str) -> None:
+        self.steps.setdefault(id(tensor), step)
+        self._alive.append(tensor)  # an id belongs to it as long as it lives
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        if func._schema.is_mutable:
+            raise errors.UsageError(
+                f"the conversion of this model writes in place ({func}), which is not supported",
+                hint="publish(model) sends it under the names that it has in memory",
+            )
+        found = func(*args, **options)
+        given, named = tree_map_only(torch.Tensor, self._taken, (args, options))
+        for number, tensor in enumerate(found if isinstance(found, (tuple, list)) else ()):
+            self.name(tensor, _Step(func, given, named, number))
+        if isinstance(found, torch.Tensor):
+            self.name(found, _Step(func, given, named, None))
+        return found
+
+    def _taken(self, tensor: torch.Tensor) -> object:
+        return _Taken(self.steps[id(tensor)]) if id(tensor) in self.steps else tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _Taken:
+    """Stands in the arguments of a step for the tensor that another step gave."""
+
+    step: _Step | str
+
+
+def record(
+    convert: Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]], given: Mapping[str, Form]
+) -> dict[str, Arrangement]:
+    """How ``convert`` makes each tensor that it returns, by name.
+
+    :param given: of the tensors that it gets.
+    :raises replicas.errors.UsageError: it writes in place.
+    """
+    recorder = _Recorder()
+    metas = {name: form.meta() for name, form in given.items()}
+    for name, tensor in metas.items():
+        recorder.name(tensor, name)
+    with recorder:
+        found = dict(convert(dict(metas)))
+    storages = {tensor.untyped_storage()._cdata: name for name, tensor in metas.items()}
+    known: dict[int, Any] = {}
+    return {
+        name: _arranged(recorder.steps[id(tensor)], metas, storages, known) if id(tensor) in recorder.steps
+        else _fail(name)
+        for name, tensor in found.items()
+    }
+
+
+def _fail(name: str) -> Arrangement:
+    raise errors.UsageError(
+        f"the conversion of this model gives {name!r}, which is made of none of its tensors",
+        hint="publish(model) sends it under the names that it has in memory",
+    )
+
+
+def _arranged(
+    step: _Step | str, metas: Mapping[str, torch.Tensor], storages: Mapping[int, str], known: dict[int, Any]
+) -> Arrangement:
+    inputs = tuple(dict.fromkeys(_inputs(step)))
+    result = _replayed(step, metas, known)
+    form = Form.of(result)
+    view = len(inputs) == 1 and storages.get(result.untyped_storage()._cdata) == inputs[0]
+    same = view and form == Form.of(metas[inputs[0]])
+    offset = result.storage_offset() if view else None
+    return Arrangement(inputs, form, offset, same, metas[inputs[0]].stride(), step)
+
+
+def _inputs(step: _Step | str) -> list[str]:
+    if isinstance(step, str):
+        return [step]
+    found: list[str] = []
+    tree_map_only(_Taken, lambda taken: found.extend(_inputs(taken.step)), (step.arguments, dict(step.options)))
+    return found
+
+
+def _replayed(step: _Step | str, tensors: Mapping[str, torch.Tensor], known: dict[int, Any]) -> Any:
+    """The result of a step of these tensors. ``known``: results by operation."""
+    if isinstance(step, str):
+        return tensors[step]
+    key = id(step.arguments)  # the results of one operation have the same
+    if key not in known:
+        take = lambda taken: _replayed(taken.step, tensors, known)  # noqa: E731
+        arguments, options = tree_map_only(_Taken, take, (step.arguments, dict(step.options)))
+        if step.operation in _COPIES:
+            known[key] = arguments[0]
+        elif step.operation in _RESHAPES:
+            known[key] = arguments[0].reshape(arguments[1])
+        else:
+            known[key] = step.operation(*arguments, **options)
+    found = known[key]
+    return found if step.result is None else found[step.result]

@@ -1,0 +1,109 @@
+"""What transformers' ``save_pretrained`` does to a ``state_dict``, by its own functions.
+
+They are those of transformers 5.19 to 5.24.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from replicas import errors
+from replicas.sources.recording import Arrangement, Form, record
+
+__all__ = ["arrangements", "check", "is_pretrained", "kept_names", "saved_names"]
+
+_IN_MEMORY = "publish(model) sends it under the names that it has in memory"
+
+
+def is_pretrained(model: nn.Module) -> bool:
+    """True if it is a model of transformers."""
+    library: Any = sys.modules.get("transformers")  # not imported: no module is one
+    return library is not None and isinstance(model, library.PreTrainedModel)
+
+
+def check(model: Any, state: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a model that ``hf`` does not know.
+
+    :param model: without wrappers and adapters. :param state: its ``state_dict``.
+    :raises replicas.errors.UsageError: it is quantised, or sharded by transformers' own
+        tensor parallelism; or a module of it was replaced.
+    """
+    kind = type(model).__name__
+    if getattr(model, "hf_quantizer", None) is not None:
+        method = getattr(model.hf_quantizer.quantization_config, "quant_method", "")
+        method = getattr(method, "value", method)
+        text = f"hf: the {kind} is quantised ({method}), which is not supported"
+        raise errors.UsageError(text, hint=f"call its dequantize(), or: {_IN_MEMORY}")
+    if getattr(model, "_tp_size", None):
+        text = f"hf: the {kind} is sharded by transformers' tensor parallelism, which is not supported"
+        raise errors.UsageError(text, hint="shard it by FSDP2 (fully_shard)")
+    wanted = _names_of_class(model)
+    missing = [name for name in wanted if name not in state]
+    unknown = [name for name in state if name not in wanted]
+    if missing and unknown:
+        text = (
+            f"hf: a module of the {kind} was replaced by a wrapper, or by a quantised or other one, that is not "
+            f"supported: it has {unknown[0]!r}, and lacks {missing[0]!r} of its class"
+        )
+        raise errors.UsageError(text, hint=f"unwrap the model, or: {_IN_MEMORY}")
+
+
+def _names_of_class(model: Any) -> set[str]:
+    """Names of the tensors that its class makes from its configuration."""
+    from transformers.initialization import no_init_weights
+
+    kind = type(model)
+    try:
+        with torch.device("meta"), no_init_weights():
+            return set(kind(model.config).state_dict())
+    except Exception as error:
+        text = f"hf: {kind.__name__} cannot be made from its configuration: {type(error).__name__}: {error}"
+        raise errors.UsageError(text, hint=_IN_MEMORY) from error
+
+
+def saved_names(model: Any, state: Mapping[str, torch.Tensor], tied: Iterable[list[str]]) -> list[str]:
+    """The names in memory of what is saved, in order.
+
+    :param tied: names of one tensor each.
+    """
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    left_out = set(model._keys_to_ignore_on_save or ())
+    for names in tied:
+        one = torch.empty(1)  # a stand-in: the function compares memory
+        try:
+            left_out |= set(names) - remove_tied_weights_from_state_dict(dict.fromkeys(names, one), model).keys()
+        except RuntimeError:  # a tie that its class does not know: both names are published, and tied
+            continue
+    return [name for name in state if name not in left_out]
+
+
+def arrangements(model: Any, forms: Mapping[str, Form]) -> dict[str, Arrangement]:
+    """How the tensors of the checkpoint are made of those in memory."""
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError as error:
+        text = "hf: this release of transformers does not say how a checkpoint is named"
+        raise errors.UsageError(text, hint="install transformers 5.19 or newer") from error
+    try:
+        return record(lambda tensors: revert_weight_conversion(model, tensors), forms)
+    except (NotImplementedError, ValueError) as error:
+        text = f"hf: transformers cannot name the checkpoint of {type(model).__name__}: {error}"
+        raise errors.UsageError(text, hint=_IN_MEMORY) from error
+
+
+def kept_names(model: Any, names: Iterable[str], dtype: torch.dtype) -> set[str]:
+    """Those of the tensors in memory that a cast to ``dtype`` leaves in float32."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    plan = model._get_dtype_plan(dtype)
+    if not plan:
+        return set()
+    pattern: re.Pattern[str] = build_glob_alternation(list(plan))[0]
+    return {name for name in names if pattern.search(name)}
