@@ -1,4 +1,4 @@
-"""Find values that are not finite (NaN, infinities) in the bytes of a version."""
+"""Find values that are not finite (NaN, infinities), or that a cast makes infinite."""
 
 from __future__ import annotations
 
@@ -29,15 +29,30 @@ def not_finite(data: torch.Tensor, manifest: PartManifest) -> dict[str, int]:
     return found
 
 
+def overflows(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return True if a cast to ``dtype`` makes finite values of a tensor infinite."""
+    if not tensor.numel():
+        return False
+    most = torch.finfo(dtype).max
+    low, high = map(float, torch.aminmax(tensor))
+    if -most <= low and high <= most:  # False if there is a NaN
+        return False
+    return any(bool((chunk.isfinite() & chunk.to(dtype).isinf()).any()) for chunk in _chunks(tensor))
+
+
 def in_words(found: dict[str, int]) -> str:
     """The first tensors of :func:`not_finite` with their numbers, and how many more."""
     named = ", ".join(f"{name!r} ({count:,})" for name, count in islice(found.items(), NAMED))
     return named + (f" and {len(found) - NAMED} tensors more" if len(found) > NAMED else "")
 
 
+def _chunks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return torch.split(tensor.reshape(-1), CHUNK)
+
+
 def _count(view: torch.Tensor) -> int:
     count = 0
-    for chunk in torch.split(view.reshape(-1), CHUNK):
+    for chunk in _chunks(view):
         try:
             finite = torch.isfinite(chunk)
         except RuntimeError:  # a dtype of few bits, which torch only casts

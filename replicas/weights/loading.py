@@ -32,6 +32,7 @@ from replicas.weights.copies.tensors import (
     written_as_bits,
 )
 from replicas.weights.feed import Ties, known_values
+from replicas.weights.finite import overflows
 from replicas.weights.layout import Places
 
 
@@ -113,13 +114,15 @@ def load_into(
     """Copy ``tensors`` in place into the parameters and persistent buffers of a model.
 
     Names and shapes must match exactly; a plain floating dtype may differ and is cast.
-    Tied parameters are written once and may come under any of their names. A DTensor
-    parameter gets its local part, without communication. Everything is checked before
-    the first byte is written. For the options see :func:`copy_pairs`.
+    Each name gets its tensor, whatever is tied at either end: tied parameters may come
+    under any of their names, or under several with the same values. A DTensor parameter
+    gets its local part, without communication. Everything is checked before the first
+    byte is written. For the options see :func:`copy_pairs`.
 
     :raises ManifestMismatch: naming the tensors that are missing, unknown, of another
-        shape or dtype, without memory or overlapping; ``model`` is unchanged. It has
-        changed in part only if another thread frees one of its tensors meanwhile.
+        shape or dtype, without memory, beyond the range of float16, or in shared memory
+        with different values; ``model`` is unchanged. It has changed in part only if
+        another thread frees one of its tensors meanwhile.
     """
     names, _, pairs = _pairs(model, tensors, aliases)
     copy_pairs(pairs, sharing=sharing, on_device=on_device, name=names.__getitem__)
@@ -171,10 +174,10 @@ def _pairs(
     if targets is None:
         text = f"cannot load into a {type(model).__name__}"
         raise ManifestMismatch(text, hint="give a module or a mapping of tensors")
-    served, tied = _served(targets, list(tensors), aliases), dict(aliases)
-    names, sources = list(served), [tied.get(given, given) for given in served.values()]
-    pairs = [_checked(name, targets[name], tensors[source]) for name, source in zip(names, sources, strict=True)]
-    _check_apart([target for target, _ in pairs], names)
+    served = _served(targets, list(tensors), aliases)
+    names, sources = list(served), list(served.values())
+    pairs = [_checked(name, targets[name], tensors[source]) for name, source in served.items()]
+    _check_shared(pairs, names)
     return names, sources, pairs
 
 
@@ -184,11 +187,14 @@ def _load_runs(
     """Load all as runs of bytes, without views; False: they are not that simple."""
     if not image.is_cpu or not streaming.available:
         return False
-    places = _places(manifest)
-    by_given = {given: targets[name] for name, given in served.items()}
-    values = [by_given.get(name) for name in map(places.name, range(len(places.starts)))]
-    # empty tensors have no place here, and must be checked, too
-    if len(values) < len(manifest.tensors) or not set(map(type, values)).issubset(PLAIN):
+    names: dict[str, str] = {}
+    again = [(source, name) for name, source in served.items() if names.setdefault(source, name) != name]
+    places = _places(manifest, tuple(source for source, _ in again))
+    if len(places.starts) < len(served):  # empty tensors have no place, and must be checked, too
+        return False
+    given = [*(names[spec.name] for spec in manifest.tensors), *(name for _, name in again)]
+    values = [targets[given[number]] for number in places.order]
+    if not set(map(type, values)).issubset(PLAIN):
         return False
     device = accelerator()
     if device is not None and (device.owns(image) or any(map(device.owns, values))):  # type: ignore[arg-type]  # PLAIN holds tensors only
@@ -205,41 +211,51 @@ def _load_runs(
     return True
 
 
-_KNOWN: OrderedDict[str, Places] = OrderedDict()
+_KNOWN: OrderedDict[tuple[str, tuple[str, ...]], Places] = OrderedDict()
 """Of the last manifests, by hash: they are mostly the same from version to version."""
 _KNOWN_MOST = 4
 
 
-def _places(manifest: Manifest) -> Places:
-    found = _KNOWN.get(manifest.hash)
+def _places(manifest: Manifest, again: tuple[str, ...]) -> Places:
+    """The places of all tensors, and once more those of the tensors of ``again``."""
+    found = _KNOWN.get((manifest.hash, again))
     if found is None:
-        found = _KNOWN[manifest.hash] = Places(PartManifest(manifest.tensors, manifest.aliases))
+        pieces = None
+        if again:
+            specs, offsets, index = manifest.tensors, manifest.offsets, manifest.index
+            numbers = *range(len(specs)), *(index[name] for name in again)
+            pieces = tuple(Piece(one, (0,) * len(specs[one].shape), specs[one].shape, offsets[one]) for one in numbers)
+        found = _KNOWN[manifest.hash, again] = Places(PartManifest(manifest.tensors, manifest.aliases, pieces))
         while len(_KNOWN) > _KNOWN_MOST:
             _KNOWN.popitem(last=False)
     return found
 
 
 def _served(targets: Mapping[str, object], names: Sequence[str], aliases: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """The name of each target to write, and of its tensor; tied ones come once."""
+    """The name of each target to write, and of the tensor that it gets.
+
+    Targets that are tied come once for each tensor that they get.
+    """
     if not aliases and len(targets) == len(names) and (list(targets) == names or targets.keys() == set(names)):
         storages = set(map(_storage, targets.values()))
         if None not in storages and len(storages) == len(targets):  # no ties
             return dict(zip(names, names, strict=True))
-    known = dict.fromkeys(names)
-    known |= dict.fromkeys(alias for alias, target in aliases if target in known)
+    known = dict(zip(names, names, strict=True))
+    known |= {alias: target for alias, target in aliases if target in known}
     ties = Ties()
     first_names = {name: ties.alias(name, value) or name for name, value in targets.items() if value is not None}
-    found: dict[str, str] = {}
+    found: dict[tuple[str, str], str] = {}
     for name, first in first_names.items():
         if name in known:
-            found.setdefault(first, name)
+            found.setdefault((first, known[name]), name)
+    given = {first for first, _ in found}
     unknown = [name for name in known if name not in first_names]
-    missing = [name for name, first in first_names.items() if first not in found]
+    missing = [name for name, first in first_names.items() if first not in given]
     if unknown or missing:
         parts = [f"{what}: {_some(some)}" for what, some in (("missing", missing), ("unknown", unknown)) if some]
         text = f"the weights do not fit the model ({'; '.join(parts)})"
         raise ManifestMismatch(text, hint="rename them, or load them by hand")
-    return found
+    return {name: source for (_, source), name in found.items()}
 
 
 def _storage(value: object) -> int | None:
@@ -275,6 +291,9 @@ def _pair(name: str, value: object, source: torch.Tensor) -> tuple[torch.Tensor,
     if target.dtype != source.dtype and not (is_castable(target.dtype) and is_castable(source.dtype)):
         text = f"tensor {name!r} is {source.dtype}, the model's is {target.dtype}"
         raise ManifestMismatch(text, hint="convert it by hand")
+    if target.dtype is torch.float16 != source.dtype and overflows(source, torch.float16):
+        text = f"tensor {name!r} has values beyond the range of float16, the dtype of the model's"
+        raise ManifestMismatch(text, hint="load into bfloat16 or float32")
     if overlaps_itself(target):
         text = f"the model's {name!r} has elements that share memory (it is expanded)"
         raise ManifestMismatch(text, hint="load into a tensor of its own")
@@ -289,14 +308,17 @@ def _pair(name: str, value: object, source: torch.Tensor) -> tuple[torch.Tensor,
     return target, source
 
 
-def _check_apart(targets: Sequence[torch.Tensor], names: Sequence[str]) -> None:
-    """Raise ManifestMismatch if two targets share some, but not all of their memory.
+_Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""Targets and the elements to write there."""
 
-    Ties of unlike form, as to the transposed, share all of it.
+
+def _check_shared(pairs: _Pairs, names: Sequence[str]) -> None:
+    """Raise ManifestMismatch if two targets share memory and get different values for
+    it.
     """
     spans = [
         (str(one.device), one.data_ptr(), one.data_ptr() + span_nbytes(one), number)
-        for number, one in enumerate(targets)
+        for number, (one, _) in enumerate(pairs)
         if one.numel()
     ]
     spans.sort()
@@ -304,35 +326,61 @@ def _check_apart(targets: Sequence[torch.Tensor], names: Sequence[str]) -> None:
     device, behind = "", 0
     for where, start, end, number in spans:
         if where != device or start >= behind:
-            _check_group(group, targets, names)
+            _check_group(group, pairs, names)
             group, device, behind = [], where, 0
         group.append(number)
         behind = max(behind, end)
-    _check_group(group, targets, names)
+    _check_group(group, pairs, names)
 
 
-def _check_group(group: Sequence[int], targets: Sequence[torch.Tensor], names: Sequence[str]) -> None:
-    """Mark the bytes of each target of a group that lies together."""
-    if len(group) < 2:
+def _check_group(group: Sequence[int], pairs: _Pairs, names: Sequence[str]) -> None:
+    """Check targets of which each begins within those before it."""
+    distinct: dict[object, int] = {}
+    for number in group if len(group) > 1 else ():
+        one = pairs[number][0]
+        first = distinct.setdefault((one.data_ptr(), one.shape, one.stride(), one.itemsize), number)
+        if first != number and not torch.equal(_stored(*pairs[first]), _stored(*pairs[number])):
+            raise _differing(names[first], names[number])
+    if len(distinct) < 2:
         return
-    base = targets[group[0]].data_ptr()
-    most = max(targets[number].data_ptr() + span_nbytes(targets[number]) for number in group) - base
-    marked = torch.zeros(most, dtype=torch.uint8, device="cpu")
-    whole: dict[tuple[int, int], int] = {}
-    for number in group:
+    # Write all to memory that is laid out as theirs: then each must still be there.
+    numbers = list(distinct.values())
+    targets = {number: pairs[number][0] for number in numbers}
+    base = min(one.data_ptr() for one in targets.values())
+    end = max(one.data_ptr() + span_nbytes(one) for one in targets.values())
+    memory = torch.empty(end - base, dtype=torch.uint8, device="cpu")
+
+    def place(number: int) -> torch.Tensor:
         one = targets[number]
-        dense = one.data_ptr(), span_nbytes(one)
-        if dense in whole and one.nbytes == dense[1]:  # a tie of another form
-            continue
         strides = *(stride * one.itemsize for stride in one.stride()), 1
-        found = marked.as_strided((*one.shape, one.itemsize), strides, one.data_ptr() - base)
-        if found.any():
-            others = " or ".join(repr(names[other]) for other in group[: group.index(number)][-3:])
-            text = f"the model's {names[number]!r} shares a part of its memory with {others}"
-            raise ManifestMismatch(text, hint="load into tensors of their own")
-        found.fill_(1)
-        if one.nbytes == dense[1]:
-            whole[dense] = number
+        return memory.as_strided((*one.shape, one.itemsize), strides, one.data_ptr() - base)
+
+    for number in numbers:
+        place(number).copy_(_stored(*pairs[number]))
+    for number in numbers:
+        given = _stored(*pairs[number])
+        if torch.equal(place(number), given):
+            continue
+        for other in numbers[numbers.index(number) + 1 :]:
+            place(number).copy_(given)
+            place(other).copy_(_stored(*pairs[other]))
+            if not torch.equal(place(number), given):
+                raise _differing(names[number], names[other])
+
+
+def _stored(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """The bytes of each element of ``source`` as they will lie in ``target``; uint8 of
+    shape ``[*target.shape, target.itemsize]``, on the CPU.
+    """
+    given = source.to(device="cpu", dtype=target.dtype)
+    if target.is_neg():
+        given = -given
+    return given.reshape(-1).view(torch.uint8).view(*given.shape, given.itemsize)
+
+
+def _differing(one: str, other: str) -> ManifestMismatch:
+    text = f"{one!r} and {other!r} share memory in the model, and their values in the version differ"
+    return ManifestMismatch(text, hint="load into tensors of their own, or publish them tied")
 
 
 def _some(names: Sequence[str], limit: int = 5) -> str:
