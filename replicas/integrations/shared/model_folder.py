@@ -3,8 +3,10 @@ memory.
 
 Engines that load from a disk are given a folder: configuration and tokenizer are links
 to those of the model's own folder, and ``model.safetensors`` is a link to the slot that
-holds the version. So nothing is copied to a disk. The server has to be on this machine,
-with the same user and the same view of ``/proc``.
+holds the version. So nothing is copied to a disk but tied tensors: the slot has
+each of them under one name, and ``tied.safetensors`` has copies for the other names
+that the model's own files have. The server has to be on this machine, with the same
+user and the same view of ``/proc``.
 
 Some engines ignore tensors that they do not know, keep the old values of tensors that
 are missing, or take wrong shapes (SGLang on a CPU does all three). So names, shapes and
@@ -22,7 +24,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from msgspec.structs import replace
+
 from replicas import errors
+from replicas.core.base.manifest import Manifest
 
 if TYPE_CHECKING:
     import torch
@@ -172,7 +177,32 @@ class ModelFolder(ModelSpecs):
         link = self.path / "model.safetensors"
         link.unlink(missing_ok=True)
         link.symlink_to(update.path)
+        self._copy_tied(update)
         return self.path
+
+    def _copy_tied(self, update: Update) -> None:
+        """Copy tied tensors for those of their other names that the model's own files
+        have; for all, where these files are not known.
+
+        :raises replicas.errors.NoCapacity: the copy cannot be written.
+        """
+        import torch
+
+        file, manifest = self.path / "tied.safetensors", update.manifest
+        file.unlink(missing_ok=True)
+        names = [alias for alias, _ in manifest.aliases if not self._expected or alias in self._expected]
+        if not names:
+            return
+        copies = Manifest(tuple(replace(manifest.tensors[manifest.index[name]], name=name) for name in names))
+        tensors = update.tensors()
+        try:
+            with file.open("xb") as opened:
+                opened.write(copies.header)
+                for _, name in sorted(zip(copies.offsets, names, strict=True)):
+                    opened.write(tensors[name].reshape(-1).view(torch.uint8).numpy().data)
+        except OSError as error:
+            text = f"{file}, the copy of {len(names)} tied tensors, cannot be written: {error.strerror}"
+            raise errors.NoCapacity(text, phase="load", hint="make room there, or set TMPDIR") from error
 
     def close(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)

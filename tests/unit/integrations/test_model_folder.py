@@ -94,6 +94,50 @@ def test_the_folder_shows_a_versions_memory_beside_the_models_own_files(tmp_path
     assert (source / "model.safetensors").exists()
 
 
+@pytest.mark.parametrize(
+    ("files", "first", "copied"),
+    [
+        ({"embed", "lm_head"}, "embed", {"lm_head"}),  # the server's model is not tied
+        ({"embed"}, "embed", set()),  # it is tied, as the trainer's
+        ({"embed"}, "lm_head", {"embed"}),  # the trainer's has the other name first
+        (set(), "embed", {"lm_head"}),  # its files are not known
+    ],
+)
+def test_a_server_is_handed_each_name_that_its_model_has(
+    tmp_path: Path, files: set[str], first: str, copied: set[str]
+) -> None:
+    source = tmp_path / "source"
+    if files:
+        source.mkdir()
+        save_file({name: torch.zeros(4, 2) for name in files}, source / "model.safetensors")
+        (source / "config.json").write_text(json.dumps({"tie_word_embeddings": len(files) < 2}))
+    folder, value = ModelFolder(str(source)), torch.ones(4, 2)
+    with FakeRun() as run:
+        trainer, server = run.join("trainer"), run.join("rollout")
+        for _ in range(2):
+            value += 1
+            trainer.publish({first: value, "embed": value, "lm_head": value}).wait()
+            with server.receive().wait() as update:
+                shown = [load_file(file) for file in sorted(folder.show(update).glob("*.safetensors"))]
+                folder.loaded(update)
+            assert [{*one} for one in shown] == [{first}, *([copied] if copied else [])]
+            assert all(torch.equal(one, value) for found in shown for one in found.values())
+        trainer.publish({"embed": value, "lm_head": value + 1}, new_manifest=True).wait()
+        with server.receive().wait() as update:
+            assert not (folder.show(update) / "tied.safetensors").exists()
+    folder.close()
+
+
+def test_a_copy_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    folder, value = ModelFolder("", parent=tmp_path), torch.ones(2)
+    folder.close()
+    with FakeRun() as run:
+        run.join("trainer").publish({"a": value, "b": value}).wait()
+        text = r"tied\.safetensors, the copy of 1 tied tensors, cannot be written"
+        with run.join("rollout").receive().wait() as update, pytest.raises(errors.NoCapacity, match=text):
+            folder._copy_tied(update)
+
+
 def test_without_the_models_files_the_first_version_that_was_loaded_counts(tmp_path: Path) -> None:
     folder = ModelFolder(str(tmp_path / "elsewhere"))
     with FakeRun() as run:
