@@ -96,6 +96,10 @@ class Update:
         used for a later version, but freed when nothing has it mapped or open any more;
         :attr:`path_to_copy` saves that.
 
+        A tied tensor is in the file under its first name only: safetensors allows no
+        byte to have two. The other names are in the file's metadata, as JSON:
+        ``replicas.aliases`` maps each to that first name. :meth:`tensors` has all.
+
         :raises replicas.errors.UsageError: the update has ended, or the slot is in GPU
             memory (``staging = "device"``).
         :raises replicas.errors.WorldError: the kernel cannot make the file read-only.
@@ -290,9 +294,13 @@ class Update:
         """Copy every tensor into ``model``'s parameters and persistent buffers.
 
         They are written in place: names and shapes must fit exactly; floating dtypes
-        are cast. DTensor parameters get their local part, without communication.
-        Everything is checked before the first byte is written. On return all is copied,
-        on a GPU too, where this thread's current stream copies.
+        are cast, if float16 can hold all finite values that it gets. DTensor parameters
+        get their local part, without communication. Everything is checked before the
+        first byte is written. On return all is copied, on a GPU too, where this
+        thread's current stream copies.
+
+        Each name gets its tensor, whatever is tied here or where it was published.
+        Parameters that share memory must get the same values for it.
 
         :param model: a module, or a mapping of names to tensors.
         :param changed_only: write only what has changed since :attr:`base`: the model
