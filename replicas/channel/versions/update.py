@@ -96,9 +96,10 @@ class Update:
         used for a later version, but freed when nothing has it mapped or open any more;
         :attr:`path_to_copy` saves that.
 
-        A tied tensor is in the file under its first name only: safetensors allows no
-        byte to have two. The other names are in the file's metadata, as JSON:
-        ``replicas.aliases`` maps each to that first name. :meth:`tensors` has all.
+        A tied tensor is in the file under its first name only, as a safetensors file
+        cannot name the same bytes twice. Its metadata has the other names:
+        ``replicas.aliases``, a JSON object, maps each to that first name.
+        :meth:`tensors` has all.
 
         :raises replicas.errors.UsageError: the update has ended, or the slot is in GPU
             memory (``staging = "device"``).
