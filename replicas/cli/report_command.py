@@ -13,6 +13,7 @@ import typer
 
 from replicas.cli.base import command
 from replicas.cli.find_run import EVENTS_FILE, find_state_dir, state_dir_of, trusted
+from replicas.common.outputs import resolve_output
 from replicas.config.text import absolute, state_home
 from replicas.errors import BadConfig, Disconnected, UsageError, WorldError
 from replicas.telemetry import event_log
@@ -93,15 +94,18 @@ def _folder(run: Path | None) -> Path:
 
 
 def write(path: Path, text: str) -> None:
-    """Put the text in place of the file, for its owner's eyes.
+    """Put the text in place of the file, readable by its owner only; follow a link.
 
-    :raises replicas.errors.WorldError: it cannot be written.
+    :raises replicas.errors.WorldError: it cannot be written, or is a device or a pipe.
     """
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        fresh.touch(mode=0o600)
-        fresh.write_text(text)
-        fresh.replace(path)
+        target = resolve_output(path)
+        fresh = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            fresh.touch(mode=0o600)
+            fresh.write_text(text)
+            fresh.replace(target)
+        finally:
+            fresh.unlink(missing_ok=True)
     except OSError as error:
-        fresh.unlink(missing_ok=True)
         raise WorldError(f"{path} cannot be written: {error.strerror}", hint="name another file with -o") from error

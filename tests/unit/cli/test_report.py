@@ -5,6 +5,7 @@ Covers: cli/report_command.py.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,7 @@ def test_a_timeline_of_a_run_that_is_over(
     [
         (["empty"], "there are no events of a run"),
         ([".replicas/r", "--trace", "no/x.json"], "no/x.json cannot be written: No such file or directory"),
+        ([".replicas/r", "-o", "pipe"], "pipe cannot be written: it is not a regular file"),
     ],
 )
 def test_what_cannot_be_written_says_why(
@@ -56,6 +58,19 @@ def test_what_cannot_be_written_says_why(
     monkeypatch.chdir(tmp_path)
     run_folder(tmp_path)
     (tmp_path / "empty").mkdir()
+    os.mkfifo("pipe")
     assert main(["report", *arguments]) == 69
     assert said in capsys.readouterr().err
+    assert Path("pipe").is_fifo()
+
+
+def test_a_link_to_the_page_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_folder(tmp_path)
+    (tmp_path / "pages").mkdir()
+    Path("newest.html").symlink_to("pages/run.html")
+    assert main(["report", ".replicas/r", "-o", "newest.html"]) == 0
+    assert Path("newest.html").readlink() == Path("pages/run.html")
+    assert [one.name for one in Path("pages").iterdir()] == ["run.html"]
+    assert Path("pages/run.html").stat().st_mode & 0o777 == 0o600
     assert not (tmp_path / "x.json").exists()

@@ -1,0 +1,18 @@
+"""Files that the user names, to be written by a new file and a rename."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+
+def resolve_output(path: Path) -> Path:
+    """Return the path to rename a new file to: what a link leads to.
+
+    :raises OSError: something other than a regular file is there, such as a folder, a
+        pipe or ``/dev/null``, which the rename would replace.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    return Path(os.path.realpath(path))
