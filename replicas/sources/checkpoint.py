@@ -3,6 +3,9 @@
 A slot is a valid safetensors file, so a version becomes a checkpoint by a copy of its
 bytes behind a header that also says where it comes from; and the file of a version is
 read as any other checkpoint is.
+
+Headers are read as safetensors reads them: what it takes is taken, and what it refuses
+(a gap, an overlap, bytes behind the last tensor) is refused.
 """
 
 from __future__ import annotations
@@ -12,29 +15,38 @@ import errno
 import json
 import mmap
 import os
-import stat
+import shlex
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import torch
 
 from replicas import errors
-from replicas.core.base.manifest import ALIGNMENT_NBYTES, CODES
+from replicas.common.decoding import MALFORMED
+from replicas.common.outputs import resolve_output
+from replicas.core.base.manifest import ALIGNMENT_NBYTES, CODES, PACKED, FileEntry
 from replicas.weights.copies.digest import digest_of
 from replicas.weights.copies.tensors import torch_dtype
 
 __all__ = ["Checkpoint", "checkpoint", "differences", "digest", "save"]
 
-_DTYPES = {"F8_E8M0": "float8_e8m0fnu"} | CODES
-"""Of torch by those of safetensors; its releases before 0.7 lack the first."""
 _STEP_NBYTES = 64 << 20
 _HEADER_NBYTES = 100 << 20
 """As much as safetensors itself reads."""
-_INDEX = ".safetensors.index.json"
+_WEIGHTS, _INDEX, _SUFFIX = "model.safetensors", "model.safetensors.index.json", ".safetensors"
+_SHARD = "shard-*-model-*.safetensors"
+"""What each rank writes by torch's HuggingFaceStorageWriter(save_distributed=True)."""
+_SHARDING = "DCP_SHARDING_INFO"
+"""In the header of all files of that writer but those that it has consolidated."""
+_PICKLED = ("pytorch_model*.bin", "*.pt", "*.pth")
+_PICKLES = (b"PK\x03\x04", b"\x80\x02")
+"""How files of torch.save begin."""
 _DAMAGED = (
-    *(ValueError, KeyError, TypeError, AttributeError, RecursionError, RuntimeError),
+    *(*MALFORMED, ValueError, KeyError, AttributeError, RuntimeError),
     errors.ManifestMismatch,  # a dtype that torch does not have
 )
 
@@ -52,101 +64,247 @@ class Checkpoint(dict[str, torch.Tensor]):
         self.aliases: dict[str, str] = {}
 
 
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+    metadata: dict[str, Any] | None = None
+
+
+class _Header(NamedTuple):
+    """``start``: of the data in the file, in bytes."""
+
+    metadata: dict[str, str]
+    entries: dict[str, FileEntry]
+    start: int
+
+
+# made at import: see the decoders of manifests
+_RAW, _TEXTS = msgspec.json.Decoder(dict[str, msgspec.Raw]), msgspec.json.Decoder(dict[str, str] | None)
+_ENTRY, _INDEXED = msgspec.json.Decoder(FileEntry), msgspec.json.Decoder(_Index)
+
+
 def checkpoint(path: Path | str) -> Checkpoint:
     """The tensors of a safetensors file, or of a folder of them, to be published.
 
     They are mapped, and read when they are copied: keep the files as they are until the
-    publish has returned, and replace a file rather than overwrite it. A folder is that
-    of a Hugging Face model: the files that its index names, or without an index all.
-    Tied tensors of a version that was saved by ``replicas get`` are tied again.
+    publish has returned, and replace a file rather than overwrite it.
 
-    :raises replicas.errors.UsageError: a file is missing, or is no safetensors file,
-        named; or two files have a tensor of the same name.
+    A folder is read as ``from_pretrained`` of transformers reads it: the file that
+    ``transformers_weights`` of its config.json names; else ``model.safetensors``; else
+    ``model.safetensors.index.json``, as a map from names to files: what it names has to
+    be there, and nothing else may be in those files; else the only ``*.safetensors``
+    file. Of several variants or formats in one folder name the file, or its index.
+
+    Tied tensors are tied again in files of ``replicas get`` and of safetensors'
+    ``save_model``. The latter does not record whether a name was a view of a part of
+    the tensor that was kept, or transposed: it gets the whole tensor.
+
+    :raises replicas.errors.UsageError: a file is missing, ambiguous or not a valid
+        safetensors file, named; the index and its files disagree; the files hold parts
+        of tensors (of torch.distributed.checkpoint); or they are of another format: the
+        hint has the command that converts them.
     """
-    given, found = Path(path), Checkpoint()
+    given, found, index = Path(path), Checkpoint(), None
     with _named(given):
-        for one in _files(given):
-            with _named(one):
-                _add(found, one)
+        file = _choose_file(given) if given.is_dir() else given
+    names: Mapping[Path, set[str] | None] = {file: None}
+    if file.suffix == ".json":
+        with _named(file, "an index of safetensors files"):
+            index = _INDEXED.decode(file.read_bytes())
+        names = _group_by_file(index, file)
+    for one in sorted(names):
+        with _named(one):
+            _add_file(found, one, names[one])
+    total = sum(tensor.nbytes for name, tensor in found.items() if name not in found.aliases)
+    if _SHARDING in found.metadata and (index is None or (index.metadata or {}).get("total_size") != total):
+        raise _parts_error(given)
     return found
 
 
-def _files(given: Path) -> list[Path]:
-    if not given.is_dir():
-        return [given]
-    indices = sorted(given.glob(f"*{_INDEX}"))
-    if indices:
-        named = {str(name) for one in indices for name in json.loads(one.read_bytes())["weight_map"].values()}
-        return [given / name for name in sorted(named)]
-    files = sorted(given.glob("*.safetensors"))
-    if not files:
-        raise errors.UsageError(f"{given} has no *.safetensors file", hint="name a safetensors file, or its folder")
-    return files
+def _choose_file(folder: Path) -> Path:
+    """The file or the index that holds the weights of a folder."""
+    if any(folder.glob(_SHARD)):  # transformers reads these, and the index of what was consolidated is equal
+        if not (folder / _INDEX).is_file():
+            raise _parts_error(folder)
+        return folder / _INDEX
+    for name in (_read_config(folder / "config.json"), _WEIGHTS, _INDEX):
+        if name and (folder / name).is_file():
+            return folder / name
+    files = sorted(one for one in folder.glob(f"*{_SUFFIX}") if not one.name.startswith("."))  # macOS has ._*
+    if len(files) == 1:
+        return files[0]
+    there = sorted(one.name for one in (files or folder.iterdir()))
+    text = f"{folder} has neither {_WEIGHTS} nor {_INDEX}"
+    hint = _find_conversion(folder) or "name one of its files, or the index of several"
+    raise errors.UsageError(f"{text}; it has {', '.join(there[:20]) or 'no files'}", hint=hint)
+
+
+def _read_config(path: Path) -> str:
+    """The file of weights that the config of a model names; empty: it names none."""
+    if not path.is_file():
+        return ""
+    with _named(path, "the config of a model"):
+        found = json.loads(path.read_bytes()).get("transformers_weights")  # msgspec reads no Infinity, and some have it
+    if found and not (path.parent / found).is_file():
+        raise errors.UsageError(f"{path} names {found}, which is missing", hint="download or save the model again")
+    return found or ""
+
+
+def _group_by_file(index: _Index, path: Path) -> Mapping[Path, set[str]]:
+    """The names in each file of an index."""
+    found: dict[Path, set[str]] = defaultdict(set)
+    for name, file in index.weight_map.items():
+        found[path.parent / file].add(name)
+    if missing := sorted(one.name for one in found if not one.is_file()):
+        text = f"{path} names {', '.join(missing[:20])}, which {'is' if len(missing) == 1 else 'are'} missing"
+        raise errors.UsageError(text, hint="download or save the model again")
+    return found
 
 
 @contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
+def _named(path: Path, kind: str = "a valid safetensors file") -> Iterator[None]:
     """Errors of a file say which."""
     try:
         yield
     except OSError as error:
         raise errors.UsageError(f"{path} cannot be read: {error.strerror or error}", hint="") from error
     except _DAMAGED as error:
-        text = f"{path} is no whole safetensors file: {str(error) or type(error).__name__}"
-        raise errors.UsageError(text, hint="name a file that safetensors wrote, or a folder of them") from error
+        hint = _find_conversion(path) or "name a file that safetensors wrote, or a folder of them"
+        text = f"{path} is not {kind}: {str(error) or type(error).__name__}"
+        raise errors.UsageError(text, hint=hint) from error
 
 
-def _add(found: Checkpoint, path: Path) -> None:
+def _find_conversion(path: Path) -> str:
+    """How to convert a file or folder of torch's own; empty: it is not one."""
+    folder = path if path.is_dir() else path.parent
+    if path.suffix == ".distcp" or (path.is_dir() and (folder / ".metadata").exists()):
+        module = "torch.distributed.checkpoint.format_utils"
+        line = shlex.join(["python", "-m", module, "dcp_to_torch", str(folder), f"{folder.absolute()}.pt"])
+        return f"torch.distributed.checkpoint wrote it: make one file of it, and name that: {line}"
+    if path.is_dir():
+        files = next((found for one in _PICKLED if (found := sorted(path.glob(one)))), [])
+        target = path / _WEIGHTS
+    else:
+        with path.open("rb") as file:
+            files = [path] if file.read(4).startswith(_PICKLES) else []
+        target = path.with_suffix(_SUFFIX)
+    if not files:
+        return ""
+    code = (
+        "import torch; from safetensors.torch import save_file; save_file({name: tensor.contiguous().clone() "
+        f"for file in {_literal([str(one) for one in files])} "
+        'for name, tensor in torch.load(file, map_location="cpu", weights_only=True).items()}, '
+        f"{_literal(str(target))})"
+    )
+    return f"torch.save wrote it: convert it, or its part with the weights: {shlex.join(['python', '-c', code])}"
+
+
+def _literal(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)  # without the quotes that a shell would take
+
+
+def _parts_error(path: Path) -> errors.UsageError:
+    folder = path if path.is_dir() else path.parent
+    code = (
+        "import os; from torch.distributed.checkpoint import HuggingFaceStorageReader as Reader; "
+        "from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files; "
+        f"given, target = {_literal(str(folder))}, {_literal(str(folder / 'consolidated'))}; "
+        "os.makedirs(target, exist_ok=True); names = Reader(given).read_metadata().state_dict_metadata; "
+        "consolidate_safetensors_files(given, target, dict.fromkeys(names, 1))"
+    )
+    text = (
+        f"{path} may hold parts of tensors: torch.distributed.checkpoint wrote it ({_SHARDING}), and no index fits it"
+    )
+    hint = (
+        "save it by HuggingFaceStorageWriter(save_distributed=True, enable_consolidation=True); of the shard-* files "
+        f"of all ranks make whole ones: {shlex.join(['python', '-c', code])}"
+    )
+    return errors.UsageError(text, hint=hint)
+
+
+def _add_file(found: Checkpoint, path: Path, promised: set[str] | None) -> None:
+    """``promised``: the names that an index gives to the file."""
     with path.open("rb") as file:
-        header, start = _header(file.fileno())
-        nbytes = os.fstat(file.fileno()).st_size
+        header = _read_header(file.fileno())
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    metadata = header.pop("__metadata__", {})
-    found.metadata |= metadata
-    dtypes = json.loads(metadata.get("replicas.dtypes", "{}"))
-    for name, entry in header.items():
-        if name in found:
-            raise errors.UsageError(
-                f"tensor {name!r} is in {path} and in a file before it", hint="name one of the files"
-            )
-        first, end = entry["data_offsets"]
-        if not 0 <= first <= end <= nbytes - start:
-            raise ValueError(f"tensor {name!r} lies outside of it")
-        found[name] = _tensor(data, start + first, end - first, entry, dtypes.get(name))
-    for alias, name in json.loads(metadata.get("replicas.aliases", "{}")).items():
-        found[alias] = found[name]
-        found.aliases[alias] = name
+    ties, stand_ins = _read_ties(header), _decode_texts(header.metadata, "replicas.dtypes")
+    names = header.entries.keys() | ties.keys()
+    if twice := sorted(names & found.keys() | header.entries.keys() & ties.keys()):
+        text = f"tensor {twice[0]!r} is in {path} twice, or in a file before it, too"
+        raise errors.UsageError(text, hint="save the model again, or name one of the files")
+    if promised is not None and (wrong := sorted(promised - names | header.entries.keys() - promised)):
+        which = "names a tensor that its file lacks" if wrong[0] in promised else "does not name a tensor of its file"
+        hint = "save the model again, or name the file alone"
+        raise errors.UsageError(f"the index {which}: {wrong[0]!r} of {path}", hint=hint)
+    for name, entry in header.entries.items():
+        found[name] = _tensor(data, header.start, name, entry, stand_ins.get(name))
+    found |= {alias: found[name] for alias, name in ties.items()}
+    found.aliases |= ties
+    found.metadata |= header.metadata
 
 
-def _tensor(data: mmap.mmap, start: int, nbytes: int, entry: Mapping[str, Any], raw: str | None) -> torch.Tensor:
-    """``raw``: the dtype, where safetensors has no name for it and has bytes."""
-    if raw is None and entry["dtype"] not in _DTYPES:
-        raise ValueError(f"dtype {entry['dtype']} is not known")
-    dtype = torch_dtype(raw or _DTYPES[entry["dtype"]])
-    shape = entry["shape"][:-1] if raw else entry["shape"]
-    if prod(shape) * dtype.itemsize != nbytes:
-        raise ValueError(f"{nbytes} bytes are not {entry['dtype']}{shape}")
-    if not nbytes:
+def _read_ties(header: _Header) -> dict[str, str]:
+    """Names of tensors that are others', and those others' names."""
+    removed = {
+        name: kept
+        for name, kept in header.metadata.items()
+        if kept in header.entries
+        and name not in header.entries
+        and name != "format"
+        and not name.startswith("replicas.")
+    }  # by safetensors' save_model
+    return removed | _decode_texts(header.metadata, "replicas.aliases")
+
+
+def _decode_texts(metadata: Mapping[str, str], key: str) -> dict[str, str]:
+    return _TEXTS.decode(metadata.get(key, "null")) or {}
+
+
+def _tensor(data: mmap.mmap, start: int, name: str, entry: FileEntry, stand_in: str | None) -> torch.Tensor:
+    """``stand_in``: the dtype of U8, in files of releases that had no code for it."""
+    known, shape, (first, end) = stand_in or CODES.get(entry.dtype), entry.shape, entry.data_offsets
+    if known is None:
+        raise ValueError(f"tensor {name!r} has dtype {entry.dtype}, which torch does not have")
+    dtype, packed = torch_dtype(known), PACKED.get(entry.dtype, 1)
+    if stand_in:
+        shape = shape[:-1]
+    elif packed > 1:
+        if not shape or shape[-1] % packed:
+            raise ValueError(f"tensor {name!r} is {entry.dtype}{list(shape)}, whose rows are not whole bytes")
+        shape = (*shape[:-1], shape[-1] // packed)
+    if prod(shape) * dtype.itemsize != end - first:
+        raise ValueError(f"tensor {name!r} has {end - first} bytes, which are not {entry.dtype}{list(entry.shape)}")
+    if first == end:
         return torch.empty(shape, dtype=dtype)
-    flat = torch.frombuffer(data, dtype=torch.uint8, offset=start, count=nbytes)
-    if start % dtype.itemsize:  # of a file that pads nothing
+    flat = torch.frombuffer(data, dtype=torch.uint8, offset=start + first, count=end - first)
+    if (start + first) % dtype.itemsize:  # of a file that pads nothing
         flat = flat.clone()
     return flat.view(dtype).view(shape)
 
 
-def _header(fd: int) -> tuple[dict[str, Any], int]:
-    """The header of a safetensors file, and where its data starts."""
-    length = int.from_bytes(os.pread(fd, 8, 0), "little")
-    if not 2 <= length <= min(_HEADER_NBYTES, os.fstat(fd).st_size - 8):
+def _read_header(fd: int) -> _Header:
+    """The header of a safetensors file, checked as safetensors checks it."""
+    length, room = int.from_bytes(os.pread(fd, 8, 0), "little"), os.fstat(fd).st_size - 8
+    if not 2 <= length <= min(_HEADER_NBYTES, room):
         raise ValueError("it has no header")
-    found = json.loads(os.pread(fd, length, 8))
-    if not isinstance(found, dict):
-        raise ValueError("its header is no JSON object")
-    return found, 8 + length
+    raw = _RAW.decode(os.pread(fd, length, 8))
+    metadata = _TEXTS.decode(raw.pop("__metadata__", b"null")) or {}
+    entries = {name: _ENTRY.decode(one) for name, one in raw.items()}
+    position = 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        first, end = entry.data_offsets
+        if first != position or end < first:
+            raise ValueError(f"tensor {name!r} does not begin where the one before it ends")
+        position = end
+    if position != room - length:
+        raise ValueError(f"its tensors have {position} bytes, and it has {room - length}")
+    return _Header(metadata, entries, 8 + length)
 
 
 def save(version: int, path: Path, metadata: Mapping[str, str]) -> None:
     """Write the file of a version to ``path``, whole or not at all, and durably.
+
+    Replace a regular file; follow a link; refuse a device or a pipe, which can hold no
+    whole file.
 
     Until it is whole the file has no name where the file system allows that, and no
     reader sees a part of it: an end of this process leaves nothing behind.
@@ -155,14 +313,14 @@ def save(version: int, path: Path, metadata: Mapping[str, str]) -> None:
     :param metadata: texts that are added to the header.
     :raises replicas.errors.UsageError: the file cannot be written.
     """
-    header, start = _header(version)
-    header["__metadata__"] = {**header.get("__metadata__", {}), **metadata}
-    body = json.dumps(header, separators=(",", ":")).encode()
+    header = _read_header(version)
+    body = msgspec.json.encode({"__metadata__": {**header.metadata, **metadata}, **header.entries})
     body += b" " * (-(8 + len(body)) % ALIGNMENT_NBYTES)
     try:
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        target = resolve_output(path)
+        folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            _write(folder, path.name, len(body).to_bytes(8, "little") + body, version, start)
+            _write(folder, target.name, len(body).to_bytes(8, "little") + body, version, header.start)
             os.fsync(folder)
         finally:
             os.close(folder)
@@ -173,11 +331,6 @@ def save(version: int, path: Path, metadata: Mapping[str, str]) -> None:
 
 def _write(folder: int, name: str, header: bytes, version: int, start: int) -> None:
     beside = f".{name}.{os.getpid()}.part"
-    try:
-        if stat.S_ISDIR(os.stat(name, dir_fd=folder).st_mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-    except FileNotFoundError:
-        pass
     try:
         file, unnamed = os.open(".", os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o666, dir_fd=folder), True
     except OSError as error:
@@ -207,7 +360,7 @@ def _write(folder: int, name: str, header: bytes, version: int, start: int) -> N
 
 def digest(version: int) -> str:
     """The digest of the file of a version, as in the publisher's receipt."""
-    start = _header(version)[1]
+    start = _read_header(version).start
     nbytes = os.fstat(version).st_size
     with mmap.mmap(version, nbytes, access=mmap.ACCESS_READ) as data, memoryview(data) as view, view[start:] as part:
         return digest_of(part)

@@ -103,6 +103,8 @@ class Update:
 
         :raises replicas.errors.UsageError: the update has ended, or the slot is in GPU
             memory (``staging = "device"``).
+        :raises replicas.errors.ManifestMismatch: safetensors lacks the dtype of a
+            tensor, which is named (complex128, complex32).
         :raises replicas.errors.WorldError: the kernel cannot make the file read-only.
         """
         return self._show(to_copy=False)
@@ -120,6 +122,7 @@ class Update:
     def _show(self, *, to_copy: bool) -> str:
         if self.ended and self._path:  # it was shown
             return self._path
+        self.manifest.check_file()
         self._path = self._of_this(partial(self._open_slot().buffer.show, to_copy=to_copy))
         return self._path
 

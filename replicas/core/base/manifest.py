@@ -7,6 +7,10 @@ starts at a multiple of its item size, and there is no gap between two of them, 
 safetensors demands. The header follows from the tensors and aliases alone, so that all
 holders of a version have the same bytes, however the version was assembled.
 
+The header gives a dtype that safetensors lacks under torch's name. Such an image is
+mapped like any other, and every reader of files refuses it
+(:meth:`Manifest.check_file`).
+
 A rank describes its publish by a :class:`PartManifest`. A whole image has
 ``pieces = None``. A rank of a source with ``ranks = "all"`` has a *part*: boxes
 (:class:`Piece`) of global tensors, packed one after another. The coordinator makes one
@@ -21,7 +25,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from math import prod
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import msgspec
 import xxhash
@@ -55,16 +59,20 @@ _DTYPES = {
     "bool": (1, "BOOL"),
     "float8_e4m3fn": (1, "F8_E4M3"),
     "float8_e5m2": (1, "F8_E5M2"),
-    "float8_e4m3fnuz": (1, ""),
-    "float8_e5m2fnuz": (1, ""),
-    "float8_e8m0fnu": (1, ""),
-    "float4_e2m1fn_x2": (1, ""),
+    "float8_e4m3fnuz": (1, "F8_E4M3FNUZ"),
+    "float8_e5m2fnuz": (1, "F8_E5M2FNUZ"),
+    "float8_e8m0fnu": (1, "F8_E8M0"),
+    "float4_e2m1fn_x2": (1, "F4"),
 }
-"""Bytes of one element and name in safetensors, which lacks some; by torch's names."""
+"""Bytes of one element and name in safetensors 0.8, which lacks some, by torch's
+names."""
 ITEM_NBYTES = {name: nbytes for name, (nbytes, _) in _DTYPES.items()}
 """Bytes of one element, by torch's dtype name without ``torch.``."""
 CODES = {code: name for name, (_, code) in _DTYPES.items() if code}
 """torch's dtype names by those of safetensors."""
+PACKED = {"F4": 2}
+"""Numbers in one element of torch, where safetensors counts the numbers: in the last
+dimension."""
 
 
 def item_nbytes(dtype: str) -> int:
@@ -87,6 +95,15 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     @property
     def nbytes(self) -> int:
         return prod(self.shape) * item_nbytes(self.dtype)
+
+    @property
+    def in_file(self) -> tuple[str, tuple[int, ...]]:
+        """Dtype and shape in a safetensors file; torch's, if safetensors has none."""
+        code = _DTYPES[self.dtype][1]
+        if code not in PACKED:
+            return code or self.dtype, self.shape
+        # half a byte has no shape
+        return (code, (*self.shape[:-1], self.shape[-1] * PACKED[code])) if self.shape else (self.dtype, ())
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
@@ -204,10 +221,15 @@ class PartManifest(AnyManifest, frozen=True, dict=True):
             raise ManifestMismatch(f"a piece ends at byte {end} of a part of {self.nbytes} bytes", hint="")
 
 
-class _Entry(msgspec.Struct):
+_Size = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class FileEntry(msgspec.Struct):
+    """A tensor in the header of a safetensors file; offsets are from its data on."""
+
     dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
+    shape: tuple[_Size, ...]
+    data_offsets: tuple[_Size, _Size]
 
 
 class Manifest(AnyManifest, frozen=True, dict=True):
@@ -238,22 +260,29 @@ class Manifest(AnyManifest, frozen=True, dict=True):
     @cached_property
     def header(self) -> bytes:
         """The safetensors header with its 8-byte length and its padding."""
-        raw = {spec.name: spec.dtype for spec in self.tensors if not _DTYPES[spec.dtype][1]}
         metadata = {"format": "pt"}
         if self.aliases:
             metadata["replicas.aliases"] = msgspec.json.encode(dict(self.aliases)).decode()
-        if raw:
-            metadata["replicas.dtypes"] = msgspec.json.encode(raw).decode()
         entries: dict[str, object] = {"__metadata__": metadata}
         offsets = self.offsets
         for index in sorted(range(len(self.tensors)), key=offsets.__getitem__):
             spec, start = self.tensors[index], offsets[index]
-            nbytes, code = _DTYPES[spec.dtype]
-            shape = spec.shape if code else (*spec.shape, nbytes)
-            entries[spec.name] = _Entry(code or "U8", shape, (start, start + spec.nbytes))
+            entries[spec.name] = FileEntry(*spec.in_file, (start, start + spec.nbytes))
         body = msgspec.json.encode(entries)
         body += b" " * (-(8 + len(body)) % ALIGNMENT_NBYTES)
         return len(body).to_bytes(8, "little") + body
+
+    def check_file(self) -> None:
+        """Check that safetensors has every dtype, so that the image is a file of it.
+
+        :raises ManifestMismatch: it lacks one, named.
+        """
+        for spec in self.tensors:
+            if (code := spec.in_file[0]) not in CODES:
+                text = (
+                    f"tensor {spec.name!r} is {spec}, and safetensors has no such dtype: the version cannot be a file"
+                )
+                raise ManifestMismatch(text, hint=f"publish it as another dtype than {code}, or read the tensors")
 
     @cached_property
     def data_offset(self) -> int:

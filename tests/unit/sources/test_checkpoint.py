@@ -9,12 +9,14 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_model
 
 from replicas import errors
 from replicas.core.base.manifest import Manifest, TensorSpec
@@ -22,13 +24,10 @@ from replicas.sources import checkpoint
 from replicas.sources.checkpoint import differences, digest, save
 from replicas.weights.copies.digest import digest_of
 
-RAW = "float8_e5m2fnuz"
-"""A dtype that safetensors has no name for."""
-
 
 def image(folder: Path) -> Path:
-    """The file of a version: tied tensors, an empty one, and a dtype of no name."""
-    specs = TensorSpec("b", "int8", (3,)), TensorSpec("a", "int64", (2,)), TensorSpec("c", RAW, (2, 2))
+    """The file of a version: tied tensors, an empty one, and one of half bytes."""
+    specs = TensorSpec("b", "int8", (3,)), TensorSpec("a", "int64", (2,)), TensorSpec("c", "float4_e2m1fn_x2", (2, 2))
     manifest = Manifest((*specs, TensorSpec("none", "float32", (0, 7))), (("d", "a"),))
     path = folder / "slot"
     data = torch.tensor([4, 5]).numpy().tobytes() + bytes([1, 2, 3]) + bytes([9, 8, 7, 6])
@@ -52,7 +51,7 @@ def test_the_file_of_a_version_has_its_tensors_and_ties(tmp_path: Path) -> None:
     found = checkpoint(image(tmp_path))
     assert found["a"].tolist() == [4, 5]
     assert found["b"].tolist() == [1, 2, 3]
-    assert (found["c"].dtype, found["c"].shape) == (getattr(torch, RAW), (2, 2))
+    assert (found["c"].dtype, found["c"].shape) == (torch.float4_e2m1fn_x2, (2, 2))
     assert found["c"].view(torch.uint8).tolist() == [[9, 8], [7, 6]]
     assert found["none"].shape == (0, 7)
     assert found["d"].data_ptr() == found["a"].data_ptr()
@@ -107,20 +106,64 @@ def without_unnamed(real: Callable[..., int]) -> Callable[..., int]:
     return opened
 
 
-def test_a_folder_is_read_by_its_index_if_it_has_one(tmp_path: Path) -> None:
-    for name in ("one", "two", "copy"):
-        save_file({"copy" if name == "copy" else name: torch.ones(2)}, tmp_path / f"{name}.safetensors")
-    assert set(checkpoint(tmp_path)) == {"one", "two", "copy"}
-    index = {"weight_map": {"one": "one.safetensors", "two": "two.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert set(checkpoint(tmp_path)) == {"one", "two"}
+@pytest.mark.parametrize("way", ["device", "pipe", "pipe of a shell", "folder"])
+def test_what_is_not_a_file_is_not_replaced(tmp_path: Path, slot: int, way: str) -> None:
+    path, ends = tmp_path / "there", os.pipe()
+    if way == "device":
+        os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 3)) if os.geteuid() == 0 else pytest.skip("root only")
+    elif way == "pipe":
+        os.mkfifo(path)
+    elif way == "folder":
+        path.mkdir()
+    else:
+        path = Path(f"/dev/fd/{ends[1]}")
+    kind = stat.S_IFMT(path.stat().st_mode)
+    with pytest.raises(errors.UsageError, match="cannot be written: it is not a regular file"):
+        save(slot, path, {})
+    assert stat.S_IFMT(path.stat().st_mode) == kind
+    for end in ends:
+        os.close(end)
 
 
-def test_a_name_in_two_files_is_refused(tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        save_file({"w": torch.ones(2)}, tmp_path / f"{name}.safetensors")
-    with pytest.raises(errors.UsageError, match=r"tensor 'w' is in .*two\.safetensors and in a file before it"):
-        checkpoint(tmp_path)
+@pytest.mark.parametrize("dangling", [True, False])
+def test_a_link_stays_and_what_it_leads_to_is_written(tmp_path: Path, slot: int, dangling: bool) -> None:
+    folder, link = tmp_path / "elsewhere", tmp_path / "link"
+    folder.mkdir()
+    link.symlink_to("elsewhere/file")
+    if not dangling:
+        (folder / "file").write_text("before")
+    save(slot, link, {})
+    assert link.readlink() == Path("elsewhere/file")
+    assert [one.name for one in folder.iterdir()] == ["file"]
+    assert differences(checkpoint(folder / "file"), checkpoint(tmp_path / "slot")) == []
+
+
+def test_a_file_of_an_earlier_release_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "old"
+    metadata = {"format": "pt", "replicas.dtypes": '{"c":"float8_e5m2fnuz"}'}
+    path.write_bytes(
+        raw({"__metadata__": metadata, "c": {"dtype": "U8", "shape": [2, 1], "data_offsets": [0, 2]}}, b"ab")
+    )
+    found = checkpoint(path)["c"]
+    assert (found.dtype, found.shape, found.view(torch.uint8).tolist()) == (torch.float8_e5m2fnuz, (2,), [97, 98])
+
+
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm_head = torch.nn.Linear(3, 4, bias=False)
+        self.model = torch.nn.ModuleDict({"embed_tokens": torch.nn.Embedding(4, 3)})
+        self.lm_head.weight = self.model["embed_tokens"].weight  # type: ignore[assignment]
+
+
+def test_ties_that_save_model_records_are_tied_again(tmp_path: Path) -> None:
+    model, path = Tied(), tmp_path / "model.safetensors"
+    save_model(model, str(path), {"note": "embed", "format": "lm_head.weight"})
+    found = checkpoint(path)
+    assert found.aliases == {"model.embed_tokens.weight": "lm_head.weight"}
+    assert differences(found, model.state_dict()) == []
+    assert found["lm_head.weight"].data_ptr() == found["model.embed_tokens.weight"].data_ptr()
+    model.load_state_dict(found)
 
 
 def test_a_file_without_padding_is_read(tmp_path: Path) -> None:
@@ -167,11 +210,75 @@ def test_a_file_that_is_damaged_is_named(tmp_path: Path, content: bytes) -> None
         checkpoint(path)
 
 
-def test_nothing_to_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(errors.UsageError, match=r"no \*\.safetensors file"):
-        checkpoint(tmp_path)
-    with pytest.raises(errors.UsageError, match="nothing cannot be read: No such file"):
-        checkpoint(tmp_path / "nothing")
+def entry(**other: object) -> dict[str, object]:
+    return {**GOOD, **other}
+
+
+def nested(depth: int) -> bytes:
+    return b'{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8],"x":' + b"[" * depth + b"]" * depth + b"}}"
+
+
+FORMAT = {
+    "as mlx 0.32.4 writes it": raw({"__metadata__": None, "w": GOOD}, bytes(8)),
+    "no metadata": raw({"w": GOOD}, bytes(8)),
+    "empty metadata": raw({"__metadata__": {}, "w": GOOD}, bytes(8)),
+    "a number in the metadata": raw({"__metadata__": {"a": 1}, "w": GOOD}, bytes(8)),
+    "null in the metadata": raw({"__metadata__": {"a": None}, "w": GOOD}, bytes(8)),
+    "a list as metadata": raw({"__metadata__": [], "w": GOOD}, bytes(8)),
+    "padded": raw(json.dumps({"w": GOOD}).encode() + b" \n\t ", bytes(8)),
+    "padded in front": raw(b" " + json.dumps({"w": GOOD}).encode(), bytes(8)),
+    "padded with nothing": raw(json.dumps({"w": GOOD}).encode() + b"\0", bytes(8)),
+    "two objects": raw(json.dumps({"w": GOOD}).encode() + b"{}", bytes(8)),
+    "nothing in it": raw({}),
+    "no elements": raw({"w": entry(shape=[0, 7], data_offsets=[0, 0])}),
+    "a scalar": raw({"w": entry(shape=[], data_offsets=[0, 4])}, bytes(4)),
+    "more keys": raw({"w": entry(extra={"a": [1]})}, bytes(8)),
+    "one name twice": raw(b'{"w":%b,"w":%b}' % ((json.dumps(GOOD).encode(),) * 2), bytes(8)),
+    "no order": raw({"w": entry(data_offsets=[8, 16]), "v": GOOD}, bytes(16)),
+    "no name": raw({"": GOOD}, bytes(8)),
+    "no ASCII": raw(json.dumps({"\u00e9\U0001f600": GOOD}, ensure_ascii=False).encode(), bytes(8)),
+    "a gap": raw({"w": GOOD, "v": entry(data_offsets=[12, 20])}, bytes(20)),
+    "a gap in front": raw({"w": entry(data_offsets=[4, 12])}, bytes(12)),
+    "an overlap": raw({"w": GOOD, "v": entry(data_offsets=[4, 12])}, bytes(12)),
+    "the same bytes": raw({"w": GOOD, "v": GOOD}, bytes(8)),
+    "an empty one in the middle": raw({"w": GOOD, "v": entry(shape=[0], data_offsets=[3, 3])}, bytes(8)),
+    "more bytes": raw({"w": GOOD}, bytes(12)),
+    "fewer bytes": raw({"w": GOOD}, bytes(7)),
+    "a float in the shape": raw({"w": entry(shape=[2.0])}, bytes(8)),
+    "true in the shape": raw({"w": entry(shape=[True, 2])}, bytes(8)),
+    "a negative shape": raw({"w": entry(shape=[-2, -1])}, bytes(8)),
+    "three offsets": raw({"w": entry(data_offsets=[0, 8, 9])}, bytes(8)),
+    "no shape": raw({"w": {"dtype": "F32", "data_offsets": [0, 8]}}, bytes(8)),
+    "a byte order mark": raw(b"\xef\xbb\xbf" + json.dumps({"w": GOOD}).encode(), bytes(8)),
+    "UTF-16": raw(json.dumps({"w": GOOD}).encode("utf-16-le"), bytes(8)),
+    "Latin 1": raw(b'{"\xe9":%b}' % json.dumps(GOOD).encode(), bytes(8)),
+    "half a character": raw(b'{"\\ud800":%b}' % json.dumps(GOOD).encode(), bytes(8)),
+    "NaN": raw({"w": entry(x=float("nan"))}, bytes(8)),
+    "lower case": raw({"w": entry(dtype="f32")}, bytes(8)),
+    "deep": raw(nested(100), bytes(8)),
+    "too deep": raw(nested(10_000), bytes(8)),
+    "half bytes": raw({"w": entry(dtype="F4", shape=[4, 4])}, bytes(8)),
+    "half a byte": raw({"w": entry(dtype="F4", shape=[3], data_offsets=[0, 1])}, bytes(1)),
+    "rows of half bytes": raw({"w": entry(dtype="F4", shape=[2, 3], data_offsets=[0, 3])}, bytes(3)),
+    "6 bits": raw({"w": entry(dtype="F6_E2M3", shape=[4], data_offsets=[0, 3])}, bytes(3)),
+}
+
+
+@pytest.mark.parametrize("content", FORMAT.values(), ids=FORMAT)
+def test_a_file_is_read_or_refused_as_safetensors_does(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "given"
+    path.write_bytes(content)
+    try:
+        theirs = load_file(path)
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata()
+    except (SafetensorError, KeyError):
+        with pytest.raises(errors.UsageError, match="given is not a valid safetensors file: "):
+            checkpoint(path)
+        return
+    found = checkpoint(path)
+    assert differences(found, theirs) == []
+    assert found.metadata == (metadata or {})
 
 
 def test_differences_are_of_bits() -> None:

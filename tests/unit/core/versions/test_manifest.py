@@ -57,7 +57,8 @@ def test_tensors_lie_by_falling_item_size_without_holes() -> None:
 
 
 def test_the_header_is_padded_to_a_page_and_says_where_everything_lies() -> None:
-    manifest = Manifest((BIAS, WEIGHT, TensorSpec("scale", "float8_e8m0fnu", (3,))), (("tied", "weight"),))
+    halves = TensorSpec("scale", "float8_e8m0fnu", (3,)), TensorSpec("fp4", "float4_e2m1fn_x2", (2, 2))
+    manifest = Manifest((BIAS, WEIGHT, *halves), (("tied", "weight"),))
     header = manifest.header
     assert len(header) % ALIGNMENT_NBYTES == 0
     assert int.from_bytes(header[:8], "little") == len(header) - 8
@@ -65,11 +66,11 @@ def test_the_header_is_padded_to_a_page_and_says_where_everything_lies() -> None
         "__metadata__": {
             "format": "pt",
             "replicas.aliases": '{"tied":"weight"}',
-            "replicas.dtypes": '{"scale":"float8_e8m0fnu"}',
         },
         "weight": {"dtype": "F32", "shape": [4, 6], "data_offsets": [0, 96]},
         "bias": {"dtype": "BF16", "shape": [4], "data_offsets": [96, 104]},
-        "scale": {"dtype": "U8", "shape": [3, 1], "data_offsets": [104, 107]},
+        "scale": {"dtype": "F8_E8M0", "shape": [3], "data_offsets": [104, 107]},
+        "fp4": {"dtype": "F4", "shape": [2, 4], "data_offsets": [107, 111]},
     }
 
 
