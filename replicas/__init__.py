@@ -14,6 +14,10 @@ from replicas import errors
 __version__ = "0.3.0.dev0"
 
 if TYPE_CHECKING:
+    from replicas import engine as engine
+    from replicas import sources as sources
+    from replicas import status as status
+    from replicas import testing as testing
     from replicas.channel import Change, Channel, Pending, Receipt, Shard, Update, join
     from replicas.coordinator import Coordinator
     from replicas.messages.identity import Member
@@ -39,9 +43,12 @@ _HOMES = dict.fromkeys(("Change", "Channel", "Pending", "Receipt", "Shard", "Upd
     "Member": "replicas.messages.identity",
     "Supervisor": "replicas.supervisor",
 }
+_MODULES = ("engine", "sources", "status", "testing")
 
 
 def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return importlib.import_module(f"replicas.{name}")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -51,4 +58,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, *_MODULES])
