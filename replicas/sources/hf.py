@@ -12,16 +12,16 @@ the model in memory: transformers packs experts and renames parts of vision mode
 it loads, and undoes that when it saves.
 
 So nothing here knows a name. What a library has to say is asked of it, on a copy of the
-model's *modules* that shares the tensors (:mod:`replicas.sources.bare`):
+model's *modules* that shares the tensors (:mod:`replicas.sources.models.bare`):
 
 - which tensors there are: ``state_dict()``, with persistent buffers;
 - which of several tied names is written: ``remove_tied_weights_from_state_dict`` of
   transformers;
 - how the tensors of the checkpoint are made of those in memory:
   ``revert_weight_conversion`` of transformers, called once on meta tensors and recorded
-  (:mod:`replicas.sources.recording`);
+  (:mod:`replicas.sources.models.recording`);
 - what an adapter adds: ``merge_and_unload()`` of PEFT, on a copy of one layer
-  (:mod:`replicas.sources.peft_merge`);
+  (:mod:`replicas.sources.models.adapters`);
 - what belongs to an adapter: ``get_peft_model_state_dict`` of PEFT;
 - what stays in float32 when all else is cast: the dtype plan of transformers.
 
@@ -56,11 +56,13 @@ from typing import Any, Literal
 import torch
 
 from replicas import errors
-from replicas.sources.opened import Opened
-from replicas.sources.peft_merge import active_adapter, find_peft_model
-from replicas.sources.plan import Plan, Planner, is_whole
+from replicas.sources.models.adapters import active_adapter
+from replicas.sources.models.gathering import Opened
+from replicas.sources.models.plan import Plan, Planner, is_whole
 
 __all__ = ["HfSource", "hf"]
+
+_LOAD_HINT = "publish(model), without hf, and load_into(model): both ends then use the names in memory"
 
 
 def hf(
@@ -109,7 +111,7 @@ class HfSource:
             raise errors.UsageError("hf: this model has no adapter", hint='pass adapter="merged", or a PEFT model')
 
     def _peft_model(self) -> Any:
-        return find_peft_model(self._planner.bare().module)
+        return self._planner.see().peft_model
 
     @property
     def adapter_config(self) -> str:
@@ -138,11 +140,31 @@ class HfSource:
         """All tensors by name, if none must be gathered, merged or computed: parts of
         the model's own memory, which ``publish`` copies at once. Else None."""
         plan = self._planner.plan()
-        if not _is_resident(plan):
-            return None
-        with torch.no_grad():
-            state = {name: tensor.detach() for name, tensor in plan.state.items()}
-            return {name: row.apply(state) for name, row in plan.rows.items()}
+        return _views(plan) if _is_resident(plan) else None
+
+    def destinations(self) -> dict[str, torch.Tensor]:
+        """Where :meth:`replicas.Update.load_into` writes each tensor: parts of the
+        model's own memory.
+
+        :raises replicas.errors.UsageError: the model has adapters, or one of its
+            tensors is not laid out as the checkpoint's.
+        """
+        plan = self._planner.plan()
+        for name, row in plan.rows.items():
+            shard = next((one for one in row.inputs if not row.same and not is_whole(plan.state[one])), None)
+            if row.offset is None or shard is not None:
+                why = (
+                    f"is computed from {' and '.join(row.inputs)}"
+                    if shard is None
+                    else f"is a part of the sharded {shard}"
+                )
+                raise errors.UsageError(f"load_into(hf(model)): the checkpoint's {name!r} {why}", hint=_LOAD_HINT)
+            if self._only or (plan.merging is not None and not plan.merging.origins.keys().isdisjoint(row.inputs)):
+                text = f"load_into(hf(model)): an adapter of the model changes {name!r}"
+                raise errors.UsageError(text, hint="load into the model without adapters: hf(peft_model.unload())")
+            if plan.units:
+                raise errors.UsageError("load_into(hf(model)): the model is sharded by FSDP1", hint=_LOAD_HINT)
+        return _views(plan)
 
     def keeps_dtype(self, name: str, dtype: torch.dtype) -> bool:
         """True if the tensor stays in float32 when the model is cast to ``dtype``, by
@@ -160,6 +182,12 @@ class HfSource:
                 yield name, tensor
                 del tensor
                 opened.release(row)
+
+
+def _views(plan: Plan) -> dict[str, torch.Tensor]:
+    with torch.no_grad():
+        state = {name: tensor.detach() for name, tensor in plan.state.items()}
+        return {name: row.apply(state) for name, row in plan.rows.items()}
 
 
 def _is_resident(plan: Plan) -> bool:

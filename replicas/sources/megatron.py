@@ -13,8 +13,6 @@ step. ``publish`` does both. What this source adds:
   the whole model beside the slot. The source learns them from a walk that keeps no
   tensor, or from a checkpoint of the model.
 - Tuples of three (Megatron-Bridge adds the name in Megatron) are taken, too.
-- ``publish(dtype=...)`` would round the scales of quantised weights; ``dtype`` of the
-  source leaves them as they are.
 - Weights can be quantised on the way, to blocks of float8 with their scales.
 
 It was built against this contract, with generators of the same form: no Megatron was
@@ -29,6 +27,7 @@ from typing import Any
 import torch
 
 from replicas import errors
+from replicas.weights.feed import is_scale
 
 __all__ = ["MegatronSource", "float8_blocks", "is_linear", "megatron"]
 
@@ -61,8 +60,8 @@ def megatron(
     :param like: names, dtypes and shapes of the walk, such as
         :func:`replicas.sources.checkpoint` of the model, or meta tensors. Default: the
         first publish is preceded by a walk, here, that keeps no tensor.
-    :param dtype: cast plain floating tensors, but not scales (``..._scale``,
-        ``..._scale_inv``). In place of ``publish(dtype=...)``.
+    :param dtype: as ``dtype`` of :meth:`replicas.Channel.publish`: cast plain floating
+        tensors, but not scales.
     :param float8: quantise the matrices of these names to blocks of 128 x 128 in
         float8_e4m3fn, each followed by its ``..._scale_inv`` (float32), as vLLM and
         SGLang read them. :func:`is_linear` is what Qwen's and DeepSeek's checkpoints
@@ -143,8 +142,7 @@ class MegatronSource:
         return self._float8 is not None and dimensions == 2 and dtype in _CAST and self._float8(name)
 
     def _published(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        scale = name.endswith(("_scale", "_scale_inv"))
-        return self._dtype if self._dtype is not None and dtype in _CAST and not scale else dtype
+        return self._dtype if self._dtype is not None and dtype in _CAST and not is_scale(name) else dtype
 
 
 def is_linear(name: str) -> bool:

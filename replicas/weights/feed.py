@@ -145,6 +145,10 @@ class Feed:
     def cast_to(self, dtype: torch.dtype | None) -> None:
         """Cast plain floating tensors to ``dtype``; others, or all for None, stay.
 
+        Scales stay, too: to round one changes every element of a quantised weight. They
+        are known by the word ``scale`` or ``scales`` in the last part of their name.
+        And so does what the source names: its ``keeps_dtype(name, dtype)``.
+
         :raises UsageError: ``dtype`` is no plain floating dtype (float16, bfloat16,
             float32, float64).
         """
@@ -194,7 +198,7 @@ class Feed:
                 | (str(name), (torch.dtype() as dtype, shape))
                 | (str(name), object(dtype=torch.dtype() as dtype, shape=shape))
             ):
-                return TensorSpec(plain(name), self._published(dtype), _extents(name, shape))
+                return TensorSpec(plain(name), self._published(name, dtype), _extents(name, shape))
             case _:
                 text = f"metadata() gave {shown(row)}"
                 hint = "give a mapping of names to (dtype, shape), or rows with name, dtype and shape"
@@ -322,7 +326,7 @@ class Feed:
         if tensor.device.type != "cpu":
             self.device = tensor.device.type
         whole = value if isinstance(value, Shard) else tensor
-        shape, dtype = tuple(whole.shape), self._published(tensor.dtype)
+        shape, dtype = tuple(whole.shape), self._published(name, tensor.dtype)
         if alias is not None:
             return Entry(name, None, dtype, shape, None, alias)
         box: Box | None = ((0,) * len(shape), shape) if all(shape) else None
@@ -340,8 +344,18 @@ class Feed:
             raise unusable(name, tensor, why)
         return Entry(name, taken, dtype, shape, box)
 
-    def _published(self, dtype: torch.dtype) -> str:
-        return dtype_name(self.dtype if self.dtype is not None and is_castable(dtype) else dtype)
+    def _published(self, name: str, dtype: torch.dtype) -> str:
+        if self.dtype is None or not is_castable(dtype) or dtype == self.dtype or is_scale(name):
+            return dtype_name(dtype)
+        keeps = getattr(self.weights, "keeps_dtype", None)
+        kept = callable(keeps) and not isinstance(self.weights, (torch.nn.Module, Mapping)) and keeps(name, self.dtype)
+        return dtype_name(dtype if kept else self.dtype)
+
+
+def is_scale(name: str) -> bool:
+    """True if the tensor is a scale of quantised weights, which no cast may round."""
+    words = name.rpartition(".")[2].split("_")
+    return "scale" in words or "scales" in words
 
 
 def _extents(name: str, shape: object) -> tuple[int, ...]:

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from replicas import errors
-from replicas.sources import transformers_rules
-from replicas.sources.bare import Bare, Unit, bare
-from replicas.sources.peft_merge import Merging, adapter_tensors, find_peft_model
-from replicas.sources.recording import Arrangement, Form, record
+from replicas.sources.models import saving
+from replicas.sources.models.adapters import Merging, adapter_tensors, find_peft_model
+from replicas.sources.models.bare import Bare, Unit, bare
+from replicas.sources.models.recording import Arrangement, Form, record
 from replicas.weights.copies.tensors import is_dtensor
 
 __all__ = ["Plan", "Planner", "is_whole"]
@@ -36,10 +36,25 @@ class Plan(NamedTuple):
     merging: Merging | None
 
 
+class _Seen(NamedTuple):
+    """The structure of a model, while it has these modules and tensors."""
+
+    signature: list[object]
+    found: Bare
+    peft_model: Any
+    merging: Merging | None
+    base: Any
+    """Without wrappers and adapters."""
+    state: dict[str, torch.Tensor]
+    merged: dict[str, Form]
+    """Of what a merge changes, by name: dtype and shape."""
+
+
 class Planner:
     """Makes the plan of a model at each publish, as the model may have changed.
 
-    What follows from names, shapes and dtypes alone is remembered.
+    What follows from the same modules and tensors, or from names, shapes and dtypes
+    alone, is remembered.
 
     :param only: the adapter alone. :param frozen: False: without what is not trained.
     """
@@ -48,14 +63,31 @@ class Planner:
         self._model = model
         self._only = only
         self._frozen = frozen
+        self._seen: _Seen | None = None
         self._known: tuple[object, dict[str, Arrangement]] | None = None
-        self._merged: dict[tuple[str, ...], tuple[object, dict[str, Form]]] = {}
         self._kept: tuple[object, torch.dtype, frozenset[str]] | None = None
-        self._base: Any = None
 
-    def bare(self) -> Bare:
-        """The model without its wrappers."""
-        return bare(self._model)
+    def see(self) -> _Seen:
+        """The model without wrappers and adapters.
+
+        :raises replicas.errors.UsageError: its adapters are of a kind that is not
+            supported.
+        """
+        signature = _signature(self._model)
+        if self._seen is not None and self._seen.signature == signature:
+            return self._seen
+        found = bare(self._model)
+        peft_model = find_peft_model(found.module)
+        if peft_model is not None and found.units:
+            text = "hf: a PEFT model under FSDP1 is not supported"
+            raise errors.UsageError(text, hint="wrap it with FSDP2 (fully_shard)")
+        merging = Merging(found) if peft_model is not None and not self._only else None
+        base = found.module if merging is None else merging.base
+        if not self._only and not saving.is_pretrained(base):
+            _refuse_model_inside(base)
+        state, merged = _tensors(base), {} if merging is None else _merged_forms(merging)
+        self._seen = _Seen(signature, found, peft_model, merging, base, state, merged)
+        return self._seen
 
     def plan(self) -> Plan:
         """The plan of the model as it is now.
@@ -63,72 +95,78 @@ class Planner:
         :raises replicas.errors.UsageError: the model is of a kind that is not
             supported.
         """
-        found = self.bare()
-        peft_model = find_peft_model(found.module)
-        if peft_model is not None and found.units:
-            text = "hf: a PEFT model under FSDP1 is not supported"
-            raise errors.UsageError(text, hint="wrap it with FSDP2 (fully_shard)")
+        seen = self.see()
         if self._only:
-            state = adapter_tensors(peft_model, _tensors(found.module))
+            state = adapter_tensors(seen.peft_model, seen.state)
             forms = {name: _whole_form(tensor) for name, tensor in state.items()}
             return Plan(record(dict, forms), state, {}, None)
-        merging = None if peft_model is None else Merging(found)
-        base = found.module if merging is None else merging.base
-        state = _tensors(base)
-        rows = self._rows(base, state, merging)
-        order = {id(unit.module): number for number, unit in enumerate(found.units.values())}
-        if order:  # the tensors of a unit follow one another, as each unit is gathered once
-            place = {name: order.get(id(found.units[id(one)].module), -1) if id(one) in found.units else -1 for name, one in state.items()}
-            rows = dict(sorted(rows.items(), key=lambda row: place[row[1].inputs[0]]))
-        return Plan(rows, state, found.units, merging)
+        rows, units = self._rows(seen), seen.found.units
+        if units:  # FSDP1 gathers a unit as a whole, and wants the outermost to be the first
+            order = {id(module): number for number, module in enumerate(self._model.modules())}
+            place = {name: order[id(units[id(one)].module)] for name, one in seen.state.items() if id(one) in units}
+            rows = dict(sorted(rows.items(), key=lambda row: place.get(row[1].inputs[0], -1)))
+        return Plan(rows, seen.state, units, seen.merging)
 
     def kept(self, dtype: torch.dtype) -> frozenset[str]:
         """Names of the last plan whose tensors stay in float32 when the model is
         cast."""
-        if self._known is None or self._only or not transformers_rules.is_pretrained(self._base):
+        base = None if self._seen is None else self._seen.base
+        if self._known is None or base is None or not saving.is_pretrained(base):
             return frozenset()
         rows = self._known[1]
         if self._kept is None or self._kept[0] is not rows or self._kept[1] != dtype:
             used = {name for row in rows.values() for name in row.inputs}
-            kept = transformers_rules.kept_names(self._base, used, dtype)
+            kept = saving.kept_names(base, used, dtype)
             names = frozenset(name for name, row in rows.items() if not kept.isdisjoint(row.inputs))
             self._kept = rows, dtype, names
         return self._kept[2]
 
-    def _rows(self, base: Any, state: dict[str, torch.Tensor], merging: Merging | None) -> dict[str, Arrangement]:
-        pretrained = transformers_rules.is_pretrained(base)
-        if not pretrained:
-            _refuse_model_inside(base)
-        names = transformers_rules.saved_names(base, state, _ties(state)) if pretrained else list(state)
-        forms = {name: _whole_form(state[name]) for name in names}
-        if merging is not None:
-            forms |= self._merged_forms(merging, names)
+    def _rows(self, seen: _Seen) -> dict[str, Arrangement]:
+        base, state, merging = seen.base, seen.state, seen.merging
+        pretrained = saving.is_pretrained(base)
+        names = saving.saved_names(base, state, _ties(state)) if pretrained else list(state)
+        forms = {name: seen.merged[name] if name in seen.merged else _whole_form(state[name]) for name in names}
         key = type(base), getattr(base, "_weight_conversions", None), state.keys(), forms
         if self._known is None or self._known[0] != key:
             if pretrained:
-                transformers_rules.check(base, state)
-            rows = transformers_rules.arrangements(base, forms) if pretrained else record(dict, forms)
+                saving.check(base, state)
+            rows = saving.arrangements(base, forms) if pretrained else record(dict, forms)
             self._known = key, rows
-        self._base = base
         rows = self._known[1]
         if self._frozen:
             return rows
         tuned = () if merging is None else merging.origins
-        return {name: row for name, row in rows.items() if any(one in tuned or _is_trained(state[one]) for one in row.inputs)}
+        trained = {name for name, one in state.items() if name in tuned or _is_trained(one)}
+        return {name: row for name, row in rows.items() if not trained.isdisjoint(row.inputs)}
 
-    def _merged_forms(self, merging: Merging, names: list[str]) -> dict[str, Form]:
-        """Dtypes and shapes that a merge gives: learned from one of zeros."""
-        found: dict[str, Form] = {}
-        for name in names:
-            if name not in merging.origins:
-                continue
-            group, inner = merging.origins[name]
-            key = merging.key(group)
-            if group not in self._merged or self._merged[group][0] != key:
-                merged = merging.merge(group, _zeros)
-                self._merged[group] = key, {one: Form.of(tensor) for one, tensor in merged.items()}
-            found[name] = self._merged[group][1][inner]
-        return found
+
+def _merged_forms(merging: Merging) -> dict[str, Form]:
+    """Dtypes and shapes that a merge gives: learned from one of zeros, once for all
+    layers that are alike."""
+    found: dict[str, Form] = {}
+    alike: list[tuple[object, list[Form]]] = []
+    for group in dict.fromkeys(group for group, _ in merging.origins.values()):
+        key = merging.key(group)
+        known = next((forms for other, forms in alike if other == key), None)
+        if known is None:
+            known = [Form.of(tensor) for tensor in merging.merge(group, _zeros).values()]
+            alike.append((key, known))
+        found |= dict(zip(merging.merged_names(group), known, strict=True))
+    return {name: found[origin] for name, (_, origin) in merging.origins.items()}
+
+
+def _signature(model: nn.Module) -> list[object]:
+    """The modules and tensors of a model, with dtypes, and the adapters that are
+    active."""
+    found: list[object] = []
+    for module in model.modules():
+        inside = module.__dict__
+        found.append(id(module))
+        for tensor in (*inside["_parameters"].values(), *inside["_buffers"].values()):
+            found += (id(tensor), tensor if tensor is None else tensor.dtype)
+        if (active := inside.get("_active_adapter")) is not None:
+            found.append(str(active))
+    return found
 
 
 def is_whole(tensor: torch.Tensor) -> bool:
@@ -174,6 +212,6 @@ def _is_trained(tensor: torch.Tensor) -> bool:
 
 def _refuse_model_inside(module: nn.Module) -> None:
     for path, inner in module.named_modules():
-        if transformers_rules.is_pretrained(inner) or (path and find_peft_model(inner) is not None):
+        if saving.is_pretrained(inner) or (path and find_peft_model(inner) is not None):
             text = f"hf: the {type(module).__name__} holds a {type(inner).__name__} as .{path}, and would name its tensors so"
             raise errors.UsageError(text, hint=f"pass the model itself: hf(module.{path})")

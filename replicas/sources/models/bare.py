@@ -94,12 +94,11 @@ class _Copier:
             if getattr(module, "_handle", None) is not None:
                 self._place_flat(module, made)
             return made
-        made = self._modules.get(id(module))
-        if made is None:
+        if id(module) not in self._modules:
             made = self._modules[id(module)] = object.__new__(_own_class(type(module)))
             self._found.origins[id(made)] = module
             self._fill(made, module)
-        return made
+        return self._modules[id(module)]
 
     def _fill(self, made: nn.Module, module: nn.Module) -> None:
         for name, value in module.__dict__.items():
@@ -123,6 +122,8 @@ class _Copier:
     def _place_flat(self, wrapper: Any, made: nn.Module) -> None:
         """Put meta tensors where the parameters were that FSDP1 has flattened."""
         flat = wrapper._handle.flat_param
+        for name in [name for name, one in made._parameters.items() if one is flat]:
+            del made._parameters[name]
         for name, shape in zip(flat._fqns, flat._shapes, strict=True):
             stand_in = nn.Parameter(torch.empty(shape, dtype=flat.dtype, device="meta"), flat.requires_grad)
             self._found.units[id(stand_in)] = Unit(wrapper, name)

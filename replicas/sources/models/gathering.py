@@ -12,10 +12,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from replicas import errors
-from replicas.sources.bare import Unit
-from replicas.sources.plan import Plan
-from replicas.sources.recording import Arrangement
+from replicas.sources.models.bare import Unit
+from replicas.sources.models.plan import Plan
+from replicas.sources.models.recording import Arrangement
 from replicas.weights.copies.tensors import is_dtensor
 
 __all__ = ["Opened"]
@@ -79,16 +78,11 @@ class Opened:
             with contextlib.ExitStack() as stack:
                 tensors = self._opened(name, stack)
                 self._open[key] = stack.pop_all(), tensors
-        found = self._open[key][1]
         unit = self._unit(name)
-        inner = unit.name if unit is not None else name
+        inner = name if unit is None else unit.name
         if self._is_merged(name):
             inner = self._plan.merging.origins[name][1]  # type: ignore[union-attr]  # it is merged
-        if inner not in found:
-            raise errors.UsageError(
-                f"hf: PEFT's merge did not give {inner!r}", hint="merge it yourself and publish the merged model"
-            )
-        return found[inner]
+        return self._open[key][1][inner]
 
     def _opened(self, name: str, stack: contextlib.ExitStack) -> dict[str, torch.Tensor]:
         tensor, unit, merging = self._plan.state[name], self._unit(name), self._plan.merging
@@ -99,7 +93,9 @@ class Opened:
         if unit is not None:
             from torch.distributed.fsdp import FullyShardedDataParallel
 
-            stack.enter_context(FullyShardedDataParallel.summon_full_params(unit.module, recurse=False, writeback=False))
+            stack.enter_context(
+                FullyShardedDataParallel.summon_full_params(unit.module, recurse=False, writeback=False)
+            )
             return {_clean(inner): value.detach() for inner, value in unit.module.named_parameters()}
         stack.enter_context(_gathered([tensor]))
         return {name: _full(tensor)}
@@ -108,7 +104,7 @@ class Opened:
 def _clean(name: str) -> str:
     from torch.distributed.fsdp._common_utils import clean_tensor_name
 
-    return cast("str", clean_tensor_name(name))
+    return clean_tensor_name(name)
 
 
 def _gathered(tensors: list[torch.Tensor]) -> contextlib.AbstractContextManager[object]:

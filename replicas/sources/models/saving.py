@@ -1,7 +1,5 @@
-"""What transformers' ``save_pretrained`` does to a ``state_dict``, by its own functions.
-
-They are those of transformers 5.19 to 5.24.
-"""
+"""What ``save_pretrained`` of transformers does to a ``state_dict``, by the functions
+of transformers 5.19 to 5.24."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ import torch
 from torch import nn
 
 from replicas import errors
-from replicas.sources.recording import Arrangement, Form, record
+from replicas.sources.models.recording import Arrangement, Form, record
 
 __all__ = ["arrangements", "check", "is_pretrained", "kept_names", "saved_names"]
 

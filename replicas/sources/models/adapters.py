@@ -22,11 +22,24 @@ import torch
 from torch import nn
 
 from replicas import errors
-from replicas.sources.bare import Bare, copied
+from replicas.sources.models.bare import Bare, copied
 
 __all__ = ["Merging", "adapter_tensors", "find_peft_model"]
 
-_MERGED = ("LORA", "ADALORA", "IA3", "LOHA", "LOKR", "OFT", "BOFT", "VERA", "HRA", "FOURIERFT", "LN_TUNING", "TRAINABLE_TOKENS")
+_MERGED = (
+    "LORA",
+    "ADALORA",
+    "IA3",
+    "LOHA",
+    "LOKR",
+    "OFT",
+    "BOFT",
+    "VERA",
+    "HRA",
+    "FOURIERFT",
+    "LN_TUNING",
+    "TRAINABLE_TOKENS",
+)
 """Methods of PEFT whose merged weights are tested against its own
 ``merge_and_unload()``."""
 _SAVED = (*_MERGED, "PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING")
@@ -105,18 +118,37 @@ class Merging:
         for number, path in enumerate(group):
             holder.add_module(str(number), self._layers[path])
         tuner = copied(self._tuner_of(holder), whole)
-        with _quiet():
-            merged = tuner.merge_and_unload()
-        return {
-            f"{path}.{name}": tensor
-            for number, path in enumerate(group)
-            for name, tensor in merged.get_submodule(str(number)).state_dict().items()
-        }
+        try:
+            with _quiet():
+                merged = tuner.merge_and_unload()
+            tensors = [
+                one for number in range(len(group)) for one in merged.get_submodule(str(number)).state_dict().values()
+            ]
+            return dict(zip(self.merged_names(group), tensors, strict=True))
+        except torch.OutOfMemoryError:
+            raise
+        except (
+            AttributeError,
+            LookupError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:  # PEFT has no class of its own
+            text = f"hf: PEFT cannot merge the adapter of {group[0]!r}: {error}"
+            raise errors.UsageError(
+                text, hint='pass adapter="only", or merge it yourself and publish the merged model'
+            ) from error
+
+    def merged_names(self, group: tuple[str, ...]) -> list[str]:
+        """Names of what a merge of this group gives, in order."""
+        return [f"{path}.{name}" for path in group for name in self.base.get_submodule(path).state_dict(keep_vars=True)]
 
     def key(self, group: tuple[str, ...]) -> object:
         """What the dtypes and shapes of a merge of this group depend on."""
         layers = [self._layers[path] for path in group]
-        parts = [(type(part), *map(_description, part.parameters(recurse=False))) for one in layers for part in one.modules()]
+        parts = [
+            (type(part), *map(_description, part.parameters(recurse=False))) for one in layers for part in one.modules()
+        ]
         return parts, [list(getattr(one, "active_adapters", ())) for one in layers]
 
     def tensors(self, group: tuple[str, ...]) -> list[torch.Tensor]:
@@ -140,10 +172,11 @@ def _tuned_layers(model: nn.Module) -> dict[str, nn.Module]:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
+    kinds: tuple[type, ...] = (BaseTunerLayer, AuxiliaryTrainingWrapper)
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         inside = any(path[:end] in found for end, letter in enumerate(path) if letter == ".")
-        if not inside and isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+        if not inside and isinstance(module, kinds):
             found[path] = module
     return found
 
@@ -153,7 +186,9 @@ def _check_methods(peft_model: Any, adapters: list[str], tested: tuple[str, ...]
         method = peft_model.peft_config[adapter].peft_type
         method = str(getattr(method, "value", method))
         if method not in tested:
-            text = f"hf: adapter {adapter!r} is of method {method}, which is not supported here ({', '.join(tested)} are)"
+            text = (
+                f"hf: adapter {adapter!r} is of method {method}, which is not supported here ({', '.join(tested)} are)"
+            )
             raise errors.UsageError(text, hint=f"pass {instead}, or merge it yourself and publish the merged model")
 
 
@@ -185,7 +220,7 @@ def active_adapter(peft_model: Any) -> str:
     return str(active[0])
 
 
-class _quiet(warnings.catch_warnings):  # noqa: N801  # used like a function
+class _quiet(warnings.catch_warnings):
     """PEFT's advice for people who merge or save by hand."""
 
     def __enter__(self) -> None:

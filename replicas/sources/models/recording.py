@@ -92,12 +92,13 @@ class Arrangement:
             return first
         if self.offset is not None and first.stride() == self._strides:
             return first.as_strided(self.form.shape, self.form.strides, first.storage_offset() + self.offset)
-        return _replayed(self._step, tensors, {})
+        made: torch.Tensor = _replayed(self._step, tensors, {})
+        return made
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # as above
         self.steps: dict[int, _Step | str] = {}
         """What gave each tensor, by its id; text: it is the input of this name."""
         self._alive: list[object] = []
@@ -149,7 +150,8 @@ def record(
     storages = {tensor.untyped_storage()._cdata: name for name, tensor in metas.items()}
     known: dict[int, Any] = {}
     return {
-        name: _arranged(recorder.steps[id(tensor)], metas, storages, known) if id(tensor) in recorder.steps
+        name: _arranged(recorder.steps[id(tensor)], metas, storages, known)
+        if id(tensor) in recorder.steps
         else _fail(name)
         for name, tensor in found.items()
     }

@@ -1,0 +1,2 @@
+"""What the checkpoint of a model has, by the functions of the libraries that write
+it."""
