@@ -49,7 +49,9 @@ def get(
     *,
     channel: ChannelName,
     place: Addressed,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write or replace.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write or replace; a link is followed.")
+    ],
     version: Exactly = None,
     at_least: OrNewer = None,
     deadline: Deadline = 60.0,
@@ -74,7 +76,7 @@ def get(
 @command(failed=FAILED)
 def put(
     *,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A safetensors file, or a folder of them.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A safetensors file, or a model's folder.")],
     channel: ChannelName,
     place: Addressed,
     version: Annotated[int | None, typer.Option(metavar="N", min=1, help="Its number; default: the next.")] = None,
@@ -82,7 +84,7 @@ def put(
     group: Group = "",
     as_json: Json = False,
 ) -> None:
-    """Publish a safetensors file, or a folder of them, as a version of CHANNEL.
+    """Publish a safetensors file, or a model's folder, as a version of CHANNEL.
 
     Joins as a source of an external group. The version lives on in the targets, so
     there must be one. What ``replicas get`` wrote is published with its ``meta``.
@@ -110,7 +112,7 @@ def verify(
     *,
     channel: ChannelName,
     file: Annotated[
-        Path | None, typer.Argument(metavar="FILE", help="A safetensors file, or a folder of them, to compare with.")
+        Path | None, typer.Argument(metavar="FILE", help="A safetensors file, or a model's folder, to compare with.")
     ] = None,
     place: Addressed,
     version: Exactly = None,

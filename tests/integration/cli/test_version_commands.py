@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 import replicas
 from replicas.cli import main as cli
 from replicas.sources import checkpoint
+from replicas.sources.checkpoint import differences
 from tests.support.runs import ROOT, Run, running
 from tests.support.waits import eventually
 
@@ -140,14 +141,23 @@ def test_a_version_is_a_file_and_a_file_a_version(run: Run, command: Command) ->
         assert trainer.publish(weights(5.5)).wait(60).version == version + 3  # the trainer's own go on
 
 
+def add_shard(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Add a file to a model's folder, and to its index."""
+    index, file = folder / "model.safetensors.index.json", f"model-{len(list(folder.iterdir()))}.safetensors"
+    names = json.loads(index.read_text())["weight_map"] if index.exists() else {}
+    save_file(tensors, folder / file)
+    index.write_text(json.dumps({"weight_map": names | dict.fromkeys(tensors, file)}))
+
+
 def test_a_folder_of_shards_is_published(run: Run, command: Command) -> None:
-    Path("model").mkdir()
-    save_file({"small": torch.arange(5), "scale": weights(1)["scale"]}, "model/model-2.safetensors")
-    save_file({"head": weights(6.5)["head"], "none": torch.empty(0, 4)}, "model/model-1.safetensors")
+    folder = Path("model")
+    folder.mkdir()
+    add_shard(folder, {"small": torch.arange(5), "scale": weights(1)["scale"]})
+    add_shard(folder, {"head": weights(6.5)["head"], "none": torch.empty(0, 4)})
     with join(run, "trainer") as trainer, join(run, "rollout") as rollout:
         trainer.publish(weights(1.5), new_manifest=True).wait(60)
         assert "'embed' (bfloat16[300000]) is missing" in command("put", "model", "policy", code=2)[1]
-        save_file({"embed": weights(6.5)["head"]}, "model/model-3.safetensors")
+        add_shard(folder, {"embed": weights(6.5)["head"]})
         number = str(trainer.latest + 7)
         trainer.publish({**weights(1.5), "head": torch.ones(ELEMENTS).bfloat16()}, new_manifest=True).wait(60)
         answer = json.loads(command("put", "model", "policy", "--version", number, "--json")[0])
@@ -168,7 +178,7 @@ def test_errors_name_the_remedy(run: Run, command: Command) -> None:
     assert "--token-file" in refused("get", "policy", "-o", "x", "--endpoint", run.endpoint())
     assert "within its 0.2 s" in refused("get", "empty", "-o", "x", "--deadline", "0.2", code=1)
     Path("text").write_text("no tensors here, however long it may be")
-    assert "is no whole safetensors file" in refused("put", "text", "policy")
+    assert "is not a valid safetensors file" in refused("put", "text", "policy")
     assert "cannot be read" in refused("put", "nothing", "policy")
     with join(run, "trainer") as trainer:
         trainer.publish(weights(1.0), new_manifest=True).wait(60)
@@ -176,6 +186,8 @@ def test_errors_name_the_remedy(run: Run, command: Command) -> None:
         assert "--version" in refused("get", "policy", "-o", "x", "--version", str(version - 1), code=1)
         assert "cannot be written" in refused("get", "policy", "-o", "no/folder")
         assert "cannot be written" in refused("get", "policy", "-o", ".")
+        assert "/dev/null cannot be written: it is not a regular file" in refused("get", "policy", "-o", "/dev/null")
+        assert Path("/dev/null").is_char_device()
         command("get", "policy", "-o", "y")
         assert "min_targets = 1" in refused("put", "y", "policy", code=1)
     assert not Path("x").exists()
@@ -218,3 +230,27 @@ def test_a_get_that_is_killed_leaves_no_file_and_no_member(run: Run, moment: str
             assert (one.name, list(checkpoint(one))) == ("x", ["w"])
         eventually(lambda: not members(run), "nobody stays on the channel")
         assert trainer.publish({"w": torch.ones(64 << 20)}).wait(60).lost == ()
+
+
+def test_every_dtype_of_safetensors_is_in_the_file(run: Run, command: Command) -> None:
+    """And one that it lacks is refused by name, and is loaded all the same."""
+    raw = torch.arange(1, 33, dtype=torch.uint8).view(4, 8)
+    given = {str(dtype): raw.view(dtype) for dtype in (torch.float8_e8m0fnu, torch.float4_e2m1fn_x2, torch.complex64)}
+    given |= {str(dtype): raw.view(dtype) for dtype in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)}
+    Path("kept").mkdir()
+    Path("x").symlink_to("kept/file")
+    with join(run, "trainer") as trainer, join(run, "rollout") as rollout:
+        receipt = trainer.publish(given, new_manifest=True).wait(60)
+        command("get", "policy", "-o", "x")
+        assert (os.readlink("x"), os.listdir("kept")) == ("kept/file", ["file"])  # noqa: PTH115, PTH208
+        assert differences(load_file("x"), given) == []
+        with safe_open("x", "pt") as file:
+            assert file.get_slice("torch.float4_e2m1fn_x2").get_shape() == [4, 16]
+        command("verify", "policy", "x")
+        assert f"digest {receipt.digest}: rollout/0" in command("put", "x", "policy")[0]
+        trainer.publish({"wide": torch.ones(2, dtype=torch.complex128)}, new_manifest=True).wait(60)
+        assert (
+            "tensor 'wide' is complex128[2], and safetensors has no" in command("get", "policy", "-o", "y", code=2)[1]
+        )
+        with rollout.receive(deadline=60, at_least=trainer.latest).wait() as update:
+            assert update.tensors()["wide"].dtype == torch.complex128
