@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -81,8 +82,19 @@ def piece_pairs(
         yield view, chunk.view(view.dtype).view(view.shape)
 
 
+@runtime_checkable
+class Loadable(Protocol):
+    """An object that says which tensors to write."""
+
+    def destinations(self) -> dict[str, torch.Tensor]:
+        """The tensors by the names that the version has for them."""
+
+
+Model = torch.nn.Module | Mapping[str, torch.Tensor] | Loadable
+
+
 def load_image(
-    model: torch.nn.Module | Mapping[str, torch.Tensor],
+    model: Model,
     image: torch.Tensor,
     manifest: Manifest,
     *,
@@ -94,7 +106,7 @@ def load_image(
     :param image: uint8 of shape ``[manifest.image_nbytes]``, header included.
     """
     check_modes("load_into")
-    targets = known_values(model)
+    targets = _destinations(model)
     if targets is not None:
         served = _served(targets, [spec.name for spec in manifest.tensors], manifest.aliases)
         if _load_runs(targets, served, image, manifest, sharing):
@@ -104,7 +116,7 @@ def load_image(
 
 
 def load_into(
-    model: torch.nn.Module | Mapping[str, torch.Tensor],
+    model: Model,
     tensors: Mapping[str, torch.Tensor],
     aliases: Sequence[tuple[str, str]] = (),
     *,
@@ -129,7 +141,7 @@ def load_into(
 
 
 def load_changes(
-    model: torch.nn.Module | Mapping[str, torch.Tensor],
+    model: Model,
     image: torch.Tensor,
     manifest: Manifest,
     difference: Difference,
@@ -163,14 +175,21 @@ def load_changes(
     wait_for_devices(written)
 
 
+def _destinations(model: Model) -> dict[str, object] | None:
+    """The tensors to write by name; None: it is no model."""
+    if not isinstance(model, (torch.nn.Module, Mapping)) and isinstance(model, Loadable):
+        return dict(model.destinations())
+    return known_values(model)
+
+
 def _pairs(
-    model: torch.nn.Module | Mapping[str, torch.Tensor],
+    model: Model,
     tensors: Mapping[str, torch.Tensor],
     aliases: Sequence[tuple[str, str]],
 ) -> tuple[list[str], list[str], list[tuple[torch.Tensor, torch.Tensor]]]:
     """The model's names, those of the tensors, and what to write there, all checked."""
     check_modes("load_into")
-    targets = known_values(model)
+    targets = _destinations(model)
     if targets is None:
         text = f"cannot load into a {type(model).__name__}"
         raise ManifestMismatch(text, hint="give a module or a mapping of tensors")

@@ -1,0 +1,1 @@
+"""Small transformers models with adapters, and what the libraries save of them."""
