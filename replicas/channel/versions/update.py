@@ -24,7 +24,7 @@ from replicas.messages import Meta, arguments
 from replicas.messages.bounds import shown
 from replicas.weights.changes import Change, Difference, all_of
 from replicas.weights.copies.accelerator import Event, device_of
-from replicas.weights.loading import load_changes, load_image, views
+from replicas.weights.loading import Model, load_changes, load_image, views
 from replicas.weights.memory.arena import Slot
 from replicas.weights.memory.buffers import Buffer
 
@@ -294,7 +294,7 @@ class Update:
             return None
         return buffer
 
-    def load_into(self, model: torch.nn.Module | Mapping[str, torch.Tensor], *, changed_only: bool = False) -> None:
+    def load_into(self, model: Model, *, changed_only: bool = False) -> None:
         """Copy every tensor into ``model``'s parameters and persistent buffers.
 
         They are written in place: names and shapes must fit exactly; floating dtypes
@@ -306,7 +306,9 @@ class Update:
         Each name gets its tensor, whatever is tied here or where it was published.
         Parameters that share memory must get the same values for it.
 
-        :param model: a module, or a mapping of names to tensors.
+        :param model: a module, a mapping of names to tensors, or
+            :func:`replicas.sources.hf` of a transformers model, where the names of the
+            version are those of its checkpoint.
         :param changed_only: write only what has changed since :attr:`base`: the model
             must hold what the load of that version left in it, and what you have
             written to it since stays there. Tensors that come whole (:meth:`changes`),
