@@ -158,9 +158,10 @@ unit: $(VENV)/.dev ## run the fast tests only
 integration: $(VENV)/.dev
 	@$(PYTEST) $(SIDE_BY_SIDE) tests/integration
 
-properties: $(VENV)/.dev ## look for histories that break an invariant of the core, and calls that do more than fail: make properties TIMES=20 SEED=3
+properties: $(VENV)/.dev ## look for histories that break an invariant of the core or show a reader of mirror half a version, and calls that do more than fail: make properties TIMES=20 SEED=3
 	@PROPERTY_TIMES=$(or $(TIMES),5) PROPERTY_SEED=$(or $(SEED),1) \
-	  $(PYTEST) $(SIDE_BY_SIDE) tests/integration/core/test_properties.py tests/integration/channel/test_calls.py
+	  $(PYTEST) $(SIDE_BY_SIDE) tests/integration/core/test_properties.py tests/integration/channel/test_calls.py \
+	  tests/integration/cli/test_mirror_histories.py
 
 chaos: $(VENV)/.dev ## run the seeded chaos suite for longer: make chaos ROUNDS=500 SEED=3
 	@CHAOS_ROUNDS=$(or $(ROUNDS),40) CHAOS_SEED=$(or $(SEED),1) $(PYTEST) -s --timeout 0 \

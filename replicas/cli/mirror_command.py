@@ -47,29 +47,32 @@ def mirror(
     """Keep the newest versions of CHANNEL as folders in DIR, until it is told to stop.
 
     DIR/latest is the newest, as a model's folder: programs reload from it. A folder is
-    whole or not there, and its version counts as loaded when it is there. Joins as a
-    target of an external group, or as the replica that a supervisor has started. A
-    version that cannot be written (a full disk) is refused, which stderr says.
+    whole or not there, and its version counts as loaded when it is there. DIR may have
+    versions of an earlier run: the newest is what was written last. Only one mirror
+    writes to DIR. Joins as a target of an external group, or as the replica that a
+    supervisor has started. A version that cannot be written (a full disk) is refused,
+    which stderr says.
     """
     from replicas.sources.mirror import Mirror  # torch
 
     kept = Mirror(folder, keep=keep, name=name, like=like, marker=marker)
-    with _until_told(), _member(place, channel, group) as member:
+    with kept, _until_told(), _member(place, channel, group) as member:
         version = 0
         while True:
             with patience(f"waiting for a version of {channel}"):
                 update = member.receive(at_least=version + every if version else None).wait()
             version = update.version
             with update:
-                _write(kept, update)
+                _write(kept, update, member._hello.run, member._hub.session.term)
 
 
-def _write(kept: Mirror, update: replicas.Update) -> None:
-    if kept.has(update.version, update.digest):
-        return
+def _write(kept: Mirror, update: replicas.Update, run: str, term: int) -> None:
+    from replicas.sources.mirror import Version
+
+    told = Version(version=update.version, digest=update.digest, meta=dict(update.meta), run=run, term=term)
     file = os.open(update.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        place = kept.write(file, update.version, update.digest, update.meta)
+        place = kept.write(file, told)
     except UsageError as error:
         print(f"version {update.version} is left out: {error}", file=sys.stderr, flush=True)
         update.refuse(error)

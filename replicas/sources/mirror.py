@@ -1,50 +1,79 @@
 """The newest versions of a channel as folders, for programs that reload from disk.
 
 ``FOLDER/NAME`` is a folder like that of a Hugging Face model, ``FOLDER/latest`` a link
-to the newest. Each is made beside its place and renamed, so a reader sees a whole one
-or none. Only folders with :data:`NOTE` in them are ever removed, the oldest first.
+to the newest. Each is made under a hidden name, and gets its own by a rename: a reader
+sees a whole version or none, and ``latest`` leads to a whole one from the first on.
+
+Folders outlive runs, and each run counts its versions from 1. So the newest is the one
+that was written last, by a number in :data:`NOTE` that grows in this folder. Only
+folders with such a note are ever removed, the oldest first.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Self
+
+import msgspec
 
 from replicas import errors
+from replicas.common.decoding import MALFORMED
+from replicas.common.logs import Log
+from replicas.linux.locks import hold_exclusive
 from replicas.sources.checkpoint import save
 
-__all__ = ["NOTE", "Mirror"]
+__all__ = ["NOTE", "Mirror", "Version"]
 
 NOTE = "replicas.json"
-"""What version a folder has: number, digest and ``meta``."""
+"""A :class:`Version` as JSON, in each folder. Floats that JSON lacks (nan, inf) are
+null, as in all JSON of this library."""
 LATEST = "latest"
+LOCK = ".replicas.lock"
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5")
-_PART, _OLD = ".part", ".old"
+_PART = ".part"
+_ROOM = "make room for one version more than are kept, or name another folder"
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+logger = Log("replicas.sources")
 
 
-class _Kept(NamedTuple):
+class Version(msgspec.Struct, frozen=True, kw_only=True):
+    """A version that a folder has.
+
+    ``version``: its number in its run. ``run``: name of that run. ``term``: number of
+    the run's coordinator, which no earlier one has, of whatever run. ``sequence``:
+    number of the folder among all that were written beside it; from 1.
+    """
+
     version: int
-    path: Path
+    digest: str
+    meta: dict[str, Any]
+    run: str = ""
+    term: int = 0
+    sequence: int = 0
 
 
 class Mirror:
-    """A folder of versions, of which it is the only writer.
+    """A folder of versions, of which it is the only writer until :meth:`close`, or to
+    the end of its ``with`` block.
 
-    :param folder: made if it is not there; what another life of this left half is
+    :param folder: made if it is not there; what a process that was killed left half is
         removed.
     :param keep: number of versions that stay; one more while the next is written.
     :param name: of a version's folder, with ``{version}`` or keys of the publisher's
-        ``meta`` in braces.
+        ``meta`` in braces. A folder of this name that a mirror wrote is replaced.
     :param like: a model's folder, of which all files but weights are copied beside
         each version's weights.
     :param marker: name of an empty file in each folder.
-    :raises replicas.errors.UsageError: an argument is wrong, or the folder cannot be
-        made.
+    :raises replicas.errors.UsageError: an argument is wrong, the folder cannot be made,
+        or another mirror writes to it.
     """
 
     def __init__(
@@ -60,88 +89,175 @@ class Mirror:
         if "{" not in name:
             raise errors.UsageError(f"name {name!r} is the same for all versions", hint='e.g. "step_{step}"')
         if marker and not _is_component(marker):
-            raise errors.UsageError(f"marker {marker!r} is no name of a file", hint='e.g. "STABLE"')
+            raise errors.UsageError(f"marker {marker!r} is not a name of a file", hint='e.g. "STABLE"')
         with _writing(folder):
             self._beside = [] if like is None else [one for one in sorted(like.iterdir()) if _is_beside(one)]
             folder.mkdir(parents=True, exist_ok=True)
-            for left in folder.glob(".*"):
-                if left.name.endswith((_PART, _OLD)):
-                    _remove(left)
+            self._lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            _lock(self._lock, folder)
+            self._clean()
+        except BaseException:
+            self.close()
+            raise
 
-    def has(self, version: int, digest: str) -> bool:
-        """Return True if the newest folder is of this version."""
-        note = _note(self._folder / LATEST)
-        return note is not None and (note["version"], note["digest"]) == (version, digest)
+    def close(self) -> None:
+        """Let other mirrors write to the folder."""
+        os.close(self._lock)
 
-    def write(self, file: int, version: int, digest: str, meta: Mapping[str, Any]) -> Path:
-        """Make the folder of a version the newest; return it.
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def write(self, file: int, version: Version) -> Path:
+        """Make the folder of a version the newest, unless it is; return it.
 
         :param file: a descriptor of ``update.path``.
         :raises replicas.errors.UsageError: it cannot be written, or ``meta`` lacks a
-            key of the name; the newest folder is as before.
+            key of the name; ``latest`` leads to the same version as before.
         """
-        place = self._folder / self._named(version, meta)
-        part = self._folder / f".{place.name}{_PART}"
-        with _writing(part):
-            _remove(part)
-            part.mkdir()
-            try:
-                for one in self._beside:
-                    shutil.copy2(one, part / one.name)
-                save(file, part / "model.safetensors", {"replicas.version": str(version), "replicas.digest": digest})
-                note = {"version": version, "digest": digest, "meta": dict(meta)}
-                (part / NOTE).write_text(json.dumps(note) + "\n")
-                if self._marker:
-                    (part / self._marker).touch()
-                if place.exists():
-                    self._retire(place)
-                part.rename(place)
-            except BaseException:
-                _remove(part)
-                raise
-            self._point_to(place)
-            for old in self._versions()[self._keep :]:
-                self._retire(old.path)
+        place = self._folder / self._named(version)
+        with _writing(place):
+            kept = self._versions()
+            if self._latest() != place.name or place not in kept or not _is_same(kept[place], version):
+                self._write(place, file, version, kept)
+        older = sorted(kept.keys() - {place}, key=lambda one: (kept[one].sequence, kept[one].version), reverse=True)
+        for one in older[self._keep - 1 :]:
+            with contextlib.suppress(OSError):  # the version is there: the next one tries again
+                one.rename(self._hidden(one.name))
+        self._clean()
         return place
 
-    def _named(self, version: int, meta: Mapping[str, Any]) -> str:
+    def _write(self, place: Path, file: int, version: Version, kept: dict[Path, Version]) -> None:
+        replaces = os.path.lexists(place)
+        if replaces and place not in kept:
+            text = f"{place} is there already, and is not a version of a mirror"
+            raise errors.UsageError(text, hint="move it away, or name the versions otherwise")
+        self._clean()
         try:
-            name = self._name.format_map({**meta, "version": version})
+            part = self._filled(place, file, version, kept)
+            self._put(place, part, self._exchange if replaces else os.rename)
+        except BaseException:
+            self._clean()
+            raise
+
+    def _named(self, version: Version) -> str:
+        number, meta = version.version, version.meta
+        try:
+            name = self._name.format_map({**meta, "version": number})
         except (KeyError, ValueError, IndexError, AttributeError, TypeError) as error:
-            text = f"version {version} has no name by {self._name!r}: {type(error).__name__}: {error}"
+            text = f"version {number} has no name by {self._name!r}: {type(error).__name__}: {error}"
             raise errors.UsageError(text, hint=f"its meta has the keys {', '.join(meta) or 'of nothing'}") from error
         if not _is_component(name) or name == LATEST:
-            raise errors.UsageError(f"version {version} would be called {name!r}", hint="give a name of one folder")
+            raise errors.UsageError(f"version {number} would be called {name!r}", hint="give a name of one folder")
         return name
 
-    def _point_to(self, place: Path) -> None:
-        link = self._folder / f".{LATEST}{_PART}"
-        link.unlink(missing_ok=True)
-        link.symlink_to(place.name)
-        link.rename(self._folder / LATEST)
+    def _filled(self, place: Path, file: int, version: Version, kept: dict[Path, Version]) -> Path:
+        """Write the version to a hidden folder; return that."""
+        part = self._hidden(place.name)
+        part.mkdir()
+        for one in self._beside:
+            shutil.copy2(one, part / one.name)
+        said = {"replicas.version": str(version.version), "replicas.digest": version.digest}
+        try:
+            save(file, part / "model.safetensors", said)
+        except errors.UsageError as error:  # with the advice of other commands
+            raise errors.UsageError(error.message, hint=_ROOM) from error
+        sequence = 1 + max((one.sequence for one in kept.values()), default=0)
+        (part / NOTE).write_bytes(msgspec.json.encode(msgspec.structs.replace(version, sequence=sequence)) + b"\n")
+        if self._marker:
+            (part / self._marker).touch()
+        return part
 
-    def _versions(self) -> list[_Kept]:
-        """The newest first."""
-        found = [_Kept(note["version"], one) for one in self._folder.iterdir() if (note := _note(one)) is not None]
-        return sorted((one for one in found if not one.path.is_symlink()), reverse=True)
+    def _put(self, place: Path, part: Path, swap: Callable[[Path, Path], None]) -> None:
+        """Give a whole folder its name, and let ``latest`` lead there; or neither."""
+        link = self._link(place)
+        swap(part, place)
+        try:
+            link.rename(self._folder / LATEST)
+        except OSError:  # not a signal's exception, which may come when it is done
+            swap(place, part)
+            raise
 
-    def _retire(self, place: Path) -> None:
-        """Remove a folder: under its name no reader ever sees a part of it."""
-        old = place.with_name(f".{place.name}{_OLD}")
-        _remove(old)
-        if _note(place) is None:
-            raise FileExistsError(17, "it is there already, and is no version of a mirror", str(place))
-        place.rename(old)
-        _remove(old)
+    def _exchange(self, part: Path, place: Path) -> None:
+        """Swap the names of two folders; ``latest`` leads to a whole one meanwhile."""
+        if _exchanged(part, place):
+            return
+        # This file system (NFS) lacks that call: the name is not there for an instant,
+        # in which latest leads to the same files under a second name.
+        if self._latest() == place.name:
+            twin = self._hidden(place.name)
+            shutil.copytree(place, twin, copy_function=os.link)
+            self._link(twin).rename(self._folder / LATEST)
+        gone = self._hidden(place.name)
+        place.rename(gone)
+        part.rename(place)
+        gone.rename(part)
+
+    def _link(self, target: Path) -> Path:
+        link = self._hidden(LATEST)
+        link.symlink_to(target.name)
+        return link
+
+    def _latest(self) -> str:
+        """The name to which ``latest`` leads; empty: there is none."""
+        try:
+            return str((self._folder / LATEST).readlink())
+        except OSError:
+            return ""
+
+    def _versions(self) -> dict[Path, Version]:
+        """What is in the folders that have the name of a version."""
+        there = (one for one in self._folder.iterdir() if not one.name.startswith(".") and not one.is_symlink())
+        return {one: note for one in there if (note := _note(one)) is not None}
+
+    def _hidden(self, name: str) -> Path:
+        """A free path in the folder for what :meth:`_clean` removes."""
+        paths = (self._folder / f".{name}.{number}{_PART}" for number in itertools.count())
+        return next(one for one in paths if not os.path.lexists(one))
+
+    def _clean(self) -> None:
+        """Remove hidden paths, but what ``latest`` leads to. What cannot be removed now
+        (NFS keeps what a reader has open) is removed with a later version."""
+        latest = self._latest()
+        for one in self._folder.glob(f".*{_PART}"):
+            with contextlib.suppress(OSError):
+                if one.is_symlink():
+                    one.unlink()
+                elif one.name != latest:
+                    shutil.rmtree(one)
 
 
-def _note(folder: Path) -> dict[str, Any] | None:
+def _exchanged(one: Path, other: Path) -> bool:
+    """Swap the names of two paths at once; False: it cannot be done here."""
+    swap = getattr(ctypes.CDLL(None), "renameat2", None)
+    if swap is None:
+        return False
+    return bool(swap(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0)
+
+
+def _lock(file: int, folder: Path) -> None:
+    try:
+        if hold_exclusive(file):
+            return
+    except OSError as error:
+        logger.warning("cannot lock %s (%s): make sure that no other mirror writes to it", folder, error.strerror)
+        return
+    raise errors.UsageError(f"another mirror writes to {folder}", hint="end that one first, or name another folder")
+
+
+def _note(folder: Path) -> Version | None:
     """None: it is not the folder of a version."""
     try:
-        found = json.loads((folder / NOTE).read_text())
-        return {"version": int(found["version"]), "digest": str(found["digest"])}
-    except (OSError, ValueError, KeyError, TypeError):
+        return msgspec.convert(json.loads((folder / NOTE).read_bytes()), Version)  # msgspec's own reader takes no nan
+    except (OSError, ValueError, *MALFORMED):
         return None
+
+
+def _is_same(note: Version, version: Version) -> bool:
+    return msgspec.structs.replace(note, sequence=version.sequence) == version
 
 
 def _is_beside(path: Path) -> bool:
@@ -158,17 +274,10 @@ def _is_component(name: str) -> bool:
     )
 
 
-def _remove(path: Path) -> None:
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    elif path.exists():
-        shutil.rmtree(path)
-
-
 @contextlib.contextmanager
 def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         text = f"{error.filename or path} cannot be written: {error.strerror or error}"
-        raise errors.UsageError(text, hint="name a folder with room in it") from error
+        raise errors.UsageError(text, hint=_ROOM) from error

@@ -20,6 +20,8 @@ import torch
 from safetensors.torch import load_file
 
 import replicas
+from replicas.sources.mirror import Mirror
+from tests.support.mirrors.histories import slot, version
 from tests.support.runs import ROOT, Run, running
 from tests.support.waits import eventually
 
@@ -79,7 +81,7 @@ def newest(folder: Path) -> tuple[int, float]:
         note = json.loads((path / "replicas.json").read_text())
     except FileNotFoundError:
         return 0, 0.0
-    return note["version"], float(load_file(path / "model.safetensors")["w"].mean())
+    return note["version"], float(load_file(path / "model.safetensors")["w"].float().mean())
 
 
 def wait_for(folder: Path, version: int, value: float) -> None:
@@ -93,7 +95,7 @@ def test_versions_become_folders_until_it_is_told_to_stop(run: Run, trainer: rep
             version = publish(trainer, value)
             trainer.loaded(version, deadline=START_S).wait()
             assert newest(tmp_path / "m") == (version, value), "loaded: it is there"
-        assert sorted(one.name for one in (tmp_path / "m").iterdir()) == ["latest", "step_2", "step_3"]
+        assert sorted(one.name for one in (tmp_path / "m").glob("[!.]*")) == ["latest", "step_2", "step_3"]
         assert (tmp_path / "m" / "step_3" / "STABLE").exists()
         process.send_signal(signal.SIGTERM)
         out, errors = process.communicate(timeout=60)
@@ -112,6 +114,24 @@ def test_one_that_is_killed_goes_on_with_the_newest(run: Run, trainer: replicas.
     with mirror(run, folder):
         wait_for(folder, second, 5.0)
         assert not (folder / ".version-99.part").exists()
+
+
+def test_versions_of_an_earlier_run_are_older(run: Run, trainer: replicas.Channel, tmp_path: Path) -> None:
+    """Though their numbers are higher; and two mirrors do not share a folder."""
+    folder = tmp_path / "m"
+    publish(trainer, 11.0)
+    with Mirror(folder) as earlier, slot(version(998)) as first, slot(version(999)) as second:
+        earlier.write(first, version(998))
+        earlier.write(second, version(999))
+    with mirror(run, folder, "--keep", "2"):
+        wait_for(folder, trainer.latest, 11.0)
+        note = json.loads((folder / "latest" / "replicas.json").read_text())
+        assert (note["run"], note["sequence"], note["term"] > 1) == (run.status().run, 3, True)
+        with mirror(run, folder) as other:
+            assert other.wait(60) == 2
+            assert other.stderr is not None
+            assert f"another mirror writes to {folder}" in other.stderr.read()
+        wait_for(folder, publish(trainer, 12.0), 12.0)
 
 
 def test_a_version_that_cannot_be_written_is_refused(run: Run, trainer: replicas.Channel, tmp_path: Path) -> None:

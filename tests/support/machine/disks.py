@@ -22,15 +22,15 @@ _FILLER = "filler"
 
 
 @contextmanager
-def small_disk(folder: Path, nbytes: int) -> Iterator[bool]:
-    """Mount a disk of so many bytes at ``folder``, which is made; False: not allowed
-    here, it is just a folder."""
+def small_disk(folder: Path, nbytes: int, inodes: int = 0) -> Iterator[bool]:
+    """Mount a disk of so many bytes, and files (0: any number), at ``folder``, which is
+    made; False: not allowed here, it is just a folder."""
     folder.mkdir()
     libc = ctypes.CDLL(None, use_errno=True)
     mounted = (
         libc.unshare(_CLONE_NEWNS) == 0
         and libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None) == 0
-        and libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", 0, f"size={nbytes}".encode()) == 0
+        and libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", 0, f"size={nbytes},nr_inodes={inodes}".encode()) == 0
     )
     try:
         yield mounted

@@ -50,7 +50,7 @@ WAYS = {
     "cli": {*BOTTOM, "trust", "config", "core", "telemetry", "page", "control", "supervisor", "sources"},
     "engine": {"channel"},
     "testing": {"common", "messages", "config", "channel", "coordinator", "engine"},
-    "sources": {"core", "weights"},
+    "sources": {"common", "linux", "core", "weights"},
     "integrations": {
         *(
             "common",
