@@ -56,9 +56,9 @@ def mirror(
     from replicas.sources.mirror import Mirror  # torch
 
     kept = Mirror(folder, keep=keep, name=name, like=like, marker=marker)
-    with kept, _until_told(), _member(place, channel, group) as member:
+    with kept, _until_told() as told, _member(place, channel, group) as member:
         version = 0
-        while True:
+        while not told:
             with patience(f"waiting for a version of {channel}"):
                 update = member.receive(at_least=version + every if version else None).wait()
             version = update.version
@@ -93,14 +93,17 @@ def _member(place: RunAddress, channel: str, group: str) -> Iterator[replicas.Ch
 
 
 @contextlib.contextmanager
-def _until_told() -> Iterator[None]:
-    """SIGTERM ends the command in good order, as an interrupt does."""
+def _until_told() -> Iterator[list[int]]:
+    """End the command in good order by SIGTERM, as by an interrupt; yield the signals
+    so far, as what is raised can be lost (``shutil.rmtree`` closes files twice)."""
+    told: list[int] = []
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
+        told.append(number)
         raise typer.Exit
 
     before = signal.signal(signal.SIGTERM, end)
     try:
-        yield
+        yield told
     finally:
         signal.signal(signal.SIGTERM, before)

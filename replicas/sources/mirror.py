@@ -95,8 +95,8 @@ class Mirror:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            _lock(self._lock, folder)
-            self._clean()
+            _lock_folder(self._lock, folder)
+            self._remove_parts()
         except BaseException:
             self.close()
             raise
@@ -118,16 +118,16 @@ class Mirror:
         :raises replicas.errors.UsageError: it cannot be written, or ``meta`` lacks a
             key of the name; ``latest`` leads to the same version as before.
         """
-        place = self._folder / self._named(version)
+        place = self._folder / self._make_name(version)
         with _writing(place):
-            kept = self._versions()
-            if self._latest() != place.name or place not in kept or not _is_same(kept[place], version):
+            kept = self._read_versions()
+            if self._read_latest() != place.name or place not in kept or not _is_same(kept[place], version):
                 self._write(place, file, version, kept)
         older = sorted(kept.keys() - {place}, key=lambda one: (kept[one].sequence, kept[one].version), reverse=True)
         for one in older[self._keep - 1 :]:
             with contextlib.suppress(OSError):  # the version is there: the next one tries again
-                one.rename(self._hidden(one.name))
-        self._clean()
+                one.rename(self._free_path(one.name))
+        self._remove_parts()
         return place
 
     def _write(self, place: Path, file: int, version: Version, kept: dict[Path, Version]) -> None:
@@ -135,15 +135,15 @@ class Mirror:
         if replaces and place not in kept:
             text = f"{place} is there already, and is not a version of a mirror"
             raise errors.UsageError(text, hint="move it away, or name the versions otherwise")
-        self._clean()
+        self._remove_parts()
         try:
-            part = self._filled(place, file, version, kept)
-            self._put(place, part, self._exchange if replaces else os.rename)
+            part = self._fill_part(place, file, version, kept)
+            self._move_in(place, part, self._swap_folders if replaces else os.rename)
         except BaseException:
-            self._clean()
+            self._remove_parts()
             raise
 
-    def _named(self, version: Version) -> str:
+    def _make_name(self, version: Version) -> str:
         number, meta = version.version, version.meta
         try:
             name = self._name.format_map({**meta, "version": number})
@@ -154,9 +154,9 @@ class Mirror:
             raise errors.UsageError(f"version {number} would be called {name!r}", hint="give a name of one folder")
         return name
 
-    def _filled(self, place: Path, file: int, version: Version, kept: dict[Path, Version]) -> Path:
+    def _fill_part(self, place: Path, file: int, version: Version, kept: dict[Path, Version]) -> Path:
         """Write the version to a hidden folder; return that."""
-        part = self._hidden(place.name)
+        part = self._free_path(place.name)
         part.mkdir()
         for one in self._beside:
             shutil.copy2(one, part / one.name)
@@ -171,9 +171,9 @@ class Mirror:
             (part / self._marker).touch()
         return part
 
-    def _put(self, place: Path, part: Path, swap: Callable[[Path, Path], None]) -> None:
+    def _move_in(self, place: Path, part: Path, swap: Callable[[Path, Path], None]) -> None:
         """Give a whole folder its name, and let ``latest`` lead there; or neither."""
-        link = self._link(place)
+        link = self._make_link(place)
         swap(part, place)
         try:
             link.rename(self._folder / LATEST)
@@ -181,47 +181,47 @@ class Mirror:
             swap(place, part)
             raise
 
-    def _exchange(self, part: Path, place: Path) -> None:
+    def _swap_folders(self, part: Path, place: Path) -> None:
         """Swap the names of two folders; ``latest`` leads to a whole one meanwhile."""
-        if _exchanged(part, place):
+        if _exchange_names(part, place):
             return
         # This file system (NFS) lacks that call: the name is not there for an instant,
         # in which latest leads to the same files under a second name.
-        if self._latest() == place.name:
-            twin = self._hidden(place.name)
+        if self._read_latest() == place.name:
+            twin = self._free_path(place.name)
             shutil.copytree(place, twin, copy_function=os.link)
-            self._link(twin).rename(self._folder / LATEST)
-        gone = self._hidden(place.name)
+            self._make_link(twin).rename(self._folder / LATEST)
+        gone = self._free_path(place.name)
         place.rename(gone)
         part.rename(place)
         gone.rename(part)
 
-    def _link(self, target: Path) -> Path:
-        link = self._hidden(LATEST)
+    def _make_link(self, target: Path) -> Path:
+        link = self._free_path(LATEST)
         link.symlink_to(target.name)
         return link
 
-    def _latest(self) -> str:
+    def _read_latest(self) -> str:
         """The name to which ``latest`` leads; empty: there is none."""
         try:
             return str((self._folder / LATEST).readlink())
         except OSError:
             return ""
 
-    def _versions(self) -> dict[Path, Version]:
+    def _read_versions(self) -> dict[Path, Version]:
         """What is in the folders that have the name of a version."""
         there = (one for one in self._folder.iterdir() if not one.name.startswith(".") and not one.is_symlink())
-        return {one: note for one in there if (note := _note(one)) is not None}
+        return {one: note for one in there if (note := _read_note(one)) is not None}
 
-    def _hidden(self, name: str) -> Path:
-        """A free path in the folder for what :meth:`_clean` removes."""
+    def _free_path(self, name: str) -> Path:
+        """A free path in the folder for what :meth:`_remove_parts` removes."""
         paths = (self._folder / f".{name}.{number}{_PART}" for number in itertools.count())
         return next(one for one in paths if not os.path.lexists(one))
 
-    def _clean(self) -> None:
+    def _remove_parts(self) -> None:
         """Remove hidden paths, but what ``latest`` leads to. What cannot be removed now
         (NFS keeps what a reader has open) is removed with a later version."""
-        latest = self._latest()
+        latest = self._read_latest()
         for one in self._folder.glob(f".*{_PART}"):
             with contextlib.suppress(OSError):
                 if one.is_symlink():
@@ -230,7 +230,7 @@ class Mirror:
                     shutil.rmtree(one)
 
 
-def _exchanged(one: Path, other: Path) -> bool:
+def _exchange_names(one: Path, other: Path) -> bool:
     """Swap the names of two paths at once; False: it cannot be done here."""
     swap = getattr(ctypes.CDLL(None), "renameat2", None)
     if swap is None:
@@ -238,7 +238,7 @@ def _exchanged(one: Path, other: Path) -> bool:
     return bool(swap(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0)
 
 
-def _lock(file: int, folder: Path) -> None:
+def _lock_folder(file: int, folder: Path) -> None:
     try:
         if hold_exclusive(file):
             return
@@ -248,7 +248,7 @@ def _lock(file: int, folder: Path) -> None:
     raise errors.UsageError(f"another mirror writes to {folder}", hint="end that one first, or name another folder")
 
 
-def _note(folder: Path) -> Version | None:
+def _read_note(folder: Path) -> Version | None:
     """None: it is not the folder of a version."""
     try:
         return msgspec.convert(json.loads((folder / NOTE).read_bytes()), Version)  # msgspec's own reader takes no nan

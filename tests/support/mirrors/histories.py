@@ -83,7 +83,7 @@ def same(folder: Path) -> Version:
     :raises AssertionError: one is not.
     :raises FileNotFoundError: there is no such folder.
     """
-    note = mirror._note(folder)
+    note = mirror._read_note(folder)
     names = sorted(one.name for one in folder.iterdir())
     assert note is not None, f"{folder} has {names}"
     assert names == sorted([STABLE, "config.json", "model.safetensors", mirror.NOTE]), folder
@@ -118,12 +118,14 @@ class History:
         self._told = mmap.mmap(-1, 16)
         """Shared with the writer: which version it writes, how many it has written or
         refused, whether the last was refused, whether it has the folder."""
-        self._seen = 0
+        self._seen = self._writing = 0
+        self._before: dict[str, Version] = {}
+        """The folders as the version that is written found them."""
 
     def live(self, life: Life) -> None:
         """One life, with all that a reader sees meanwhile."""
         self._told[:4] = bytes(4)
-        self._seen = 0
+        self._seen = self._writing = 0
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
         def run() -> None:
@@ -173,7 +175,9 @@ class History:
         self.counts["looks"] += 1
         latest = self.folder / mirror.LATEST
         found = same(latest) if latest.is_symlink() else None
-        writing, done, refused = self._told[0], self._told[1], bool(self._told[2])
+        writing, done, refused, there = self._told[0], self._told[1], bool(self._told[2]), self._folders()
+        if writing > self._writing:
+            self._writing, self._before = writing, there
         if done > self._seen:
             self._seen = done
             one = life.versions[done - 1]
@@ -183,8 +187,9 @@ class History:
             else:
                 assert found is not None
                 assert _but_number(found) == _but_number(one), "what was acknowledged is not there"
-                there = self._folders()
-                assert len(there) <= life.keep, there
+                others = sorted(self._before.items(), key=lambda one: one[1].sequence, reverse=True)
+                newer = [name for name, _ in others if there.get(name) != found][: life.keep - 1]
+                assert {name for name, one in there.items() if one != found} == set(newer), there
                 assert found in there.values()
                 # rmtree() may lose the exception of SIGTERM: it closes some files twice
                 assert life.signal == signal.SIGTERM or not list(self.folder.glob(f".*{mirror._PART}"))
@@ -195,7 +200,6 @@ class History:
             assert _but_number(found) == _but_number(life.versions[writing - 1])
         if ended:
             self.newest = found
-        self._folders()
 
     def _folders(self) -> dict[str, Version]:
         """All that have a version's name: each is whole."""
@@ -272,10 +276,10 @@ def histories(place: Path, disk: bool, count: int, seed: int) -> Counter[str]:
     like = place / "like"
     like.mkdir()
     (like / "config.json").write_text("{}")
-    exchanged = mirror._exchanged
+    exchanged = mirror._exchange_names
     for number in range(seed * 100_000, seed * 100_000 + count):
         draw, told = random.Random(number), []
-        mirror._exchanged = exchanged if draw.random() < 0.7 else lambda *_: False
+        mirror._exchange_names = exchanged if draw.random() < 0.7 else lambda *_: False
         one = History(place / "folder", like, disk, counts)
         try:
             for life in lives(draw):
@@ -297,15 +301,17 @@ def every_call(place: Path) -> Counter[str]:
     """
     counts: Counter[str] = Counter()
     first, second, third = (version(number, step=3) for number in (1, 2, 3))
-    exchanged, like, copy = mirror._exchanged, place / "like", place / "copy"
+    exchanged, like, copy = mirror._exchange_names, place / "like", place / "copy"
     like.mkdir()
     (like / "config.json").write_text("{}")
     for name, swaps in (("version-{version}", True), ("{step}", True), ("{step}", False)):
-        mirror._exchanged = exchanged if swaps else lambda *_: False
+        mirror._exchange_names = exchanged if swaps else lambda *_: False
         folder = place / f"{name} {swaps}"
 
         def write(where: Path, *versions: Version, name: str = name) -> None:
             with Mirror(where, keep=1, name=name, like=like, marker=STABLE) as kept:
+                if third in versions:
+                    same(where / mirror.LATEST)
                 for one in versions:
                     with slot(one) as file:
                         kept.write(file, one)
@@ -324,7 +330,7 @@ def every_call(place: Path) -> Counter[str]:
         write(folder, first, second)
         assert trace(lambda write=write, folder=folder: write(folder, third), restart) == 0  # type: ignore[misc]  # bound here
         counts["kinds of writes"] += 1
-    mirror._exchanged = exchanged
+    mirror._exchange_names = exchanged
     return counts
 
 

@@ -139,7 +139,7 @@ def test_a_version_of_the_same_name_replaces_the_folder(
     folder: Path, file: int, opened: Callable[..., Mirror], monkeypatch: pytest.MonkeyPatch, exchanges: bool
 ) -> None:
     if not exchanges:
-        monkeypatch.setattr(mirror, "_exchanged", lambda *_: False)
+        monkeypatch.setattr(mirror, "_exchange_names", lambda *_: False)
     kept = opened(folder, name="step_{step}")
     kept.write(file, version(3, "x", step=30))
     made = kept.write(file, version(4, "y", step=30))
@@ -194,7 +194,7 @@ def test_what_latest_leads_to_is_never_removed(
     folder: Path, file: int, opened: Callable[..., Mirror], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when it ends while it replaces a folder, where two names cannot be swapped."""
-    monkeypatch.setattr(mirror, "_exchanged", lambda *_: False)
+    monkeypatch.setattr(mirror, "_exchange_names", lambda *_: False)
     kept, rename = opened(folder, name="{step}"), Path.rename
     kept.write(file, version(1, step=3))
 
