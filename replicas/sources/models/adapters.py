@@ -24,9 +24,9 @@ from torch import nn
 from replicas import errors
 from replicas.sources.models.bare import Bare, copied
 
-__all__ = ["Merging", "adapter_tensors", "find_peft_model"]
+__all__ = ["MERGED", "SAVED", "Merging", "active_adapter", "adapter_tensors", "find_peft_model"]
 
-_MERGED = (
+MERGED = (
     "LORA",
     "ADALORA",
     "IA3",
@@ -42,7 +42,7 @@ _MERGED = (
 )
 """Methods of PEFT whose merged weights are tested against its own
 ``merge_and_unload()``."""
-_SAVED = (*_MERGED, "PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING")
+SAVED = (*MERGED, "PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING")
 """Methods whose adapter alone is tested against what ``save_pretrained`` writes."""
 
 
@@ -77,7 +77,7 @@ class Merging:
 
     def __init__(self, found: Bare) -> None:
         peft_model = found.module
-        _check_methods(peft_model, peft_model.active_adapters, _MERGED, 'hf(model, adapter="only")')
+        _check_methods(peft_model, peft_model.active_adapters, MERGED, 'hf(model, adapter="only")')
         self._tuner = peft_model.base_model
         layers = _tuned_layers(self._tuner.model)
         self._layers = {path: found.origins[id(module)] for path, module in layers.items()}
@@ -172,11 +172,10 @@ def _tuned_layers(model: nn.Module) -> dict[str, nn.Module]:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
-    kinds: tuple[type, ...] = (BaseTunerLayer, AuxiliaryTrainingWrapper)
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         inside = any(path[:end] in found for end, letter in enumerate(path) if letter == ".")
-        if not inside and isinstance(module, kinds):
+        if not inside and isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
             found[path] = module
     return found
 
@@ -202,10 +201,33 @@ def adapter_tensors(peft_model: Any, state: Mapping[str, Any]) -> dict[str, Any]
     from peft import get_peft_model_state_dict
 
     adapter = active_adapter(peft_model)
-    _check_methods(peft_model, [adapter], _SAVED, 'adapter="merged"')
+    _check_methods(peft_model, [adapter], SAVED, 'adapter="merged"')
     with _quiet():
         found = get_peft_model_state_dict(peft_model, state_dict=dict(state), adapter_name=adapter)
+    _check_adapter(peft_model, adapter, found)
     return dict(found)
+
+
+def _check_adapter(peft_model: Any, adapter: str, found: Mapping[str, Any]) -> None:
+    """Refuse what is not the adapter: PEFT tells adapters apart by parts of names, and
+    does not where one is called like a module."""
+    given = set(map(id, found.values()))
+    for other in peft_model.peft_config:
+        own = _trained(peft_model, other)
+        if own and (not own <= given if other == adapter else own & given):
+            text = f"hf: PEFT does not tell adapter {adapter!r} from {', '.join(peft_model.peft_config)}"
+            raise errors.UsageError(text, hint="give each adapter a name that no module of the model has")
+
+
+def _trained(peft_model: Any, adapter: str) -> set[int]:
+    """The tensors of an adapter in the layers that it tunes, by id."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers: list[Any] = [one for one in peft_model.modules() if isinstance(one, BaseTunerLayer)]
+    parts = [getattr(layer, name, None) for layer in layers for name in layer.adapter_layer_names]
+    own = [part[adapter] for part in parts if part is not None and adapter in part]
+    tensors = [one.parameters() if isinstance(one, nn.Module) else [one] for one in own]
+    return {id(tensor) for some in tensors for tensor in some}
 
 
 def active_adapter(peft_model: Any) -> str:

@@ -36,7 +36,8 @@ def _conv1d() -> Any:
 
 
 def _leaf(model: Any, wanted: Any) -> str:
-    return next(path for path, one in model.named_modules() if one is wanted).rpartition(".")[2]
+    path: str = next(path for path, one in model.named_modules() if one is wanted)
+    return path.rpartition(".")[2]
 
 
 def _embedding(model: Any) -> str:

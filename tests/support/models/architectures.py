@@ -18,30 +18,65 @@ __all__ = ["ARCHITECTURES", "Architecture", "forward", "make", "quiet"]
 Config = Mapping[str, Any]
 
 _TEXT: Config = {
-    **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
-    **{"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 96, "max_position_embeddings": 64},
-    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 96,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
 _BERT: Config = {name: value for name, value in _TEXT.items() if name not in ("head_dim", "num_key_value_heads")}
 _MOE: Config = {
-    **{"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4},
-    **{"num_experts_per_tok": 2, "moe_k": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
-    **{"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
-    **{"decoder_sparse_step": 1, "moe_layer_start_index": 0},
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_k": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "decoder_sparse_step": 1,
+    "moe_layer_start_index": 0,
 }
 _LATENT: Config = {
-    **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8},
-    **{"v_head_dim": 8, "num_key_value_heads": 4},
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
 }
 _MAMBA: Config = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
 _VISION: Config = {
-    **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
-    **{"image_size": 28, "patch_size": 14},
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 28,
+    "patch_size": 14,
 }
+_ROPE: Config = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+_QWEN_TEXT: Config = {**_TEXT, "rope_parameters": _ROPE}
 _QWEN_VISION: Config = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "out_hidden_size": 32}
 _BART: Config = {
-    **{"d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "encoder_layers": 2, "decoder_layers": 2},
-    **{"encoder_attention_heads": 4, "decoder_attention_heads": 4, "vocab_size": 96, "max_position_embeddings": 64},
+    "d_model": 32,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "vocab_size": 96,
+    "max_position_embeddings": 64,
 }
 
 
@@ -104,7 +139,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "Falcon-H1": Architecture("falcon_h1", {**_TEXT, **_MAMBA, "mamba_d_ssm": 64}),
     "Mamba": Architecture("mamba", {"hidden_size": 32, "state_size": 8, "num_hidden_layers": 2, "vocab_size": 96}),
     "LFM2": Architecture("lfm2", {**_TEXT, "layer_types": ["conv", "full_attention"]}),
-    "Qwen2.5-VL": Architecture("qwen2_5_vl", {"text_config": _TEXT, "vision_config": _QWEN_VISION}, _VLM),
+    "Qwen2.5-VL": Architecture("qwen2_5_vl", {"text_config": _QWEN_TEXT, "vision_config": _QWEN_VISION}, _VLM),
     "Qwen3-VL": Architecture(
         "qwen3_vl", {"text_config": _TEXT, "vision_config": {**_QWEN_VISION, "deepstack_visual_indexes": [0]}}, _VLM
     ),
@@ -154,7 +189,7 @@ def make(name: str, dtype: torch.dtype = torch.bfloat16, *, seed: int = 0) -> An
     one = ARCHITECTURES[name]
     torch.manual_seed(seed)
     with quiet():
-        config = transformers.CONFIG_MAPPING[one.kind](**one.config)  # type: ignore[attr-defined]  # it is lazy
+        config = transformers.CONFIG_MAPPING[one.kind](**one.config)
         model = getattr(transformers, one.model).from_config(config, dtype=dtype)
     saved = model.state_dict().keys()
     with torch.no_grad():

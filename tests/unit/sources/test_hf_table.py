@@ -1,0 +1,26 @@
+"""Every architecture and adapter of the handbook's table, against what transformers and
+PEFT save themselves: names, dtypes, bits, a reader's answers, the trainer's own state.
+
+Covers: sources/hf.py, sources/models/plan.py, sources/models/recording.py,
+sources/models/saving.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.models.architectures import ARCHITECTURES
+from tests.support.models.table import row, rows_of_page
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_row_of_the_handbook_is_true(architecture: str) -> None:
+    assert rows_of_page()[architecture] == row(architecture)
+
+
+def test_the_table_has_enough_rows_and_no_others() -> None:
+    assert list(rows_of_page()) == list(ARCHITECTURES)
+    assert len(ARCHITECTURES) >= 24
