@@ -65,6 +65,7 @@ class Planner:
         self._frozen = frozen
         self._seen: _Seen | None = None
         self._known: tuple[object, dict[str, Arrangement]] | None = None
+        self._adapter: tuple[_Seen, Plan] | None = None
         self._kept: tuple[object, torch.dtype, frozenset[str]] | None = None
 
     def see(self) -> _Seen:
@@ -97,15 +98,25 @@ class Planner:
         """
         seen = self.see()
         if self._only:
-            state = adapter_tensors(seen.peft_model, seen.state)
-            forms = {name: _whole_form(tensor) for name, tensor in state.items()}
-            return Plan(record(dict, forms), state, {}, None)
+            return self._adapter_plan(seen)
         rows, units = self._rows(seen), seen.found.units
         if units:  # FSDP1 gathers a unit as a whole, and wants the outermost to be the first
             order = {id(module): number for number, module in enumerate(self._model.modules())}
             place = {name: order[id(units[id(one)].module)] for name, one in seen.state.items() if id(one) in units}
             rows = dict(sorted(rows.items(), key=lambda row: place.get(row[1].inputs[0], -1)))
         return Plan(rows, seen.state, units, seen.merging)
+
+    def _adapter_plan(self, seen: _Seen) -> Plan:
+        """Ask PEFT once for the same model: it may look for the base model's
+        configuration on the Hub."""
+        if self._adapter is None or self._adapter[0] is not seen:
+            state = adapter_tensors(seen.peft_model, seen.state)
+            forms = {name: _whole_form(tensor) for name, tensor in state.items()}
+            plan = Plan(record(dict, forms), state, {}, None)
+            if not {id(tensor) for tensor in state.values()} <= {id(tensor) for tensor in seen.state.values()}:
+                return plan  # of new tensors, such as a prompt that was computed
+            self._adapter = seen, plan
+        return self._adapter[1]
 
     def kept(self, dtype: torch.dtype) -> frozenset[str]:
         """Names of the last plan whose tensors stay in float32 when the model is

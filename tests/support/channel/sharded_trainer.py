@@ -25,6 +25,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import replicas
 from replicas.sources import hf, megatron
+from tests.support.models.adapters import ADAPTERS, randomise
+from tests.support.models.architectures import make, quiet
+from tests.support.models.saved import merged, saved
 
 __all__ = ["CASES", "CHANNELS", "STEPS", "WORLD", "whole"]
 
@@ -102,6 +105,13 @@ def undistributed(ways: Any, step: int) -> dict[str, torch.Tensor]:
     }
 
 
+def tuned(step: int) -> Any:
+    """A model with packed experts, of which each, and some other layers, have an
+    adapter."""
+    with quiet():
+        return randomise(ADAPTERS["experts"](make("Qwen3-MoE", seed=step)))
+
+
 def export(step: int) -> Iterator[tuple[str, torch.Tensor, str]]:
     """As Megatron-Bridge exports: each rank has some tensors, and tells the others."""
     for number, (name, value) in enumerate(tensors(step).items()):
@@ -111,7 +121,7 @@ def export(step: int) -> Iterator[tuple[str, torch.Tensor, str]]:
         given.zero_()
 
 
-CASES = "line", "grid", "megatron", "fsdp", "fsdp by columns", "hsdp", "fsdp of tp", "hf"
+CASES = "line", "grid", "megatron", "fsdp", "fsdp by columns", "hsdp", "fsdp of tp", "hf", "tuned experts"
 
 
 def whole(case: str, step: int) -> dict[str, torch.Tensor]:
@@ -123,7 +133,10 @@ def whole(case: str, step: int) -> dict[str, torch.Tensor]:
     if case == "megatron":
         return tensors(step)
     if case == "hf":
-        return {name: value.bfloat16() for name, value in plain(Model, step).named_parameters()}
+        state = plain(Model, step).state_dict()
+        return {name: one.bfloat16() if one.is_floating_point() else one for name, one in state.items()}
+    if case == "tuned experts":
+        return saved(merged(tuned(step)))
     found: dict[str, torch.Tensor] = plain(Even if case == "fsdp by columns" else Model, step).state_dict()
     return found
 
@@ -137,6 +150,11 @@ def made(case: str, step: int, channel: str, line: DeviceMesh, grid: DeviceMesh)
         return distributed(grid, _GRID, step)
     if case == "megatron":
         return megatron(lambda: export(step), share=(rank, WORLD) if channel == "all" else None)
+    if case == "tuned experts":
+        adapted = tuned(step)
+        for layer in adapted.base_model.model.model.layers:
+            fully_shard(layer, mesh=line)
+        return hf(fully_shard(adapted, mesh=line))
     model = plain(Even if case == "fsdp by columns" else Model, step)
     if case == "fsdp":
         return fully_shard(model, mesh=line)

@@ -11,6 +11,7 @@ import copy
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import peft
 import pytest
@@ -487,3 +488,18 @@ def test_a_cast_keeps_in_float32_what_from_pretrained_keeps(
     assert {name: one for name, one in found.items() if name not in buffers} == {
         name: one for name, one in wanted.items() if name not in buffers
     }
+
+
+def test_peft_is_asked_once_which_tensors_an_adapter_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may ask the Hub for the base model's configuration."""
+    asked = Mock(side_effect=peft.get_peft_model_state_dict)
+    monkeypatch.setattr(peft, "get_peft_model_state_dict", asked)
+    model = tuned()
+    source = hf(model, adapter="only")
+    for _ in range(3):
+        assert not different(given(source), adapter_saved(model))
+        randomise(model, 5)
+    assert asked.call_count == 1
+    model.to(torch.float32)
+    assert not different(given(source), adapter_saved(model))
+    assert asked.call_count == 2
