@@ -7,8 +7,9 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -98,8 +99,9 @@ class Update:
 
         A tied tensor is in the file under its first name only, as a safetensors file
         cannot name the same bytes twice. Its metadata has the other names:
-        ``replicas.aliases``, a JSON object, maps each to that first name.
-        :meth:`tensors` has all.
+        ``replicas.aliases``, a JSON object, maps each to that first name. Other readers
+        do not know that key: :meth:`tensors` has all names, and so has the file of
+        ``replicas get``.
 
         :raises replicas.errors.UsageError: the update has ended, or the slot is in GPU
             memory (``staging = "device"``).
@@ -216,23 +218,29 @@ class Update:
         They are private copy-on-write views on the CPU; with ``staging = "device"``
         copies on the GPU.
         """
-        found = dict(self)
-        return found | {alias: found[target] for alias, target in self.manifest.aliases}
+        return dict(self)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Iterate over (name, tensor) in the publisher's order, tied storage once.
+        """Iterate over (name, tensor) in the publisher's order.
 
-        The tensors are CPU views, private to this iteration: writing to one changes
-        neither the slot nor the data of other processes. With ``staging = "device"``
-        they are copies on the GPU, made one by one on the current stream.
+        A tied tensor comes under each of its names, in a row, as the same tensor. The
+        tensors are CPU views, private to this iteration: writing to one changes neither
+        the slot nor the data of other processes. With ``staging = "device"`` they are
+        copies on the GPU, made one by one on the current stream.
 
         :raises replicas.errors.NoCapacity: open files, address space or mappings are at
             their limit, which is named; nothing was read.
         """
         buffer = self._open_slot().buffer
-        if buffer.device:
-            return self._copies(buffer)
-        return iter(views(self._of_this(buffer.private), self.manifest).items())
+        found = self._copies(buffer) if buffer.device else views(self._of_this(buffer.private), self.manifest).items()
+        return self._each_name(found)
+
+    def _each_name(self, found: Iterable[tuple[str, _T]]) -> Iterator[tuple[str, _T]]:
+        """Add the other names of tied tensors."""
+        others = defaultdict[str, list[str]](list)
+        for alias, name in self.manifest.aliases:
+            others[name].append(alias)
+        return ((one, value) for name, value in found for one in (name, *others[name]))
 
     def _of_this(self, look: Callable[[], _T]) -> _T:
         """Look into the memory; its errors are of this version."""
@@ -259,7 +267,7 @@ class Update:
         """Iterate over what has changed since :attr:`base`, the version that this rank
         has loaded last.
 
-        Each tensor comes once, as when iterating, changed or not, and is compared when
+        Each name comes once, as when iterating, changed or not, and is compared when
         its turn comes: bit by bit, so that no NaN hides a change. It comes whole where
         more than an eighth of its elements has changed. All come whole where the base
         is not known any more: its memory was needed for a later version, for which
@@ -275,13 +283,14 @@ class Update:
         slot = self._open_slot()
         if slot.buffer.device:
             return (all_of(name, tensor) for name, tensor in self)
-        return self._changes(self._of_this(slot.buffer.private), slot.sharing)
+        found = self._changes(self._of_this(slot.buffer.private), slot.sharing)
+        return (replace(change, name=name) for name, change in self._each_name(found))
 
-    def _changes(self, image: torch.Tensor, sharing: int) -> Iterator[Change]:
+    def _changes(self, image: torch.Tensor, sharing: int) -> Iterator[tuple[str, Change]]:
         with Difference(image, self.manifest, self._look_at_base(), sharing) as difference:
             for name, tensor in views(image, self.manifest).items():
                 self._open_slot()
-                yield difference.of(name, tensor)
+                yield name, difference.of(name, tensor)
 
     def _look_at_base(self) -> Buffer | None:
         base = self._base

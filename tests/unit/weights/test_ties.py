@@ -61,7 +61,8 @@ def step_by_step(update: Update, model: Any) -> None:
 
 
 def by_views(update: Update, model: Any) -> None:
-    load_into(model, dict(update), update.manifest.aliases)
+    tensors = update.tensors()
+    load_into(model, {spec.name: tensors[spec.name] for spec in update.manifest.tensors}, update.manifest.aliases)
 
 
 def on_a_device(update: Update, model: Any) -> None:

@@ -74,6 +74,25 @@ def test_a_reader_loads_what_has_changed_since_the_version_that_it_loaded_last(r
     assert model["a"][50] == -1, "what the user writes into it stays"
 
 
+def test_a_tied_tensor_is_told_under_each_of_its_names(run: FakeRun) -> None:
+    trainer, rollout = Trainer(run), run.join("rollout")
+    trainer.weights = {"c": trainer.weights["a"], **trainer.weights, "d": trainer.weights["a"]}
+    model = {name: torch.zeros_like(one) for name, one in trainer.weights.items()}
+    trainer.publish()
+    with received(rollout) as update:
+        assert [spec.name for spec in update.manifest.tensors] == ["c", "b"]
+        assert [name for name, _ in update] == ["c", "a", "d", "b"]
+        assert update.tensors().keys() == model.keys()
+        assert all(torch.equal(one, trainer.weights[name]) for name, one in update)
+        update.load_into(model)
+    trainer.publish(7)
+    with received(rollout) as update:
+        assert changed(update) == {"c": [7], "a": [7], "d": [7]}
+        for one in update.changes():
+            model[one.name][one.positions] = one.values
+    assert all(torch.equal(model[name], one) for name, one in trainer.weights.items())
+
+
 def test_a_reader_that_has_loaded_nothing_is_refused(run: FakeRun) -> None:
     trainer, rollout = Trainer(run), run.join("rollout")
     trainer.publish()
