@@ -86,7 +86,9 @@ class VllmAdapters(VllmServer):
         folder = self._folder / name
         folder.mkdir()
         (folder / "adapter_config.json").write_text(config)
-        save_file({one: tensor.contiguous() for one, tensor in update}, folder / "adapter_model.safetensors")
+        tied = dict(update.manifest.aliases)  # a safetensors file has no bytes under two names
+        tensors = {one: tensor.clone() if one in tied else tensor for one, tensor in update}
+        save_file(tensors, folder / "adapter_model.safetensors")
         return folder
 
     def reset_caches(self, timeout_s: float) -> None:

@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,7 @@ from replicas import errors
 from replicas.integrations.vllm_worker.patches import EnginePatches
 from replicas.integrations.vllm_worker.proof import some
 from replicas.integrations.vllm_worker.reload import EngineReload
+from replicas.integrations.vllm_worker.ties import has_head, needed
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -120,6 +122,7 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._channel: replicas.Channel | None = None
         self._update: replicas.Update | None = None
         self._begun = False
+        self._has_head = has_head(model)
         self._reload = EngineReload(model, vllm_config.model_config, device)
         self._patches: EnginePatches | None = None
         self._patched = False
@@ -209,7 +212,7 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._begun = True
         self._patched = self._patches is not None and self._patches.apply(update)
         if not self._patched:
-            self._reload.load(update)
+            self._reload.load(self._weights_of(update))
             self._reload.finish()
         logger.info(
             "version %d: received in %.4f s, loaded in %.4f s",
@@ -226,9 +229,13 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise errors.SyncError(f"{what}: {some(found.wrong)}", version=update.version, phase="load", hint="")
         logger.info("version %d: compared in %d places, %d others cannot be", update.version, found.equal, found.untold)
 
+    def _weights_of(self, update: replicas.Update) -> Iterator[tuple[str, torch.Tensor]]:
+        return needed(update, update.manifest, head=self._has_head)
+
     def _try(self, update: replicas.Update) -> None:
         try:
-            self._reload.try_out(update.manifest.hash, update)
+            manifest = update.manifest
+            self._reload.try_out(manifest.hash, self._weights_of(update), manifest.aliases)
         except errors.ReplicasError as error:
             self._drop_update(error.message)
             raise errors.ManifestMismatch(

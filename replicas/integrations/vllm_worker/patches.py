@@ -33,6 +33,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import replicas
+from replicas.integrations.vllm_worker.ties import has_head, needed
 
 __all__ = ["EnginePatches"]
 
@@ -74,7 +75,7 @@ class EnginePatches:
     """
 
     def __init__(self, model: Any, device: torch.device) -> None:
-        self._model, self._device = model, device
+        self._model, self._device, self._has_head = model, device, has_head(model)
         self._proven = self._refused = ""
         self.holds = 0
 
@@ -101,7 +102,8 @@ class EnginePatches:
         if found := _derived(self._model):
             return f"{found} is derived from others"
         places = self._places()
-        wrong, elements = self._compare((name, tensor.to(self._device)) for name, tensor in update)
+        given = needed(update, update.manifest, head=self._has_head)
+        wrong, elements = self._compare((name, tensor.to(self._device)) for name, tensor in given)
         if wrong or not elements or self._places() != places:
             return f"{wrong} of {elements} elements are not where the checkpoint has them"
         return ""
@@ -136,11 +138,12 @@ class EnginePatches:
 
         :raises ValueError: they are no patches.
         """
-        shapes = {spec.name: spec.shape for spec in update.manifest.tensors}
+        manifest = update.manifest
         batch: list[_Patch] = []
         nbytes = 0
-        whole_nbytes_left = update.manifest.data_nbytes // WHOLE_SHARE
-        for change in update.changes():
+        whole_nbytes_left = manifest.data_nbytes // WHOLE_SHARE
+        changes = ((change.name, change) for change in update.changes())
+        for name, change in needed(changes, manifest, head=self._has_head):
             values, positions = change.values, change.positions
             if change.whole is not None:
                 values = change.whole.reshape(-1)
@@ -151,9 +154,9 @@ class EnginePatches:
             if whole_nbytes_left < 0:
                 raise ValueError("much of it has changed, or its changes are not known")
             if values.dtype not in _FLOATS or values.isnan().any():
-                raise ValueError(f"{change.name} has changed, and has NaN or is no float")
-            shape = shapes[change.name]
-            batch.append((change.name, shape, values.to(self._device), positions.to(self._device)))
+                raise ValueError(f"{name} has changed, and has NaN or is no float")
+            shape = manifest.tensors[manifest.index[name]].shape
+            batch.append((name, shape, values.to(self._device), positions.to(self._device)))
             nbytes += math.prod(shape) * values.itemsize
             if nbytes >= BATCH_NBYTES:
                 yield batch

@@ -126,14 +126,18 @@ class EngineReload:
         """Return True if a version of this manifest fits, as the last one tried did."""
         return manifest == self._fitting
 
-    def try_out(self, manifest: str, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def try_out(
+        self, manifest: str, weights: Iterable[tuple[str, torch.Tensor]], aliases: Iterable[tuple[str, str]] = ()
+    ) -> None:
         """Find out whether a version fits, without a change of the model.
 
+        :param aliases: names of tied tensors, and the first names of the same tensors.
         :raises replicas.errors.ManifestMismatch: it does not; the model is as before.
         """
         self.abandon()
         initialize_layerwise_reload(self._model)
-        last = ""
+        last, first_names = "", dict(aliases)
+        used: set[str] = set()
         unused: list[str] = []
 
         def named() -> Iterator[tuple[str, torch.Tensor]]:
@@ -145,6 +149,8 @@ class EngineReload:
                 yield name, tensor
                 if given.calls == before:
                     unused.append(name)
+                else:
+                    used.add(first_names.get(name, name))
 
         try:
             given = _Given(self._hold_up(), strict=self._config.quantization is None)
@@ -163,7 +169,7 @@ class EngineReload:
         collects = 2 * len(unused) >= given.calls  # before it loads: none of them is known to be ignored
         self._places = [] if collects else given.all_places()
         if not collects:
-            self._check_ignored(unused)
+            self._check_ignored([one for one in unused if first_names.get(one, one) not in used])
         self._fitting = manifest
 
     def prove(self, weights: Mapping[str, torch.Tensor], turn: int) -> Proof:

@@ -417,12 +417,14 @@ async def test_each_version_of_an_adapter_is_loaded_under_a_name_of_its_own() ->
             folders = []
             for version in (1, 2, 3):
                 sent = Adapter(weights(version))
+                sent["tied"] = next(iter(sent.values()))
                 receipt = await (await asyncio.to_thread(partial(trainer.publish, sent, adapter="math")))
                 name = f"math@{receipt.version}"
                 await wait_until(partial(serves_alone, engine, name), f"{name} alone is served")
                 folders.append(engine.adapters[name])
                 assert (folders[-1] / "adapter_config.json").read_text() == '{"r": 8}'
                 found = load_file(folders[-1] / "adapter_model.safetensors")
+                assert found.keys() == sent.keys()
                 assert all(torch.equal(found[key], tensor) for key, tensor in sent.items())
             assert folders[1].exists()  # requests that began with it may need it
             await wait_until(lambda: not folders[0].exists(), "older ones are gone")

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from replicas.integrations.vllm_worker.patches import EnginePatches
+from replicas.integrations.vllm_worker.ties import has_head, needed
 from replicas.testing import FakeRun
 
 PATCHES = "vllm.model_executor.model_loader.checkpoint_weight_patch"
@@ -158,6 +159,31 @@ def test_what_has_changed_is_all_that_is_written(run: FakeRun, patcher: Patcher)
     weights["k"][0, 0] = -0.0
     assert not server.sync(weights), "its norm is half of the bytes"
     assert server.model.holds(weights)
+
+
+def test_each_name_of_a_tied_tensor_is_patched(run: FakeRun, patcher: Patcher) -> None:
+    server, weights = Server(run, Model()), checkpoint()
+    weights["k"] = weights["q"]
+    assert not server.sync(weights)
+    weights["q"][0, 3] = 5
+    assert server.sync(weights)
+    assert patcher.given == {"q": 1, "k": 1}
+    assert server.model.holds(weights)
+
+
+@pytest.mark.parametrize("first", ["lm_head.weight", "model.embed_tokens.weight"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_output_layer_that_is_tied_is_given_no_weight(run: FakeRun, first: str, tied: bool) -> None:
+    model, weight = nn.Module(), torch.ones(2)
+    model.embed, model.lm_head = nn.Linear(2, 3, bias=False), nn.Linear(2, 3, bias=False)
+    if tied:
+        model.lm_head.weight = model.embed.weight
+    names = [first, "lm_head.weight", "model.embed_tokens.weight"]
+    run.join("trainer").publish({**dict.fromkeys(names, weight), "lm_head.bias": torch.zeros(1)}).wait(CALL_S)
+    with run.join("rollout").receive().wait(CALL_S) as update:
+        given = [name for name, _ in needed(update, update.manifest, head=has_head(model))]
+    wanted = {"lm_head.weight", "lm_head.bias", "model.embed_tokens.weight"}
+    assert set(given) == (wanted - {"lm_head.weight"} if tied else wanted)
 
 
 @pytest.mark.parametrize("change", [math.nan, "much"])
