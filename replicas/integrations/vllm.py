@@ -300,6 +300,14 @@ def _installed() -> str:
         return ""
 
 
+def _user() -> str:
+    """The user's name, as torch has it in the default folder of what it compiles."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container may run as a number that /etc/passwd lacks
+        return f"uid_{os.getuid()}"
+
+
 @contextlib.contextmanager
 def _vllm(host: str, port: int, rest: Sequence[str], gate: GatePage, scratch: Path) -> Iterator[Child]:
     """vLLM's own server in the block."""
@@ -312,9 +320,8 @@ def _vllm(host: str, port: int, rest: Sequence[str], gate: GatePage, scratch: Pa
         *("--weight-transfer-config", json.dumps({"backend": BACKEND})),
         *("--middleware", "replicas.integrations.vllm_gate.VllmGate"),
     ]
-    compiled = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"  # where torch has it by default
     variables = {
-        "TORCHINDUCTOR_CACHE_DIR": str(compiled),
+        "TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir()) / f"torchinductor_{_user()}"),
         **os.environ,
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": str(int("--enable-lora" in rest)),

@@ -6,16 +6,21 @@ Covers: integrations/vllm.py, integrations/shared/serving.py.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pwd
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from replicas import errors
 from replicas.config.structs import GroupConfig
@@ -40,6 +45,25 @@ from tests.support.waits import eventually
 def test_the_followers_api_key_is_the_servers(monkeypatch: pytest.MonkeyPatch, options: list[str], key: str) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "of the environment")
     assert vllm._api_key(options) == key
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_user_that_has_no_name_can_serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, known: bool) -> None:
+    """As a container's user without an entry in /etc/passwd."""
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: pwd.getpwall()[0].pw_uid if known else 4_000_000_007)
+    started: list[Mapping[str, str]] = []
+
+    @contextlib.contextmanager
+    def child(name: str, command: Sequence[str], variables: Mapping[str, str]) -> Iterator[None]:
+        started.append(variables)
+        yield
+
+    monkeypatch.setattr(vllm, "child", child)
+    with vllm._vllm("127.0.0.1", 1, [], Mock(path="gate"), tmp_path):
+        (variables,) = started
+    assert variables["TORCHINDUCTOR_CACHE_DIR"] == default_cache_dir()
 
 
 @pytest.mark.parametrize("option", ["--uds", "--uds=/tmp/x", "--ssl-certfile", "--ssl_keyfile=x"])
