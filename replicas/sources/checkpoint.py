@@ -2,7 +2,9 @@
 
 A slot is a valid safetensors file, so a version becomes a checkpoint by a copy of its
 bytes behind a header that also says where it comes from; and the file of a version is
-read as any other checkpoint is.
+read as any other checkpoint is. A slot has a tied tensor once, and its other names in
+metadata that other readers do not know: they would take these weights for missing. So
+the file has a copy for each name.
 
 Headers are read as safetensors reads them: what it takes is taken, and what it refuses
 (a gap, an overlap, bytes behind the last tensor) is refused.
@@ -17,7 +19,7 @@ import mmap
 import os
 import shlex
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,11 +30,11 @@ import torch
 from replicas import errors
 from replicas.common.decoding import MALFORMED
 from replicas.common.outputs import resolve_output
-from replicas.core.base.manifest import ALIGNMENT_NBYTES, CODES, PACKED, FileEntry
+from replicas.core.base.manifest import ALIGNMENT_NBYTES, CODES, PACKED, FileEntry, TensorSpec
 from replicas.weights.copies.digest import digest_of
 from replicas.weights.copies.tensors import torch_dtype
 
-__all__ = ["Checkpoint", "checkpoint", "differences", "digest", "save"]
+__all__ = ["Checkpoint", "checkpoint", "differences", "digest", "find_files", "read_specs", "save"]
 
 _STEP_NBYTES = 64 << 20
 _HEADER_NBYTES = 100 << 20
@@ -69,6 +71,17 @@ class _Index(msgspec.Struct):
     metadata: dict[str, Any] | None = None
 
 
+class Files(NamedTuple):
+    """Files of one checkpoint.
+
+    :ivar names: those that an index gives to each file; None: all that the file has.
+    :ivar nbytes: of all tensors, by the index; None: it does not say.
+    """
+
+    names: Mapping[Path, set[str] | None]
+    nbytes: Any = None
+
+
 class _Header(NamedTuple):
     """``start``: of the data in the file, in bytes."""
 
@@ -94,29 +107,54 @@ def checkpoint(path: Path | str) -> Checkpoint:
     be there, and nothing else may be in those files; else the only ``*.safetensors``
     file. Of several variants or formats in one folder name the file, or its index.
 
-    Tied tensors are tied again in files of ``replicas get`` and of safetensors'
-    ``save_model``. The latter does not record whether a name was a view of a part of
-    the tensor that was kept, or transposed: it gets the whole tensor.
+    Tied tensors are tied again in files of ``replicas get``, where their copies are
+    still the same, and of safetensors' ``save_model``. The latter does not record
+    whether a name was a view of a part of the tensor that was kept, or transposed: it
+    gets the whole tensor.
 
     :raises replicas.errors.UsageError: a file is missing, ambiguous or not a valid
         safetensors file, named; the index and its files disagree; the files hold parts
         of tensors (of torch.distributed.checkpoint); or they are of another format: the
         hint has the command that converts them.
     """
-    given, found, index = Path(path), Checkpoint(), None
+    found, files = Checkpoint(), find_files(path)
+    for one in sorted(files.names):
+        with _named(one):
+            _add_file(found, one, files.names[one])
+    total = sum(tensor.nbytes for name, tensor in found.items() if name not in found.aliases)
+    if _SHARDING in found.metadata and files.nbytes != total:
+        raise _parts_error(Path(path))
+    return found
+
+
+def find_files(path: Path | str) -> Files:
+    """The files that :func:`checkpoint` reads.
+
+    :raises replicas.errors.UsageError: a file is missing, or which are meant is
+        ambiguous.
+    """
+    given = Path(path)
     with _named(given):
         file = _choose_file(given) if given.is_dir() else given
-    names: Mapping[Path, set[str] | None] = {file: None}
-    if file.suffix == ".json":
-        with _named(file, "an index of safetensors files"):
-            index = _INDEXED.decode(file.read_bytes())
-        names = _group_by_file(index, file)
-    for one in sorted(names):
-        with _named(one):
-            _add_file(found, one, names[one])
-    total = sum(tensor.nbytes for name, tensor in found.items() if name not in found.aliases)
-    if _SHARDING in found.metadata and (index is None or (index.metadata or {}).get("total_size") != total):
-        raise _parts_error(given)
+    if file.suffix != ".json":
+        return Files({file: None})
+    with _named(file, "an index of safetensors files"):
+        index = _INDEXED.decode(file.read_bytes())
+    return Files(_group_by_file(index, file), (index.metadata or {}).get("total_size"))
+
+
+def read_specs(files: Files) -> dict[str, TensorSpec]:
+    """Names, dtypes and shapes of the tensors in these files, from the headers alone.
+
+    :raises replicas.errors.UsageError: a file is not a valid safetensors file.
+    """
+    found: dict[str, TensorSpec] = {}
+    for one in files.names:
+        with _named(one), one.open("rb") as file:
+            header = _read_header(file.fileno())
+            stand_ins = _decode_texts(header.metadata, "replicas.dtypes")
+            for name, entry in header.entries.items():
+                found[name] = _spec(name, entry, stand_ins.get(name))
     return found
 
 
@@ -228,8 +266,8 @@ def _add_file(found: Checkpoint, path: Path, promised: set[str] | None) -> None:
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     ties, stand_ins = _read_ties(header), _decode_texts(header.metadata, "replicas.dtypes")
     names = header.entries.keys() | ties.keys()
-    if twice := sorted(names & found.keys() | header.entries.keys() & ties.keys()):
-        text = f"tensor {twice[0]!r} is in {path} twice, or in a file before it, too"
+    if twice := sorted(names & found.keys()):
+        text = f"tensor {twice[0]!r} is in {path} and in a file before it"
         raise errors.UsageError(text, hint="save the model again, or name one of the files")
     if promised is not None and (wrong := sorted(promised - names | header.entries.keys() - promised)):
         which = "names a tensor that its file lacks" if wrong[0] in promised else "does not name a tensor of its file"
@@ -237,8 +275,9 @@ def _add_file(found: Checkpoint, path: Path, promised: set[str] | None) -> None:
         raise errors.UsageError(f"the index {which}: {wrong[0]!r} of {path}", hint=hint)
     for name, entry in header.entries.items():
         found[name] = _tensor(data, header.start, name, entry, stand_ins.get(name))
-    found |= {alias: found[name] for alias, name in ties.items()}
-    found.aliases |= ties
+    for alias, name in ties.items():
+        if alias not in header.entries or _is_same(found[alias], found[name]):  # a copy may have been changed since
+            found[alias], found.aliases[alias] = found[name], name
     found.metadata |= header.metadata
 
 
@@ -259,18 +298,23 @@ def _decode_texts(metadata: Mapping[str, str], key: str) -> dict[str, str]:
     return _TEXTS.decode(metadata.get(key, "null")) or {}
 
 
-def _tensor(data: mmap.mmap, start: int, name: str, entry: FileEntry, stand_in: str | None) -> torch.Tensor:
+def _spec(name: str, entry: FileEntry, stand_in: str | None) -> TensorSpec:
     """``stand_in``: the dtype of U8, in files of releases that had no code for it."""
-    known, shape, (first, end) = stand_in or CODES.get(entry.dtype), entry.shape, entry.data_offsets
+    known, shape, packed = stand_in or CODES.get(entry.dtype), entry.shape, PACKED.get(entry.dtype, 1)
     if known is None:
         raise ValueError(f"tensor {name!r} has dtype {entry.dtype}, which torch does not have")
-    dtype, packed = torch_dtype(known), PACKED.get(entry.dtype, 1)
     if stand_in:
         shape = shape[:-1]
     elif packed > 1:
         if not shape or shape[-1] % packed:
             raise ValueError(f"tensor {name!r} is {entry.dtype}{list(shape)}, whose rows are not whole bytes")
         shape = (*shape[:-1], shape[-1] // packed)
+    return TensorSpec(name, known, shape)
+
+
+def _tensor(data: mmap.mmap, start: int, name: str, entry: FileEntry, stand_in: str | None) -> torch.Tensor:
+    (first, end), spec = entry.data_offsets, _spec(name, entry, stand_in)
+    dtype, shape = torch_dtype(spec.dtype), spec.shape
     if prod(shape) * dtype.itemsize != end - first:
         raise ValueError(f"tensor {name!r} has {end - first} bytes, which are not {entry.dtype}{list(entry.shape)}")
     if first == end:
@@ -303,6 +347,8 @@ def _read_header(fd: int) -> _Header:
 def save(version: int, path: Path, metadata: Mapping[str, str]) -> None:
     """Write the file of a version to ``path``, whole or not at all, and durably.
 
+    A tied tensor is written under each of its names, with the bytes of each.
+
     Replace a regular file; follow a link; refuse a device or a pipe, which can hold no
     whole file.
 
@@ -314,13 +360,14 @@ def save(version: int, path: Path, metadata: Mapping[str, str]) -> None:
     :raises replicas.errors.UsageError: the file cannot be written.
     """
     header = _read_header(version)
-    body = msgspec.json.encode({"__metadata__": {**header.metadata, **metadata}, **header.entries})
+    entries, spans = _lay_out(header)
+    body = msgspec.json.encode({"__metadata__": {**header.metadata, **metadata}, **entries})
     body += b" " * (-(8 + len(body)) % ALIGNMENT_NBYTES)
     try:
         target = resolve_output(path)
         folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            _write(folder, target.name, len(body).to_bytes(8, "little") + body, version, header.start)
+            _write(folder, target.name, len(body).to_bytes(8, "little") + body, version, spans)
             os.fsync(folder)
         finally:
             os.close(folder)
@@ -329,7 +376,28 @@ def save(version: int, path: Path, metadata: Mapping[str, str]) -> None:
         raise errors.UsageError(f"{path} cannot be written: {error.strerror or error}", hint=hint) from error
 
 
-def _write(folder: int, name: str, header: bytes, version: int, start: int) -> None:
+def _lay_out(header: _Header) -> tuple[dict[str, FileEntry], list[tuple[int, int]]]:
+    """The entries of all names, and which bytes of the version they have, in order.
+
+    A copy follows its tensor: so all stay aligned to their items, as a slot has them.
+    """
+    aliases = _decode_texts(header.metadata, "replicas.aliases")
+    named = header.entries | {alias: header.entries[name] for alias, name in aliases.items()}
+    entries: dict[str, FileEntry] = {}
+    spans: list[tuple[int, int]] = []
+    position = 0
+    for name, entry in sorted(named.items(), key=lambda item: item[1].data_offsets):
+        first, end = entry.data_offsets
+        entries[name] = msgspec.structs.replace(entry, data_offsets=(position, position + end - first))
+        position += end - first
+        first, end = header.start + first, header.start + end
+        if spans and spans[-1][1] == first:
+            first, _ = spans.pop()
+        spans.append((first, end))
+    return entries, spans
+
+
+def _write(folder: int, name: str, header: bytes, version: int, spans: Iterable[tuple[int, int]]) -> None:
     beside = f".{name}.{os.getpid()}.part"
     try:
         file, unnamed = os.open(".", os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o666, dir_fd=folder), True
@@ -344,8 +412,9 @@ def _write(folder: int, name: str, header: bytes, version: int, start: int) -> N
         view = memoryview(header)
         while view:
             view = view[os.write(file, view) :]
-        while sent := os.sendfile(file, version, start, _STEP_NBYTES):
-            start += sent
+        for start, end in spans:
+            while sent := os.sendfile(file, version, start, min(_STEP_NBYTES, end - start)):
+                start += sent
         os.fsync(file)
         if unnamed:
             os.link(f"/proc/self/fd/{file}", beside, dst_dir_fd=folder, follow_symlinks=True)
@@ -382,9 +451,15 @@ def differences(
         ours, theirs = one[name], other[name]
         if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
             found.append(f"{name}: {_kind(ours)}, {_kind(theirs)}")
-        elif not torch.equal(ours.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8)):
+        elif not _is_same(ours, theirs):
             found.append(f"{name}: values differ")
     return sorted(found)
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bit by bit."""
+    alike = (one.dtype, one.shape) == (other.dtype, other.shape)
+    return alike and torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
 def _kind(tensor: torch.Tensor) -> str:
