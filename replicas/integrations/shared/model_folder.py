@@ -11,13 +11,16 @@ user and the same view of ``/proc``.
 Some engines ignore tensors that they do not know, keep the old values of tensors that
 are missing, or take wrong shapes (SGLang on a CPU does all three). So names, shapes and
 kinds of dtypes are compared here, before a server is told of a version: with the
-headers of the model's safetensors files, or with the first version that it has loaded.
+headers of the model's safetensors files (those that
+:func:`replicas.sources.checkpoint` reads of the folder), or with the first version that
+it has loaded.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -28,6 +31,8 @@ from msgspec.structs import replace
 
 from replicas import errors
 from replicas.core.base.manifest import Manifest
+from replicas.sources.checkpoint import find_files
+from replicas.sources.checkpoint import read_specs as specs_of
 
 if TYPE_CHECKING:
     import torch
@@ -37,18 +42,18 @@ if TYPE_CHECKING:
 __all__ = ["ModelFolder", "ModelSpecs", "Spec", "find_model", "misfit", "read_specs", "read_tensor"]
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-HEADER_MAX_NBYTES = 1 << 28
-FLOATS = {"F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16"}
+FLOATS = {"float64", "float32", "float16", "bfloat16"}
 DERIVED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 """Buffers of old checkpoints, which servers compute themselves."""
 HEAD = "lm_head.weight"
 NAMED = 3
 """So many tensors are named in an error."""
 
+logger = logging.getLogger("replicas.integrations")
+
 
 class Spec(NamedTuple):
-    """A tensor as a version or a checkpoint has it; dtypes are torch's or safetensors'
-    names."""
+    """A tensor as a version or a checkpoint has it; dtypes are torch's names."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -64,7 +69,7 @@ class Spec(NamedTuple):
 def _kind(dtype: str) -> str:
     if dtype in FLOATS:
         return "float"
-    return "float8" if dtype.lower().startswith(("f8", "float8")) else "integer"
+    return "float8" if dtype.startswith("float8") else "integer"
 
 
 def find_model(model: str) -> Path | None:
@@ -80,24 +85,18 @@ def find_model(model: str) -> Path | None:
 
 
 def read_specs(folder: Path) -> dict[str, Spec]:
-    """Names, dtypes and shapes by the headers of a folder's safetensors files; empty:
-    it has none.
+    """Names, dtypes and shapes by the headers of a model's safetensors files.
+
+    Empty if the folder has none, or does not say which of several are the model's.
 
     :raises replicas.errors.UsageError: a file is malformed.
     """
-    found: dict[str, Spec] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            with file.open("rb") as opened:
-                nbytes = int.from_bytes(opened.read(8), "little")
-                header = json.loads(opened.read(min(nbytes, HEADER_MAX_NBYTES)))
-            for name, spec in header.items():
-                if name != "__metadata__":
-                    found[name] = Spec(spec["dtype"], tuple(spec["shape"]))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            text = f"{file} is no safetensors file: {error}"
-            raise errors.UsageError(text, hint="download the model again") from error
-    return found
+    try:
+        files = find_files(folder)
+    except errors.UsageError as error:
+        logger.warning("comparing versions with the first one that is loaded, not with the model's files: %s", error)
+        return {}
+    return {name: Spec(spec.dtype, spec.shape) for name, spec in specs_of(files).items()}
 
 
 def misfit(given: Mapping[str, Spec], expected: Mapping[str, Spec], *, tied: bool, complete: bool) -> str:

@@ -6,6 +6,7 @@ Covers: integrations/shared/model_folder.py.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,11 @@ from replicas import errors
 from replicas.integrations.shared.model_folder import ModelFolder, Spec, find_model, misfit, read_specs
 from replicas.testing import FakeRun
 
-MODEL = {"a.weight": Spec("BF16", (4, 2)), "b.weight": Spec("F32", (2,)), "lm_head.weight": Spec("BF16", (4, 2))}
+MODEL = {
+    "a.weight": Spec("bfloat16", (4, 2)),
+    "b.weight": Spec("float32", (2,)),
+    "lm_head.weight": Spec("bfloat16", (4, 2)),
+}
 GOOD = {"a.weight": Spec("bfloat16", (4, 2)), "b.weight": Spec("bfloat16", (2,))}
 
 
@@ -26,9 +31,9 @@ GOOD = {"a.weight": Spec("bfloat16", (4, 2)), "b.weight": Spec("bfloat16", (2,))
         ({}, ""),
         ({"lm_head.weight": Spec("bfloat16", (4, 2))}, ""),
         ({"layers.0.rotary_emb.inv_freq": Spec("float32", (8,))}, ""),
-        ({"b.weight": Spec("bfloat16", (3,))}, "b.weight has bfloat16[3], the model F32[2]"),
-        ({"b.weight": Spec("int32", (2,))}, "b.weight has int32[2], the model F32[2]"),
-        ({"b.weight": Spec("float8_e4m3fn", (2,))}, "b.weight has float8_e4m3fn[2], the model F32[2]"),
+        ({"b.weight": Spec("bfloat16", (3,))}, "b.weight has bfloat16[3], the model float32[2]"),
+        ({"b.weight": Spec("int32", (2,))}, "b.weight has int32[2], the model float32[2]"),
+        ({"b.weight": Spec("float8_e4m3fn", (2,))}, "b.weight has float8_e4m3fn[2], the model float32[2]"),
         ({"c.weight": Spec("bfloat16", (2,))}, "c.weight is not in the model"),
         ({"b.weight": None}, "b.weight is missing"),
     ],
@@ -52,10 +57,50 @@ def test_of_many_misfits_the_first_are_named() -> None:
     assert misfit(given, {}, tied=False, complete=True).endswith(", and 6 more")
 
 
-def test_the_headers_of_all_files_of_a_model_count(tmp_path: Path) -> None:
-    save_file({"a": torch.zeros(2, 3)}, tmp_path / "model-1.safetensors")
-    save_file({"b": torch.zeros(1, dtype=torch.bfloat16)}, tmp_path / "model-2.safetensors")
-    assert read_specs(tmp_path) == {"a": Spec("F32", (2, 3)), "b": Spec("BF16", (1,))}
+A, B = Spec("float32", (2, 3)), Spec("float4_e2m1fn_x2", (4, 8))
+
+
+def sharded(folder: Path) -> None:
+    save_file({"a": torch.zeros(2, 3)}, folder / "model-1.safetensors")
+    save_file({"b": torch.zeros(4, 8, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)}, folder / "model-2.safetensors")
+    weight_map = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def with_other_formats(folder: Path) -> None:
+    sharded(folder)
+    for name in ("adapter_model", "consolidated", "model-3"):
+        save_file({name: torch.zeros(1)}, folder / f"{name}.safetensors")
+    (folder / "._model-1.safetensors").write_bytes(b"\0\5\x16\7")
+
+
+def with_stale_shards(folder: Path) -> None:
+    sharded(folder)
+    save_file({"a": torch.zeros(2, 3)}, folder / "model.safetensors")
+
+
+def ambiguous(folder: Path) -> None:
+    for name in ("one", "two"):
+        save_file({name: torch.zeros(1)}, folder / f"{name}.safetensors")
+
+
+def pickled(folder: Path) -> None:
+    torch.save({"a": torch.zeros(1)}, folder / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize(
+    ("layout", "found"),
+    [
+        *((sharded, {"a": A, "b": B}), (with_other_formats, {"a": A, "b": B}), (with_stale_shards, {"a": A})),
+        *((ambiguous, {}), (pickled, {})),
+    ],
+)
+def test_a_models_own_files_count_and_no_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, layout: Callable[[Path], None], found: dict[str, Spec]
+) -> None:
+    layout(tmp_path)
+    assert read_specs(tmp_path) == found
+    assert ("comparing versions with the first one that is loaded" in caplog.text) == (not found)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +108,7 @@ def test_the_headers_of_all_files_of_a_model_count(tmp_path: Path) -> None:
 )
 def test_a_malformed_file_is_an_error_that_names_it(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(errors.UsageError, match=r"model\.safetensors is no safetensors file"):
+    with pytest.raises(errors.UsageError, match=r"model\.safetensors is not a valid safetensors file"):
         read_specs(tmp_path)
 
 

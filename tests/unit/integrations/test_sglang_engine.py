@@ -284,7 +284,7 @@ def test_a_follower_refuses_what_does_not_fit_before_it_pauses_the_server(model:
         served(trainer, WEIGHTS)
         calls = list(server.calls)
         bad = trainer.publish({**WEIGHTS, "model.norm.weight": torch.ones(3)}, new_manifest=True).wait()
-        with pytest.raises(errors.SyncError, match=r"model\.norm\.weight has float32\[3\], the model F32\[2\]"):
+        with pytest.raises(errors.SyncError, match=r"model\.norm\.weight has float32\[3\], the model float32\[2\]"):
             trainer.loaded(bad.version, deadline=10).wait()
         assert server.calls == calls
         served(trainer, {name: tensor * 2 for name, tensor in WEIGHTS.items()})
