@@ -9,8 +9,9 @@
     trainer = Trainer(..., callbacks=[publish])
 
 Lightning's module holds the model under an attribute, whose name would come before each
-tensor's: ``weights`` takes the model out. The callback runs on every rank, and joins
-with the identity of the rank's environment.
+tensor's: ``weights`` takes the model out. Without it a module that holds a model of
+transformers or PEFT is refused when training begins. The callback runs on every rank,
+and joins with the identity of the rank's environment.
 
 Figures of each sync go to the trainer's loggers under ``replicas/``.
 """
@@ -44,14 +45,17 @@ class PublishCallback(Callback):
         version; ``"committed"``, all have its bytes; None (the default): it is copied.
     :param deadline: seconds for each of the two; default: the channel's for the commit,
         60 for the loads.
-    :param weights: makes what is published of the LightningModule, on every rank;
-        default: :func:`replicas.sources.hf`, under the names of the module.
+    :param weights: makes what is published of the LightningModule, on every rank.
+        Default: :func:`replicas.sources.hf`, which names tensors as the module's
+        ``state_dict`` does, and refuses a module that holds a model of transformers or
+        PEFT: pass ``lambda module: hf(module.model)`` then.
     :param dtype: cast plain floating tensors to this dtype; default: no cast.
     :param first: False: do not publish the weights with which training begins.
     :param join: further arguments of :func:`replicas.join`, where no supervisor has
         set the environment.
     :raises replicas.errors.UsageError: ``every`` or ``wait`` is none of these; when
-        training begins: this rank's group is no source of the channel.
+        training begins: this rank's group is no source of the channel, or the module
+        cannot be published.
     :raises replicas.errors.ReplicasError: when training begins: the join failed.
     """
 

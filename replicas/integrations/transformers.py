@@ -81,7 +81,8 @@ class PublishCallback(SyncCallback):
     :param join: further arguments of :func:`replicas.join`, where no supervisor has
         set the environment.
     :raises replicas.errors.UsageError: ``every`` or ``wait`` is none of these; when
-        training begins: this rank's group is no source of the channel.
+        training begins: this rank's group is no source of the channel, or the model is
+        of a kind that ``weights`` refuses.
     :raises replicas.errors.ReplicasError: when training begins: the join failed.
     """
 

@@ -88,6 +88,9 @@ class WeightTransfer:
 
         A publish that fails is logged, now or with the next one, and training goes on:
         the servers keep the version that they have.
+
+        :raises replicas.errors.UsageError: the first one is wrong, as each later one
+            would be.
         """
         self._logs = _logs_of(iterator)
         if self._logs is None and not self._warned:
@@ -161,6 +164,9 @@ def server_mode(
         there is none before the first version: TRL would wait for a server, and the
         servers for weights.
     :param dtype: cast plain floating tensors to this dtype; default: no cast.
+
+    :raises replicas.errors.UsageError: out of the trainer, when it makes its client or
+        syncs first: ``first`` or its own model cannot be published.
 
     The block's value is a callback for the trainer: it adds the figures of each sync to
     its logs, and leaves the channel when training ends. Without it there are no figures

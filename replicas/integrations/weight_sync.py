@@ -6,14 +6,16 @@ membership of a channel; :class:`StepSync` counts the optimizer steps, too.
 A sync that fails ends no training: it is logged, with the figure ``replicas/failed``,
 and the targets keep the version that they have. Loads that fail are told by the next
 receipt, and logged with the figure ``replicas/not_loaded``. Only what can never work
-raises: no coordinator at the join, or a group that is no source of the channel.
+raises, when training begins: no coordinator at the join, a group that is no source of
+the channel, or a call that is wrong (:class:`replicas.errors.UsageError`), such as a
+model that cannot be published.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -57,6 +59,7 @@ class WeightSync:
         self._open: list[_Sync] = []
         self._last: _Sync | None = None
         self._figures: list[dict[str, float]] = []
+        self._works = False
         self.channel: replicas.Channel | None = None
 
     def join(self) -> replicas.Channel:
@@ -79,6 +82,8 @@ class WeightSync:
         """Publish; return when the weights are copied. A failure is logged.
 
         :param options: of :meth:`replicas.Channel.publish`.
+        :raises replicas.errors.UsageError: no publish has worked yet, and this one is
+            wrong: so would be each later one.
         """
         channel = self.join()
         began = time.monotonic()
@@ -86,8 +91,12 @@ class WeightSync:
         try:
             pending = channel.publish(weights, deadline=self._deadline, **options)
         except errors.ReplicasError as error:
+            if isinstance(error, errors.UsageError) and not self._works:
+                self.leave(wait=False)
+                raise
             self._failed(error)
             return
+        self._works = True
         self._last = _Sync(pending, {"replicas/copied_seconds": time.monotonic() - began})
         self._open.append(self._last)
 
@@ -119,7 +128,7 @@ class WeightSync:
 
         :param wait: first let the publishes under way end, by their own deadlines.
         """
-        channel, self.channel, self._last = self.channel, None, None
+        channel, self.channel, self._last, self._works = self.channel, None, None, False
         if channel is None:
             return []
         for sync in [*self._open] if wait else []:
@@ -185,19 +194,32 @@ class StepSync(WeightSync):
         self._begun = 0
 
     def begin(self, step: int, model: Any) -> None:
-        """Training begins, or goes on, at this step."""
+        """Training begins, or goes on, at this step.
+
+        :raises replicas.errors.UsageError: the model cannot be published so; the hint
+            has the ``weights`` with which it can, if there are such.
+        """
         self.join()
         self._begun, self._published = step, -1
-        if self._first:
-            self._sync(step, model)
-        else:
-            self._reserve(model)
+        try:
+            if self._first:
+                self._sync(step, model)
+            else:
+                self._reserve(model)
+        except errors.UsageError as error:
+            self.leave(wait=False)
+            error.hint = error.hint.replace("hf(module.", "weights=lambda module: hf(module.")
+            raise
 
     def _reserve(self, model: Any) -> None:
         """Make the memory while the first step is computed."""
-        channel = self.join()
+        channel, weights = self.join(), self._weights(model)
+        if not isinstance(weights, (torch.nn.Module, Mapping)) and not hasattr(weights, "metadata"):
+            return  # a stream does not tell its tensors beforehand
         try:
-            channel.reserve(self._weights(model), dtype=self._dtype)
+            channel.reserve(weights, dtype=self._dtype)
+        except errors.UsageError:
+            raise
         except errors.ReplicasError as error:  # the first publish says it again, or works without
             logger.info("no memory is made ahead of the first publish: %s", error)
 

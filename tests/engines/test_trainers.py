@@ -237,6 +237,61 @@ def test_each_optimizer_step_of_lightning_arrives_and_its_figures_are_logged(tmp
     assert {row.split(",")[column] for row in rows[1:]} >= {"1.0", "2.0", "3.0", "4.0"}
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_lightning_is_refused_at_its_start_with_the_weights_that_work(tmp_path: Path, first: bool) -> None:
+    with listening() as listener:
+        callback = LightningPublish(first=first, **listener.where)
+        text = r"the Module holds a LlamaForCausalLM as \.model.*weights=lambda module: hf\(module\.model\)"
+        module = Module()
+        with pytest.raises(errors.UsageError, match=text):
+            lightning(tmp_path, callback, 2).fit(module, batches())
+        assert module.global_step == 0
+        assert callback.channel is None
+        assert listener.versions == []
+
+
+class Plain(LightningModule):
+    """A module without a model of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 1)
+
+    def training_step(self, batch: Any, _: int) -> Any:
+        return self.layer(batch["input_ids"].float()).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def test_a_module_of_lightning_is_published_under_its_own_names(tmp_path: Path) -> None:
+    with listening() as listener:
+        module = Plain()
+        lightning(tmp_path, LightningPublish(wait="loaded", **listener.where), 2).fit(module, batches())
+        assert listener.steps == [0, 1, 2]
+        assert same(listener.versions[-1][2], module.state_dict())
+
+
+class Wrapped(torch.nn.Module):
+    """As a value head of TRL's around a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = model()
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.inner(**inputs)
+
+
+def test_a_trainer_of_a_wrapper_is_refused_at_its_start(tmp_path: Path) -> None:
+    with listening() as listener:
+        made = trainer(tmp_path, PublishCallback(**listener.where), steps=1)
+        made.model = made.model_wrapped = Wrapped()
+        with pytest.raises(errors.UsageError, match=r"weights=lambda module: hf\(module\.inner\)"):
+            made.train()
+        assert listener.versions == []
+
+
 def test_a_resumed_lightning_goes_on_with_the_next_versions(tmp_path: Path) -> None:
     with listening() as listener:
         options: dict[str, Any] = {"wait": "loaded", "weights": of_model, **listener.where}
