@@ -1,6 +1,6 @@
 """What a released vLLM's worker loads: a whole version or nothing of it, by name.
 
-Covers: integrations/vllm_worker/reload.py.
+Covers: integrations/vllm_worker/reload.py, integrations/vllm_worker/ties.py.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,18 +35,26 @@ WORDS = {
 }
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    command = [
-        sys.executable,
-        str(ROOT / "tests/engines/programs/tiny_engine.py"),
-        str(tmp_path_factory.mktemp("tiny")),
-    ]
+def run(program: str, *arguments: str) -> dict[str, Any]:
+    command = [sys.executable, str(ROOT / "tests/engines/programs" / program), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     result = json.loads(done.stdout.splitlines()[-1])
     assert isinstance(result, dict)
     return result
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run("tiny_engine.py", str(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.mark.parametrize("kind", ["ignores the head", "refuses the head", "has a head"])
+def test_a_version_of_a_tied_trainer_is_loaded_whatever_is_tied_here(tmp_path: Path, kind: str) -> None:
+    errors = run("tied_engine.py", kind, str(tmp_path))
+    assert errors["another model"] > 10 * ROUNDING
+    assert errors["from disk"] < ROUNDING
+    assert errors["loaded"] < ROUNDING
 
 
 def test_a_model_of_experts_computes_with_each_version_that_is_loaded(found: dict[str, Any]) -> None:

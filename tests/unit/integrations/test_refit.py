@@ -105,6 +105,15 @@ def test_the_first_trainer_says_what_channel_is_made() -> None:
     }
 
 
+def test_a_worker_is_handed_each_name_of_a_tied_tensor(world: World) -> None:
+    tied: Any = dict.fromkeys(("head", "embed"), torch.ones(SIZE))
+
+    async def sync() -> list[Any]:
+        return await asyncio.gather(world.trainers[0].send_weights(tied), *map(take, world.rollouts))
+
+    assert asyncio.run(sync())[1:] == [{"head": 1.0, "embed": 1.0}] * 2
+
+
 def test_a_sync_reaches_all_rollouts_and_counts_as_loaded_at_its_end(world: World) -> None:
     async def sync(value: float) -> list[Any]:
         return await asyncio.gather(world.trainers[0].send_weights(weights(value), 7), *map(take, world.rollouts))
