@@ -7,7 +7,8 @@ relies on nothing but these names, so no supervisor has to run.
 A :class:`LogFollower` holds each selected file open and reads what was appended, a
 little from each in turn. At the end of a file it checks whether the name now refers to
 another file: then the old one was renamed and has been read to its end, and the parts
-after it are read in order. New generations are found by listing the folders again. The
+after it are read in order. A file that has become shorter was emptied in place (by
+``copytruncate``) and is read from its start. New generations are found by listing the folders again. The
 standard library lacks inotify, so a follower polls every :data:`POLL_S`.
 
 ``since`` uses the times that the pump notes beside a log (``rank-<r>.log.times``: lines
@@ -101,7 +102,8 @@ def tail_offset(file: BinaryIO, lines: int) -> tuple[int, int]:
 def offset_since(log: Path, since: float) -> int | None:
     """Offset of the lines written after ``since``, to about 1 s; None: no lines."""
     try:
-        if log.stat().st_mtime < since:
+        found = log.stat()
+        if found.st_mtime < since:
             return None
         notes = log.with_name(f"{log.name}.times").read_bytes().splitlines()
     except FileNotFoundError:
@@ -112,7 +114,7 @@ def offset_since(log: Path, since: float) -> int | None:
         with contextlib.suppress(ValueError):  # the last line may be half written
             if len(words) == 2 and float(words[1]) < since:
                 offset = int(words[0])
-    return offset
+    return offset if offset <= found.st_size else 0  # it was truncated after that
 
 
 class _Stream:
@@ -183,7 +185,10 @@ class _Stream:
             if data := self._file.read(_READ_NBYTES):
                 return data
             if self._is_current():
-                return b""
+                if os.fstat(self._file.fileno()).st_size >= self._file.tell():
+                    return b""
+                self._file.seek(0)  # logrotate's copytruncate has emptied it
+                continue
             if data := self._file.read(_READ_NBYTES):  # written between the last read and the rename
                 return data
             if not self._todo:

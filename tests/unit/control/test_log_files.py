@@ -88,6 +88,26 @@ def test_a_follower_loses_nothing_in_a_rotation(tmp_path: Path, monkeypatch: pyt
     follower.close()
 
 
+def test_a_log_that_is_emptied_in_place_is_read_from_its_start(tmp_path: Path) -> None:
+    path = write(tmp_path, "a/0/gen-1/rank-0", "".join(f"old line {number}\n" for number in range(25)))
+    follower = LogFollower(tmp_path, Selection())
+    assert len(texts(follower.poll())) == 25
+    for _ in range(2):
+        os.truncate(path, 0)
+        assert follower.poll() == []
+        for number in range(10):  # shorter than before
+            write(tmp_path, "a/0/gen-1/rank-0", f"line {number}\n")
+            assert texts(follower.poll()) == [f"line {number}"]
+    follower.close()
+
+
+def test_lines_since_a_time_of_a_log_that_was_emptied_after_it(tmp_path: Path) -> None:
+    path = write(tmp_path, "a/0/gen-1/rank-0", "new\n")
+    times = path.with_name(f"{path.name}.times")
+    times.write_text("5000 1000.0\n")
+    assert log_files.offset_since(path, 2000.0) == 0
+
+
 def test_the_last_lines_of_a_rotated_log(tmp_path: Path) -> None:
     path = write(tmp_path, "a/0/gen-1/rank-0", "1\n2\n")
     rotate(path)
