@@ -8,8 +8,9 @@ A :class:`LogFollower` holds each selected file open and reads what was appended
 little from each in turn. At the end of a file it checks whether the name now refers to
 another file: then the old one was renamed and has been read to its end, and the parts
 after it are read in order. A file that has become shorter was emptied in place (by
-``copytruncate``) and is read from its start. New generations are found by listing the folders again. The
-standard library lacks inotify, so a follower polls every :data:`POLL_S`.
+``copytruncate``) and is read from its start. New generations are found by listing the
+folders again. The standard library lacks inotify, so a follower polls every
+:data:`POLL_S`.
 
 ``since`` uses the times that the pump notes beside a log (``rank-<r>.log.times``: lines
 of ``OFFSET TIME``, one for about each second of output); without them, the file's
@@ -188,6 +189,8 @@ class _Stream:
                 if os.fstat(self._file.fileno()).st_size >= self._file.tell():
                     return b""
                 self._file.seek(0)  # logrotate's copytruncate has emptied it
+                if self._rest:  # of a line that will not be completed
+                    return b"\n"
                 continue
             if data := self._file.read(_READ_NBYTES):  # written between the last read and the rename
                 return data

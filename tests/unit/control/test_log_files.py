@@ -98,6 +98,11 @@ def test_a_log_that_is_emptied_in_place_is_read_from_its_start(tmp_path: Path) -
         for number in range(10):  # shorter than before
             write(tmp_path, "a/0/gen-1/rank-0", f"line {number}\n")
             assert texts(follower.poll()) == [f"line {number}"]
+    write(tmp_path, "a/0/gen-1/rank-0", "half a li")
+    assert follower.poll() == []
+    os.truncate(path, 0)
+    write(tmp_path, "a/0/gen-1/rank-0", "new\n")
+    assert [*texts(follower.poll()), *texts(follower.poll())] == ["half a li", "new"]
     follower.close()
 
 
