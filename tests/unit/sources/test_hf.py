@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import json
+import random
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import Mock
@@ -503,3 +505,43 @@ def test_peft_is_asked_once_which_tensors_an_adapter_has(monkeypatch: pytest.Mon
     model.to(torch.float32)
     assert not different(given(source), adapter_saved(model))
     assert asked.call_count == 2
+
+
+@pytest.mark.slow
+def test_an_interrupt_at_any_line_changes_nothing() -> None:
+    """At some lines of what runs during a walk, of ours and of PEFT."""
+    model = tuned("experts", "Qwen3-MoE")
+    before, wanted = state(model), saved(merged(model))
+    for stop in random.Random(1).sample(range(_lines_of(hf(model), None)), 12):
+        source = hf(model)
+        with pytest.raises(KeyboardInterrupt):
+            _lines_of(source, stop)
+        assert not different(before, state(model))
+    assert not different(given(source), wanted)
+
+
+def _lines_of(source: Any, stop: int | None) -> int:
+    """Walk; return how many lines of sources and PEFT ran.
+
+    :param stop: raise KeyboardInterrupt at this one.
+    """
+    lines = 0
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        nonlocal lines
+        if not frame.f_code.co_filename.rpartition("/")[0].endswith(("sources", "models", "tuners", "lora")):
+            return None
+        if event == "line":
+            lines += 1
+            if lines - 1 == stop:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        for _ in source:
+            pass
+    finally:
+        sys.settrace(before)
+    return lines
