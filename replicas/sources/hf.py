@@ -12,7 +12,7 @@ the model in memory: transformers packs experts and renames parts of vision mode
 it loads, and undoes that when it saves.
 
 So nothing here knows a name. What a library has to say is asked of it, on a copy of the
-model's *modules* that shares the tensors (:mod:`replicas.sources.models.bare`):
+model's *modules* that shares the tensors (:mod:`replicas.sources.models.unwrapping`):
 
 - which tensors there are: ``state_dict()``, with persistent buffers;
 - which of several tied names is written: ``remove_tied_weights_from_state_dict`` of
@@ -57,7 +57,7 @@ import torch
 
 from replicas import errors
 from replicas.sources.models.adapters import active_adapter
-from replicas.sources.models.gathering import Opened
+from replicas.sources.models.gathering import WholeTensors
 from replicas.sources.models.plan import Plan, Planner, is_whole
 
 __all__ = ["HfSource", "hf"]
@@ -111,7 +111,7 @@ class HfSource:
             raise errors.UsageError("hf: this model has no adapter", hint='pass adapter="merged", or a PEFT model')
 
     def _peft_model(self) -> Any:
-        return self._planner.see().peft_model
+        return self._planner.read_structure().peft_model
 
     @property
     def adapter_config(self) -> str:
@@ -169,19 +169,19 @@ class HfSource:
     def keeps_dtype(self, name: str, dtype: torch.dtype) -> bool:
         """True if the tensor stays in float32 when the model is cast to ``dtype``, by
         what its class says."""
-        return name in self._planner.kept(dtype)
+        return name in self._planner.kept_in_float32(dtype)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         plan = self._planner.plan()
-        with Opened(plan) as opened:
+        with WholeTensors(plan) as whole:
             for name, row in plan.rows.items():
                 with torch.no_grad():
-                    tensor = opened.take(row)
+                    tensor = whole.tensor_of(row)
                 if self._sync and tensor.device.type != "cpu":
                     torch.accelerator.synchronize(tensor.device)
                 yield name, tensor
                 del tensor
-                opened.release(row)
+                whole.release_after(row)
 
 
 def _views(plan: Plan) -> dict[str, torch.Tensor]:

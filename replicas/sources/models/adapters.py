@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from replicas import errors
-from replicas.sources.models.bare import Bare, copied
+from replicas.sources.models.unwrapping import Unwrapped, copy_modules
 
 __all__ = ["MERGED", "SAVED", "Merging", "active_adapter", "adapter_tensors", "find_peft_model"]
 
@@ -75,7 +75,7 @@ class Merging:
     :raises replicas.errors.UsageError: the method of an adapter is not tested.
     """
 
-    def __init__(self, found: Bare) -> None:
+    def __init__(self, found: Unwrapped) -> None:
         peft_model = found.module
         _check_methods(peft_model, peft_model.active_adapters, MERGED, 'hf(model, adapter="only")')
         self._tuner = peft_model.base_model
@@ -117,7 +117,7 @@ class Merging:
         holder = nn.Module()
         for number, path in enumerate(group):
             holder.add_module(str(number), self._layers[path])
-        tuner = copied(self._tuner_of(holder), whole)
+        tuner = copy_modules(self._tuner_of(holder), whole)
         try:
             with _quiet():
                 merged = tuner.merge_and_unload()

@@ -1,6 +1,7 @@
-"""The whole tensors of a model, one after the other: gathered, and merged.
+"""Gather and merge the tensors of a model, one after the other.
 
-A tensor stays whole from the first row of a plan that is made of it to the last.
+A tensor stays in memory as a whole from the first row of a plan that is made of it to
+the last.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from replicas.sources.models.bare import Unit
 from replicas.sources.models.plan import Plan
 from replicas.sources.models.recording import Arrangement
+from replicas.sources.models.unwrapping import Unit
 from replicas.weights.copies.tensors import is_dtensor
 
-__all__ = ["Opened"]
+__all__ = ["WholeTensors"]
 
 
-class Opened:
-    """Whole tensors of a plan that are in memory now. Close it with its block.
+class WholeTensors:
+    """The tensors of a plan that are in memory as a whole; a context manager.
 
-    :param plan: of which the rows are taken in order.
+    :param plan: its rows are asked for in order.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -31,7 +32,7 @@ class Opened:
         self._left = Counter(key for row in plan.rows.values() for key in self._keys(row))
         self._open: dict[object, tuple[contextlib.ExitStack, dict[str, torch.Tensor]]] = {}
 
-    def __enter__(self) -> Opened:
+    def __enter__(self) -> WholeTensors:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -40,8 +41,9 @@ class Opened:
                 all_of_them.push(stack)
             self._open.clear()
 
-    def take(self, row: Arrangement) -> torch.Tensor:
-        """The tensor of a row: of FSDP2 the DTensor, where it is one as it is."""
+    def tensor_of(self, row: Arrangement) -> torch.Tensor:
+        """Return the tensor of a row; under FSDP2 the DTensor itself, if the row is the
+        whole of it."""
         name = row.inputs[0]
         if row.same and self._unit(name) is None and not self._is_merged(name):
             tensor = self._plan.state[name].detach()
@@ -49,8 +51,8 @@ class Opened:
                 return tensor
         return row.apply({name: self._whole(name) for name in row.inputs})
 
-    def release(self, row: Arrangement) -> None:
-        """Let go of what no row after this one is made of."""
+    def release_after(self, row: Arrangement) -> None:
+        """Release the tensors that no row after this one needs."""
         for key in self._keys(row):
             self._left[key] -= 1
             if not self._left[key] and key in self._open:

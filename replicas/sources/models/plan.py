@@ -1,5 +1,5 @@
-"""Which tensors a checkpoint of a model has, and of which tensors in memory each is
-made."""
+"""Decide which tensors the checkpoint of a model has, and of which tensors in memory
+each is made."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import nn
 from replicas import errors
 from replicas.sources.models import saving
 from replicas.sources.models.adapters import Merging, adapter_tensors, find_peft_model
-from replicas.sources.models.bare import Bare, Unit, bare
 from replicas.sources.models.recording import Arrangement, Form, record
+from replicas.sources.models.unwrapping import Unit, Unwrapped, unwrap
 from replicas.weights.copies.tensors import is_dtensor
 
 __all__ = ["Plan", "Planner", "is_whole"]
@@ -36,11 +36,11 @@ class Plan(NamedTuple):
     merging: Merging | None
 
 
-class _Seen(NamedTuple):
+class _Structure(NamedTuple):
     """The structure of a model, while it has these modules and tensors."""
 
     signature: list[object]
-    found: Bare
+    found: Unwrapped
     peft_model: Any
     merging: Merging | None
     base: Any
@@ -63,21 +63,21 @@ class Planner:
         self._model = model
         self._only = only
         self._frozen = frozen
-        self._seen: _Seen | None = None
+        self._structure: _Structure | None = None
         self._known: tuple[object, dict[str, Arrangement]] | None = None
-        self._adapter: tuple[_Seen, Plan] | None = None
+        self._adapter: tuple[_Structure, Plan] | None = None
         self._kept: tuple[object, torch.dtype, frozenset[str]] | None = None
 
-    def see(self) -> _Seen:
+    def read_structure(self) -> _Structure:
         """The model without wrappers and adapters.
 
         :raises replicas.errors.UsageError: its adapters are of a kind that is not
             supported.
         """
         signature = _signature(self._model)
-        if self._seen is not None and self._seen.signature == signature:
-            return self._seen
-        found = bare(self._model)
+        if self._structure is not None and self._structure.signature == signature:
+            return self._structure
+        found = unwrap(self._model)
         peft_model = find_peft_model(found.module)
         if peft_model is not None and found.units:
             text = "hf: a PEFT model under FSDP1 is not supported"
@@ -87,8 +87,8 @@ class Planner:
         if not self._only and not saving.is_pretrained(base):
             _refuse_model_inside(base)
         state, merged = _tensors(base), {} if merging is None else _merged_forms(merging)
-        self._seen = _Seen(signature, found, peft_model, merging, base, state, merged)
-        return self._seen
+        self._structure = _Structure(signature, found, peft_model, merging, base, state, merged)
+        return self._structure
 
     def plan(self) -> Plan:
         """The plan of the model as it is now.
@@ -96,32 +96,34 @@ class Planner:
         :raises replicas.errors.UsageError: the model is of a kind that is not
             supported.
         """
-        seen = self.see()
+        structure = self.read_structure()
         if self._only:
-            return self._adapter_plan(seen)
-        rows, units = self._rows(seen), seen.found.units
+            return self._adapter_plan(structure)
+        rows, units = self._rows(structure), structure.found.units
         if units:  # FSDP1 gathers a unit as a whole, and wants the outermost to be the first
             order = {id(module): number for number, module in enumerate(self._model.modules())}
-            place = {name: order[id(units[id(one)].module)] for name, one in seen.state.items() if id(one) in units}
+            place = {
+                name: order[id(units[id(one)].module)] for name, one in structure.state.items() if id(one) in units
+            }
             rows = dict(sorted(rows.items(), key=lambda row: place.get(row[1].inputs[0], -1)))
-        return Plan(rows, seen.state, units, seen.merging)
+        return Plan(rows, structure.state, units, structure.merging)
 
-    def _adapter_plan(self, seen: _Seen) -> Plan:
+    def _adapter_plan(self, structure: _Structure) -> Plan:
         """Ask PEFT once for the same model: it may look for the base model's
         configuration on the Hub."""
-        if self._adapter is None or self._adapter[0] is not seen:
-            state = adapter_tensors(seen.peft_model, seen.state)
+        if self._adapter is None or self._adapter[0] is not structure:
+            state = adapter_tensors(structure.peft_model, structure.state)
             forms = {name: _whole_form(tensor) for name, tensor in state.items()}
             plan = Plan(record(dict, forms), state, {}, None)
-            if not {id(tensor) for tensor in state.values()} <= {id(tensor) for tensor in seen.state.values()}:
+            if not {id(tensor) for tensor in state.values()} <= {id(tensor) for tensor in structure.state.values()}:
                 return plan  # of new tensors, such as a prompt that was computed
-            self._adapter = seen, plan
+            self._adapter = structure, plan
         return self._adapter[1]
 
-    def kept(self, dtype: torch.dtype) -> frozenset[str]:
+    def kept_in_float32(self, dtype: torch.dtype) -> frozenset[str]:
         """Names of the last plan whose tensors stay in float32 when the model is
         cast."""
-        base = None if self._seen is None else self._seen.base
+        base = None if self._structure is None else self._structure.base
         if self._known is None or base is None or not saving.is_pretrained(base):
             return frozenset()
         rows = self._known[1]
@@ -132,11 +134,13 @@ class Planner:
             self._kept = rows, dtype, names
         return self._kept[2]
 
-    def _rows(self, seen: _Seen) -> dict[str, Arrangement]:
-        base, state, merging = seen.base, seen.state, seen.merging
+    def _rows(self, structure: _Structure) -> dict[str, Arrangement]:
+        base, state, merging = structure.base, structure.state, structure.merging
         pretrained = saving.is_pretrained(base)
         names = saving.saved_names(base, state, _ties(state)) if pretrained else list(state)
-        forms = {name: seen.merged[name] if name in seen.merged else _whole_form(state[name]) for name in names}
+        forms = {
+            name: structure.merged[name] if name in structure.merged else _whole_form(state[name]) for name in names
+        }
         key = type(base), getattr(base, "_weight_conversions", None), state.keys(), forms
         if self._known is None or self._known[0] != key:
             if pretrained:

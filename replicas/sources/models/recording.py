@@ -1,4 +1,5 @@
-"""Record how a function rearranges tensors, to repeat it on other tensors one by one.
+"""Record how a function rearranges tensors, and repeat that on other tensors, one at a
+time.
 
 Theory of operation
 ===================

@@ -3,6 +3,7 @@ of transformers 5.19 to 5.24."""
 
 from __future__ import annotations
 
+import copy
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -59,7 +60,7 @@ def _names_of_class(model: Any) -> set[str]:
     kind = type(model)
     try:
         with torch.device("meta"), no_init_weights():
-            return set(kind(model.config).state_dict())
+            return set(kind(copy.deepcopy(model.config)).state_dict())  # a constructor may write to it
     except Exception as error:
         text = f"hf: {kind.__name__} cannot be made from its configuration: {type(error).__name__}: {error}"
         raise errors.UsageError(text, hint=_IN_MEMORY) from error

@@ -1,7 +1,7 @@
 """Hugging Face models as sources: what wrappers, dtypes, methods of PEFT and changes of
 the model in between do to what is published, and what is refused.
 
-Covers: sources/hf.py, sources/models/adapters.py, sources/models/bare.py,
+Covers: sources/hf.py, sources/models/adapters.py, sources/models/unwrapping.py,
 sources/models/gathering.py.
 """
 

@@ -1,15 +1,14 @@
-"""Copies of module trees that share the tensors: to look at a model without its
-wrappers, and to let a library rearrange it, without touching it.
+"""Copy the module tree of a model, not its tensors, and leave out the wrappers.
 
-:func:`bare` copies the modules of a model, not their tensors, and leaves out what wraps
-them: DistributedDataParallel, ``torch.compile``, activation checkpointing, FSDP1 and
-DeepSpeed's engine. Under FSDP2 a module gets its own class back. So names, class and
-attributes are those that the model had before it was wrapped, and a function that
-replaces modules (PEFT's ``unload``) does so in the copy alone.
+:func:`unwrap` leaves out DistributedDataParallel, ``torch.compile``, activation
+checkpointing, FSDP1 and DeepSpeed's engine; under FSDP2 a module gets its own class
+back. So names, class and attributes of the copy are those that the model had before it
+was wrapped, and a function that replaces modules (``unload`` of PEFT) does so in the
+copy alone.
 
 A parameter that FSDP1 has flattened has no tensor of its own until its unit is
-gathered: a meta tensor of its shape stands in its place, and :class:`Bare` keeps the
-unit.
+gathered: a meta tensor of its shape stands in its place, and :class:`Unwrapped` keeps
+the unit.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-__all__ = ["Bare", "Unit", "bare", "copied"]
+__all__ = ["Unit", "Unwrapped", "copy_modules", "unwrap"]
 
 _HOOKS = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks"),
     *("_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks"),
 )
-"""Of the module that they were registered for: a copy that runs has no use for them."""
+"""Left out: they are bound to the module that they were registered for."""
 
 
 _WRAPPERS = (
@@ -51,7 +50,7 @@ class Unit(NamedTuple):
     name: str
 
 
-class Bare(NamedTuple):
+class Unwrapped(NamedTuple):
     """A model without its wrappers.
 
     :ivar module: the copy of its module tree.
@@ -64,24 +63,24 @@ class Bare(NamedTuple):
     units: dict[int, Unit]
 
 
-def bare(model: nn.Module) -> Bare:
+def unwrap(model: nn.Module) -> Unwrapped:
     """Copy the module tree of ``model`` without wrappers and hooks; tensors are
     shared."""
-    found = Bare(None, {}, {})
+    found = Unwrapped(None, {}, {})
     module = _Copier(found, lambda tensor: tensor).copy(model)
     return found._replace(module=module)
 
 
-def copied(module: nn.Module, tensor: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def copy_modules(module: nn.Module, tensor: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """A copy of a module tree, whose parameters and buffers are made by ``tensor``.
 
     Tensors that are one in ``module`` are one in the copy.
     """
-    return _Copier(Bare(None, {}, {}), tensor).copy(module)
+    return _Copier(Unwrapped(None, {}, {}), tensor).copy(module)
 
 
 class _Copier:
-    def __init__(self, found: Bare, tensor: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, found: Unwrapped, tensor: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._found = found
         self._tensor = tensor
         self._modules: dict[int, nn.Module] = {}
@@ -102,7 +101,7 @@ class _Copier:
 
     def _fill(self, made: nn.Module, module: nn.Module) -> None:
         for name, value in module.__dict__.items():
-            # what a method of the copy adds to them must not be seen by the model
+            # what a method of the copy adds to them must not be structure by the model
             made.__dict__[name] = value.copy() if isinstance(value, (dict, list, set)) else value
         for name in _HOOKS:
             made.__dict__[name].clear()
