@@ -64,7 +64,7 @@ def get(
     publisher said of it. Joins as a target of an external group, and leaves before it
     writes.
     """
-    from replicas.sources.checkpoint import save  # torch: imported by these commands only
+    from replicas.sources.version_file import save  # torch: imported by these commands only
 
     with _got(place, channel, group, deadline, version, at_least) as got:
         meta = msgspec.json.encode(got.facts["meta"]).decode()
@@ -126,7 +126,8 @@ def verify(
     All bytes are read again, and all tensors of FILE compared bit by bit. Exit code 1:
     something differs, which is printed.
     """
-    from replicas.sources.checkpoint import checkpoint, differences, digest
+    from replicas.sources.checkpoint import checkpoint, differences
+    from replicas.sources.version_file import digest
 
     theirs = None if file is None else checkpoint(file)
     with _got(place, channel, group, deadline, version, at_least) as got, patience(f"comparing {got.text}"):

@@ -25,7 +25,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from replicas.core.base.manifest import Manifest, Piece, item_nbytes
+from replicas.core.base.dtypes import item_nbytes
+from replicas.core.base.manifest import Manifest, Piece
 
 MAX_BUCKET_NBYTES = 8 << 20
 CHAIN_BUCKET_NBYTES = 4 << 20

@@ -1,25 +1,17 @@
-"""Checkpoints in safetensors files: as weights to publish, and made of a version.
+"""Read checkpoints in safetensors files, as weights to publish.
 
-A slot is a valid safetensors file, so a version becomes a checkpoint by a copy of its
-bytes behind a header that also says where it comes from; and the file of a version is
-read as any other checkpoint is. A slot has a tied tensor once, and its other names in
-metadata that other readers do not know: they would take these weights for missing. So
-the file has a copy for each name.
-
-Headers are read as safetensors reads them: what it takes is taken, and what it refuses
-(a gap, an overlap, bytes behind the last tensor) is refused.
+The file of a version (:mod:`replicas.sources.version_file`) is read as any other
+checkpoint is.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import mmap
-import os
 import shlex
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,16 +21,13 @@ import torch
 
 from replicas import errors
 from replicas.common.decoding import MALFORMED
-from replicas.common.outputs import resolve_output
-from replicas.core.base.manifest import ALIGNMENT_NBYTES, CODES, PACKED, FileEntry, TensorSpec
-from replicas.weights.copies.digest import digest_of
+from replicas.core.base.dtypes import CODES, PACKED
+from replicas.core.base.manifest import FileEntry, TensorSpec
+from replicas.sources.version_file import Header, decode_texts, read_header
 from replicas.weights.copies.tensors import torch_dtype
 
-__all__ = ["Checkpoint", "checkpoint", "differences", "digest", "find_files", "read_specs", "save"]
+__all__ = ["Checkpoint", "checkpoint", "differences", "find_files", "read_specs"]
 
-_STEP_NBYTES = 64 << 20
-_HEADER_NBYTES = 100 << 20
-"""As much as safetensors itself reads."""
 _WEIGHTS, _INDEX, _SUFFIX = "model.safetensors", "model.safetensors.index.json", ".safetensors"
 _SHARD = "shard-*-model-*.safetensors"
 """What each rank writes by torch's HuggingFaceStorageWriter(save_distributed=True)."""
@@ -82,17 +71,8 @@ class Files(NamedTuple):
     nbytes: Any = None
 
 
-class _Header(NamedTuple):
-    """``start``: of the data in the file, in bytes."""
-
-    metadata: dict[str, str]
-    entries: dict[str, FileEntry]
-    start: int
-
-
-# made at import: see the decoders of manifests
-_RAW, _TEXTS = msgspec.json.Decoder(dict[str, msgspec.Raw]), msgspec.json.Decoder(dict[str, str] | None)
-_ENTRY, _INDEXED = msgspec.json.Decoder(FileEntry), msgspec.json.Decoder(_Index)
+_INDEXED = msgspec.json.Decoder(_Index)
+"""Made at import: see the decoders of manifests."""
 
 
 def checkpoint(path: Path | str) -> Checkpoint:
@@ -151,8 +131,8 @@ def read_specs(files: Files) -> dict[str, TensorSpec]:
     found: dict[str, TensorSpec] = {}
     for one in files.names:
         with _named(one), one.open("rb") as file:
-            header = _read_header(file.fileno())
-            stand_ins = _decode_texts(header.metadata, "replicas.dtypes")
+            header = read_header(file.fileno())
+            stand_ins = decode_texts(header.metadata, "replicas.dtypes")
             for name, entry in header.entries.items():
                 found[name] = _spec(name, entry, stand_ins.get(name))
     return found
@@ -262,9 +242,9 @@ def _parts_error(path: Path) -> errors.UsageError:
 def _add_file(found: Checkpoint, path: Path, promised: set[str] | None) -> None:
     """``promised``: the names that an index gives to the file."""
     with path.open("rb") as file:
-        header = _read_header(file.fileno())
+        header = read_header(file.fileno())
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    ties, stand_ins = _read_ties(header), _decode_texts(header.metadata, "replicas.dtypes")
+    ties, stand_ins = _read_ties(header), decode_texts(header.metadata, "replicas.dtypes")
     names = header.entries.keys() | ties.keys()
     if twice := sorted(names & found.keys()):
         text = f"tensor {twice[0]!r} is in {path} and in a file before it"
@@ -281,7 +261,7 @@ def _add_file(found: Checkpoint, path: Path, promised: set[str] | None) -> None:
     found.metadata |= header.metadata
 
 
-def _read_ties(header: _Header) -> dict[str, str]:
+def _read_ties(header: Header) -> dict[str, str]:
     """Names of tensors that are others', and those others' names."""
     removed = {
         name: kept
@@ -291,11 +271,7 @@ def _read_ties(header: _Header) -> dict[str, str]:
         and name != "format"
         and not name.startswith("replicas.")
     }  # by safetensors' save_model
-    return removed | _decode_texts(header.metadata, "replicas.aliases")
-
-
-def _decode_texts(metadata: Mapping[str, str], key: str) -> dict[str, str]:
-    return _TEXTS.decode(metadata.get(key, "null")) or {}
+    return removed | decode_texts(header.metadata, "replicas.aliases")
 
 
 def _spec(name: str, entry: FileEntry, stand_in: str | None) -> TensorSpec:
@@ -323,116 +299,6 @@ def _tensor(data: mmap.mmap, start: int, name: str, entry: FileEntry, stand_in: 
     if (start + first) % dtype.itemsize:  # of a file that pads nothing
         flat = flat.clone()
     return flat.view(dtype).view(shape)
-
-
-def _read_header(fd: int) -> _Header:
-    """The header of a safetensors file, checked as safetensors checks it."""
-    length, room = int.from_bytes(os.pread(fd, 8, 0), "little"), os.fstat(fd).st_size - 8
-    if not 2 <= length <= min(_HEADER_NBYTES, room):
-        raise ValueError("it has no header")
-    raw = _RAW.decode(os.pread(fd, length, 8))
-    metadata = _TEXTS.decode(raw.pop("__metadata__", b"null")) or {}
-    entries = {name: _ENTRY.decode(one) for name, one in raw.items()}
-    position = 0
-    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
-        first, end = entry.data_offsets
-        if first != position or end < first:
-            raise ValueError(f"tensor {name!r} does not begin where the one before it ends")
-        position = end
-    if position != room - length:
-        raise ValueError(f"its tensors have {position} bytes, and it has {room - length}")
-    return _Header(metadata, entries, 8 + length)
-
-
-def save(version: int, path: Path, metadata: Mapping[str, str]) -> None:
-    """Write the file of a version to ``path``, whole or not at all, and durably.
-
-    A tied tensor is written under each of its names, with the bytes of each.
-
-    Replace a regular file; follow a link; refuse a device or a pipe, which can hold no
-    whole file.
-
-    Until it is whole the file has no name where the file system allows that, and no
-    reader sees a part of it: an end of this process leaves nothing behind.
-
-    :param version: a descriptor of ``update.path``.
-    :param metadata: texts that are added to the header.
-    :raises replicas.errors.UsageError: the file cannot be written.
-    """
-    header = _read_header(version)
-    entries, spans = _lay_out(header)
-    body = msgspec.json.encode({"__metadata__": {**header.metadata, **metadata}, **entries})
-    body += b" " * (-(8 + len(body)) % ALIGNMENT_NBYTES)
-    try:
-        target = resolve_output(path)
-        folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            _write(folder, target.name, len(body).to_bytes(8, "little") + body, version, spans)
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-    except OSError as error:
-        hint = "name a file in a folder that exists and has room, with -o"
-        raise errors.UsageError(f"{path} cannot be written: {error.strerror or error}", hint=hint) from error
-
-
-def _lay_out(header: _Header) -> tuple[dict[str, FileEntry], list[tuple[int, int]]]:
-    """The entries of all names, and which bytes of the version they have, in order.
-
-    A copy follows its tensor: so all stay aligned to their items, as a slot has them.
-    """
-    aliases = _decode_texts(header.metadata, "replicas.aliases")
-    named = header.entries | {alias: header.entries[name] for alias, name in aliases.items()}
-    entries: dict[str, FileEntry] = {}
-    spans: list[tuple[int, int]] = []
-    position = 0
-    for name, entry in sorted(named.items(), key=lambda item: item[1].data_offsets):
-        first, end = entry.data_offsets
-        entries[name] = msgspec.structs.replace(entry, data_offsets=(position, position + end - first))
-        position += end - first
-        first, end = header.start + first, header.start + end
-        if spans and spans[-1][1] == first:
-            first, _ = spans.pop()
-        spans.append((first, end))
-    return entries, spans
-
-
-def _write(folder: int, name: str, header: bytes, version: int, spans: Iterable[tuple[int, int]]) -> None:
-    beside = f".{name}.{os.getpid()}.part"
-    try:
-        file, unnamed = os.open(".", os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o666, dir_fd=folder), True
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT):
-            raise
-        file, unnamed = (
-            os.open(beside, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666, dir_fd=folder),
-            False,
-        )
-    try:
-        view = memoryview(header)
-        while view:
-            view = view[os.write(file, view) :]
-        for start, end in spans:
-            while sent := os.sendfile(file, version, start, min(_STEP_NBYTES, end - start)):
-                start += sent
-        os.fsync(file)
-        if unnamed:
-            os.link(f"/proc/self/fd/{file}", beside, dst_dir_fd=folder, follow_symlinks=True)
-        os.rename(beside, name, src_dir_fd=folder, dst_dir_fd=folder)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(beside, dir_fd=folder)
-        raise
-    finally:
-        os.close(file)
-
-
-def digest(version: int) -> str:
-    """The digest of the file of a version, as in the publisher's receipt."""
-    start = _read_header(version).start
-    nbytes = os.fstat(version).st_size
-    with mmap.mmap(version, nbytes, access=mmap.ACCESS_READ) as data, memoryview(data) as view, view[start:] as part:
-        return digest_of(part)
 
 
 def differences(

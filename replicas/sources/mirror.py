@@ -27,7 +27,7 @@ from replicas import errors
 from replicas.common.decoding import MALFORMED
 from replicas.common.logs import Log
 from replicas.linux.locks import hold_exclusive
-from replicas.sources.checkpoint import save
+from replicas.sources.version_file import save
 
 __all__ = ["NOTE", "Mirror", "Version"]
 

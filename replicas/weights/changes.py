@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from replicas.core.base.manifest import Manifest, item_nbytes
+from replicas.core.base.dtypes import item_nbytes
+from replicas.core.base.manifest import Manifest
 from replicas.memory.lines import Lines, changed
 from replicas.weights.copies.copy_pool import helpers_for
 from replicas.weights.copies.tensors import bits

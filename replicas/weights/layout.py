@@ -12,7 +12,8 @@ from typing import Literal
 import numpy as np
 import torch
 
-from replicas.core.base.manifest import PartManifest, Piece, TensorSpec, item_nbytes, packed_offsets
+from replicas.core.base.dtypes import item_nbytes
+from replicas.core.base.manifest import PartManifest, Piece, TensorSpec, packed_offsets
 from replicas.errors import ManifestMismatch
 from replicas.weights.copies.copying import Step
 from replicas.weights.copies.host_copies import STEP_NBYTES, Cut, Kinds, cuts_of

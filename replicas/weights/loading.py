@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -36,6 +36,8 @@ from replicas.weights.feed import Ties, known_values
 from replicas.weights.finite import overflows
 from replicas.weights.layout import Places
 
+_T = TypeVar("_T")
+
 
 def named_views(data: torch.Tensor, manifest: PartManifest) -> dict[str, torch.Tensor]:
     """Views as :func:`views` of the data of an image, or of a packed part.
@@ -54,6 +56,14 @@ def named_views(data: torch.Tensor, manifest: PartManifest) -> dict[str, torch.T
             view = torch.empty(shape, dtype=torch_dtype(spec.dtype), device=data.device)
         named[spec.name] = view
     return named
+
+
+def each_name(found: Iterable[tuple[str, _T]], aliases: Iterable[tuple[str, str]]) -> Iterator[tuple[str, _T]]:
+    """Add the other names of tied tensors: each after that of its tensor."""
+    others = defaultdict[str, list[str]](list)
+    for alias, name in aliases:
+        others[name].append(alias)
+    return ((one, value) for name, value in found for one in (name, *others[name]))
 
 
 def views(image: torch.Tensor, manifest: Manifest | PartManifest) -> dict[str, torch.Tensor]:

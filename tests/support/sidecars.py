@@ -20,7 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from replicas.core.base.manifest import item_nbytes, segment_layout
+from replicas.core.base.dtypes import item_nbytes
+from replicas.core.base.manifest import segment_layout
 from replicas.linux.sockets import SocketAddress
 from replicas.messages import OperationKind, ReduceOp, Segment
 from replicas.sidecar.rank_side.forkserver_client import Forkserver

@@ -32,7 +32,7 @@ from replicas.channel.operations.scratch import (
 )
 from replicas.channel.session.hub import Hub
 from replicas.channel.session.pending import Promise, Receipt
-from replicas.core.base.manifest import item_nbytes
+from replicas.core.base.dtypes import item_nbytes
 from replicas.messages import OperationGo, OperationKind, OperationSettled, ReceiptData, ReduceOp, Segment, WireError
 from replicas.messages.identity import Member
 from replicas.weights.copies.accelerator import Event, device_of

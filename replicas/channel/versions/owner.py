@@ -6,6 +6,8 @@ from typing import NamedTuple, Protocol
 
 from replicas.channel.session.holdings import Holder
 from replicas.channel.versions.adopting import Adopting
+from replicas.core.base.manifest import Manifest
+from replicas.errors import ReplicasError
 from replicas.messages import SlotPlace
 from replicas.weights.memory.arena import Slot
 from replicas.weights.memory.buffers import Buffer
@@ -34,3 +36,16 @@ class UpdateOwner(Protocol):
     def touched(self, version: int) -> None: ...
 
     def let_go(self, holder: Holder, slot: Slot) -> None: ...  # a second call does nothing
+
+
+def open_base(owner: UpdateOwner, base: Base | None, manifest: Manifest) -> Buffer | None:
+    """The memory of the version that was loaded before, opened without a lock; None if
+    there is none that a version of this manifest can be compared with."""
+    if base is None or base.manifest_hash != manifest.hash or base.place.device:
+        return None
+    try:
+        buffer = owner.look_at(base)
+        buffer.readable()
+    except ReplicasError:  # it is gone, or there is no room for it
+        return None
+    return buffer

@@ -7,8 +7,8 @@ import os
 import threading
 import time
 import weakref
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -18,14 +18,14 @@ import torch
 from replicas import errors
 from replicas.channel.session.holdings import Holder
 from replicas.channel.session.pending import Pending
-from replicas.channel.versions.owner import Base, UpdateOwner
+from replicas.channel.versions.owner import Base, UpdateOwner, open_base
 from replicas.common.waits import locked
 from replicas.core.base.manifest import Manifest
 from replicas.messages import Meta, arguments
 from replicas.messages.bounds import shown
 from replicas.weights.changes import Change, Difference, all_of
 from replicas.weights.copies.accelerator import Event, device_of
-from replicas.weights.loading import Model, load_changes, load_image, views
+from replicas.weights.loading import Model, each_name, load_changes, load_image, views
 from replicas.weights.memory.arena import Slot
 from replicas.weights.memory.buffers import Buffer
 
@@ -41,9 +41,9 @@ class Update:
     :meth:`failed`. Without a block call one of the two by hand. Take tensors and
     :attr:`path` before the end of the block (or before that call). What was read or
     mapped until then stays as it is for as long as it is kept, and keeps memory of its
-    version. Only one thread may use it at a time: a
-    second ``with`` block is refused while the first is open, and a :meth:`load_into`
-    under way in another thread keeps the memory until it is done.
+    version. Only one thread may use it at a time: a second ``with`` block is refused
+    while the first is open, and a :meth:`load_into` under way in another thread keeps
+    the memory until it is done.
 
     If you read from an update and drop it without leaving its ``with`` block or calling
     :meth:`loaded` or :meth:`failed`, the load counts as failed.
@@ -53,8 +53,7 @@ class Update:
     :ivar base: the version that this rank has loaded last, before this one; 0: none, or
         it holds only a part of one since.
     :ivar digest: XXH3 digest of its bytes, as in the publisher's receipt.
-    :ivar manifest: names, dtypes, shapes and offsets
-        (:class:`replicas.core.base.manifest.Manifest`).
+    :ivar manifest: names, dtypes and shapes (``replicas.core.base.manifest.Manifest``).
     """
 
     def __init__(
@@ -92,16 +91,14 @@ class Update:
         """The slot as a safetensors file, for engines that load from disk; read-only.
 
         Open it before the end of the block. Files are mostly mapped rather than read
-        (``load_file``, ``safe_open``, ``np.memmap``), in this process or another one:
-        such a mapping never changes, whatever is published later. So the memory is not
-        used for a later version, but freed when nothing has it mapped or open any more;
-        :attr:`path_to_copy` saves that.
+        (``load_file``, ``safe_open``, ``np.memmap``), and such a mapping never changes,
+        whatever is published later. So the memory is not used for a later version, but
+        freed when nothing has it mapped or open; :attr:`path_to_copy` saves that.
 
         A tied tensor is in the file under its first name only, as a safetensors file
-        cannot name the same bytes twice. Its metadata has the other names:
-        ``replicas.aliases``, a JSON object, maps each to that first name. Other readers
-        do not know that key: :meth:`tensors` has all names, and so has the file of
-        ``replicas get``.
+        cannot name the same bytes twice. Its metadata maps the other names to the first
+        (``replicas.aliases``, a JSON object), which other readers do not know:
+        :meth:`tensors` has all names, and so has the file of ``replicas get``.
 
         :raises replicas.errors.UsageError: the update has ended, or the slot is in GPU
             memory (``staging = "device"``).
@@ -233,14 +230,7 @@ class Update:
         """
         buffer = self._open_slot().buffer
         found = self._copies(buffer) if buffer.device else views(self._of_this(buffer.private), self.manifest).items()
-        return self._each_name(found)
-
-    def _each_name(self, found: Iterable[tuple[str, _T]]) -> Iterator[tuple[str, _T]]:
-        """Add the other names of tied tensors."""
-        others = defaultdict[str, list[str]](list)
-        for alias, name in self.manifest.aliases:
-            others[name].append(alias)
-        return ((one, value) for name, value in found for one in (name, *others[name]))
+        return each_name(found, self.manifest.aliases)
 
     def _of_this(self, look: Callable[[], _T]) -> _T:
         """Look into the memory; its errors are of this version."""
@@ -254,13 +244,11 @@ class Update:
         gpu = device_of(buffer.device)
         for name, shared in views(buffer.readable(), self.manifest).items():
             self._open_slot()
-            tensor = shared.clone()
-            event = gpu.event(buffer.device)
+            tensor, event = shared.clone(), gpu.event(buffer.device)
             event.record()
-            reads = self._reads
-            while reads and reads[0].query():
-                reads.popleft()
-            reads.append(event)
+            while self._reads and self._reads[0].query():
+                self._reads.popleft()
+            self._reads.append(event)
             yield name, tensor
 
     def changes(self) -> Iterator[Change]:
@@ -269,11 +257,10 @@ class Update:
 
         Each name comes once, as when iterating, changed or not, and is compared when
         its turn comes: bit by bit, so that no NaN hides a change. It comes whole where
-        more than an eighth of its elements has changed. All come whole where the base
-        is not known any more: its memory was needed for a later version, for which
-        nobody waits (with two ``slots`` a base lasts until the publish that follows
-        this version begins to fill its slot, and with more for longer); names, dtypes
-        or shapes are others; there is none; or ``staging = "device"``.
+        more than an eighth of its elements has changed. All come whole where there is
+        no base, or its memory was needed for a later version (with two ``slots`` it
+        lasts until the next publish, and with more for longer); names, dtypes or shapes
+        are others; or ``staging = "device"``.
 
         Whole tensors are as those of iterating, positions and values private copies.
 
@@ -284,24 +271,13 @@ class Update:
         if slot.buffer.device:
             return (all_of(name, tensor) for name, tensor in self)
         found = self._changes(self._of_this(slot.buffer.private), slot.sharing)
-        return (replace(change, name=name) for name, change in self._each_name(found))
+        return (replace(change, name=name) for name, change in each_name(found, self.manifest.aliases))
 
     def _changes(self, image: torch.Tensor, sharing: int) -> Iterator[tuple[str, Change]]:
-        with Difference(image, self.manifest, self._look_at_base(), sharing) as difference:
+        with Difference(image, self.manifest, open_base(self._owner, self._base, self.manifest), sharing) as difference:
             for name, tensor in views(image, self.manifest).items():
                 self._open_slot()
                 yield name, difference.of(name, tensor)
-
-    def _look_at_base(self) -> Buffer | None:
-        base = self._base
-        if base is None or base.manifest_hash != self.manifest.hash or base.place.device:
-            return None
-        try:
-            buffer = self._owner.look_at(base)
-            buffer.readable()
-        except errors.ReplicasError:  # it is gone, or there is no room for it
-            return None
-        return buffer
 
     def load_into(self, model: Model, *, changed_only: bool = False) -> None:
         """Copy every tensor into ``model``'s parameters and persistent buffers.
@@ -341,7 +317,8 @@ class Update:
             slot = locked(self._lock, self._begin_load, load)
             buffer = slot.buffer
             sharing = slot.sharing  # the ranks mostly load at the same time
-            image, base = self._of_this(buffer.readable), self._look_at_base() if changed_only else None
+            image = self._of_this(buffer.readable)
+            base = open_base(self._owner, self._base, self.manifest) if changed_only else None
             if base is None or buffer.device:
                 load_image(model, image, self.manifest, sharing=sharing, on_device=buffer.pin)
             else:

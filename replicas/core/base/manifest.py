@@ -31,6 +31,7 @@ import msgspec
 import xxhash
 
 from replicas.common.decoding import MALFORMED
+from replicas.core.base.dtypes import CODES, FILE_CODES, PACKED, item_nbytes
 from replicas.errors import ManifestMismatch
 from replicas.messages import Segment
 from replicas.messages.bounds import MANIFEST_NBYTES, MANIFEST_TENSORS, encodable
@@ -39,50 +40,6 @@ ALIGNMENT_NBYTES = 4096
 """The data section of an image starts at a multiple of this."""
 SEGMENT_ALIGNMENT_NBYTES = 64
 MAX_NBYTES = 1 << 56
-
-_DTYPES = {
-    "complex128": (16, ""),
-    "float64": (8, "F64"),
-    "int64": (8, "I64"),
-    "uint64": (8, "U64"),
-    "complex64": (8, "C64"),
-    "float32": (4, "F32"),
-    "int32": (4, "I32"),
-    "uint32": (4, "U32"),
-    "complex32": (4, ""),
-    "float16": (2, "F16"),
-    "bfloat16": (2, "BF16"),
-    "int16": (2, "I16"),
-    "uint16": (2, "U16"),
-    "int8": (1, "I8"),
-    "uint8": (1, "U8"),
-    "bool": (1, "BOOL"),
-    "float8_e4m3fn": (1, "F8_E4M3"),
-    "float8_e5m2": (1, "F8_E5M2"),
-    "float8_e4m3fnuz": (1, "F8_E4M3FNUZ"),
-    "float8_e5m2fnuz": (1, "F8_E5M2FNUZ"),
-    "float8_e8m0fnu": (1, "F8_E8M0"),
-    "float4_e2m1fn_x2": (1, "F4"),
-}
-"""Bytes of one element and name in safetensors 0.8, which lacks some, by torch's
-names."""
-ITEM_NBYTES = {name: nbytes for name, (nbytes, _) in _DTYPES.items()}
-"""Bytes of one element, by torch's dtype name without ``torch.``."""
-CODES = {code: name for name, (_, code) in _DTYPES.items() if code}
-"""torch's dtype names by those of safetensors."""
-PACKED = {"F4": 2}
-"""Numbers in one element of torch, where safetensors counts the numbers: in the last
-dimension."""
-
-
-def item_nbytes(dtype: str) -> int:
-    """Return the bytes of one element; raise ManifestMismatch if it cannot be moved."""
-    try:
-        return ITEM_NBYTES[dtype]
-    except KeyError:
-        raise ManifestMismatch(
-            f"dtype {dtype!r} cannot be published", hint=f"use one of {', '.join(sorted(ITEM_NBYTES))}"
-        ) from None
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -99,7 +56,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     @property
     def in_file(self) -> tuple[str, tuple[int, ...]]:
         """Dtype and shape in a safetensors file; torch's, if safetensors has none."""
-        code = _DTYPES[self.dtype][1]
+        code = FILE_CODES[self.dtype]
         if code not in PACKED:
             return code or self.dtype, self.shape
         # half a byte has no shape

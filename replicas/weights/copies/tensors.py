@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch.nn.parameter import is_lazy
 
-from replicas.core.base.manifest import Manifest, Piece, item_nbytes
+from replicas.core.base.dtypes import item_nbytes
+from replicas.core.base.manifest import Manifest, Piece
 from replicas.errors import ManifestMismatch, UsageError
 
 if TYPE_CHECKING:

@@ -235,7 +235,7 @@ def test_in_a_mode_without_real_tensors_nothing_is_published_or_loaded(allowed: 
 def test_targets_that_overlap_in_part_get_values_that_agree() -> None:
     memory = torch.zeros(6)
     model = {"a": memory[:4], "b": memory[2:]}
-    with pytest.raises(ManifestMismatch, match="'a' and 'b' share memory in the model, and their values .* differ"):
+    with pytest.raises(ManifestMismatch, match=r"'a' and 'b' share memory in the model, and their values .* differ"):
         load_into(model, {"a": torch.ones(4), "b": torch.full((4,), 2.0)})
     assert memory.eq(0).all()
     load_into(model, {"a": torch.tensor([1.0, 2, 3, 4]), "b": torch.tensor([3.0, 4, 5, 6])})

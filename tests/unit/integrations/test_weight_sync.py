@@ -16,6 +16,7 @@ from replicas import errors
 from replicas.integrations.trl import WeightTransfer
 from replicas.integrations.weight_sync import StepSync
 from replicas.testing import FakeRun
+from tests.support.waits import eventually
 
 GOOD = {"a": torch.ones(3)}
 
@@ -79,7 +80,7 @@ def test_a_stream_is_published_at_its_first_step(run: FakeRun) -> None:
     sync.begin(0, None)
     sync.step(1, None)
     assert len(sync.leave()) == 1
-    assert target.channel.version == 1
+    eventually(lambda: target.channel.version == 1, "the load of version 1")
 
 
 def test_a_model_that_becomes_unpublishable_ends_no_training(run: FakeRun, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicas.core.base.manifest import ITEM_NBYTES, segment_layout
+from replicas.core.base.dtypes import ITEM_NBYTES
+from replicas.core.base.manifest import segment_layout
 from replicas.errors import ManifestMismatch
 from replicas.messages import Segment
 

@@ -1,7 +1,7 @@
 """Checkpoints: what their files give, what is refused, and files that are whole or not
 there.
 
-Covers: sources/checkpoint.py.
+Covers: sources/checkpoint.py, sources/version_file.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from safetensors.torch import load_file, save_file, save_model
 from replicas import errors
 from replicas.core.base.manifest import Manifest, TensorSpec
 from replicas.sources import checkpoint
-from replicas.sources.checkpoint import differences, digest, save
+from replicas.sources.checkpoint import differences
+from replicas.sources.version_file import digest, save
 from replicas.weights.copies.digest import digest_of
 
 

@@ -16,7 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save, save_file
 
 from replicas import errors
-from replicas.core.base.manifest import CODES, ITEM_NBYTES, Manifest, TensorSpec
+from replicas.core.base.dtypes import CODES, ITEM_NBYTES
+from replicas.core.base.manifest import Manifest, TensorSpec
 from replicas.sources import checkpoint
 from replicas.sources.checkpoint import differences
 from replicas.testing import FakeRun

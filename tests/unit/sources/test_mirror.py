@@ -237,7 +237,7 @@ def test_a_failure_leaves_the_newest_as_it_was(
 
 
 def _full(*given: object) -> None:
-    """As :func:`replicas.sources.checkpoint.save` says it."""
+    """As :func:`replicas.sources.version_file.save` says it."""
     raise errors.UsageError("it cannot be written: No space left on device", hint="give -o")
 
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from replicas.core.base.manifest import ITEM_NBYTES, Manifest
+from replicas.core.base.dtypes import ITEM_NBYTES
+from replicas.core.base.manifest import Manifest
 from replicas.errors import ManifestMismatch
 from replicas.memory import lines
 from replicas.weights import changes

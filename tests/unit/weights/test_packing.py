@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load, load_file
 from torch import nn
 
-from replicas.core.base.manifest import ITEM_NBYTES, Manifest, PartManifest, Piece, TensorSpec, item_nbytes
+from replicas.core.base.dtypes import ITEM_NBYTES, item_nbytes
+from replicas.core.base.manifest import Manifest, PartManifest, Piece, TensorSpec
 from replicas.core.versions.manifests import merge_parts
 from replicas.errors import ManifestMismatch, UsageError
 from replicas.sidecar.buckets import Bucket, buckets_of_part, split_piece

@@ -1,6 +1,6 @@
 """Manifests: images, parts, and one manifest made of many parts.
 
-Covers: core/base/manifest.py, core/versions/manifests.py.
+Covers: core/base/dtypes.py, core/base/manifest.py, core/versions/manifests.py.
 """
 
 from __future__ import annotations
@@ -14,16 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicas.core.base.manifest import (
-    ALIGNMENT_NBYTES,
-    ITEM_NBYTES,
-    Manifest,
-    PartManifest,
-    Piece,
-    TensorSpec,
-    item_nbytes,
-    packed_offsets,
-)
+from replicas.core.base.dtypes import ITEM_NBYTES, item_nbytes
+from replicas.core.base.manifest import ALIGNMENT_NBYTES, Manifest, PartManifest, Piece, TensorSpec, packed_offsets
 from replicas.core.versions.manifests import difference, merge_parts
 from replicas.errors import ManifestMismatch
 
