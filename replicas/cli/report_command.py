@@ -19,7 +19,6 @@ from replicas.errors import BadConfig, Disconnected, UsageError, WorldError
 from replicas.telemetry import event_log
 from replicas.telemetry.events import Record
 
-_DEMO_AGO_S = 600.0
 _TRACED = 20_000
 """Spans of one kind on a track: days of syncs, in a file that browsers still open."""
 
@@ -39,7 +38,7 @@ def report(
         Path | None,
         typer.Option(metavar="FILE", help="Write a timeline that opens in ui.perfetto.dev: trace events, as JSON."),
     ] = None,
-    demo: Annotated[bool, typer.Option("--demo", help="Show a run that never was, in place of STATE_DIR.")] = False,
+    demo: Annotated[bool, typer.Option("--demo", help="Show a recorded run, in place of STATE_DIR.")] = False,
 ) -> None:
     """Write the page of a run, also of one that is over, as one HTML file, or its
     timeline.
@@ -49,15 +48,14 @@ def report(
     """
     if demo and run is not None:
         raise UsageError("give STATE_DIR or --demo, not both")
-    from replicas.page.invented import invented  # these are needed by this command alone
+    from replicas.page.report import recorded  # these are needed by this command alone
+    from replicas.page.report import report as page_of
 
     def told() -> Iterable[Record]:
         """The events one by one: a long run has more than memory should hold."""
-        return invented(time.time() - _DEMO_AGO_S) if demo else _events(run)
+        return recorded(time.time()) if demo else _events(run)
 
     if output is not None or trace is None:
-        from replicas.page.report import report as page_of
-
         output = output or Path("report.html")
         write(output, page_of(told()))
         print(f"wrote {output}: open it in a browser")

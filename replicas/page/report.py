@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
+
+from msgspec.structs import replace
 
 from replicas.page.assets import in_one_file
 from replicas.page.document import document
 from replicas.page.history import History
 from replicas.page.past import Past
-from replicas.telemetry.events import Record
+from replicas.telemetry.events import Record, decode
+
+_RECORDING = Path(__file__).with_name("demo.jsonl")
 
 
 def report(records: Iterable[Record]) -> str:
@@ -23,3 +28,12 @@ def report(records: Iterable[Record]) -> str:
         history.feed((record,))
     shown = {**document(past.status(past.at), past.at), **history.whole(), "now": past.at}
     return in_one_file(shown)
+
+
+def recorded(ended_at: float) -> list[Record]:
+    """Return the events of a recorded run of some minutes, for a look at the page.
+
+    :param ended_at: when it ended, in seconds since 1970; all its times are moved.
+    """
+    records = [decode(line) for line in _RECORDING.read_bytes().splitlines()]
+    return [replace(one, at=one.at + ended_at - records[-1].at) for one in records]

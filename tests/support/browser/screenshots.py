@@ -3,8 +3,8 @@ a report.
 
     python -m tests.support.browser.screenshots docs/images
 
-The run is the invented one of ``replicas report --demo``, through the real server and
-in a real browser.
+The run is the recorded one of ``replicas report --demo`` (:mod:`.record`), through the
+real server and in a real browser.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from replicas.page.invented import NBYTES, invented
-from replicas.page.report import report
+from replicas.page.report import recorded, report
 from replicas.status import ChannelStatus, GroupStatus, NodeStatus, PublishStatus, ReplicaStatus, RunStatus
 from tests.support.browser import Chromium, Tab
 from tests.support.browser.shown import ShownRun, served
 
-WELL_S, BROKEN_S = 228.0, 254.0
-"""How far the invented run is."""
+WELL_S, BROKEN_S = 218.0, 188.0
+"""How long before the end of the recorded run: before the loss of n3, and before it is
+noticed."""
+SILENT = "rollout/2"
+"""On that node."""
 _WIDE, _PHONE = (1360, 1040), (375, 812)
 
 
@@ -49,7 +51,7 @@ def _group(group: GroupStatus, broken: bool) -> GroupStatus:
 
 
 def _replica(one: ReplicaStatus, broken: bool) -> ReplicaStatus:
-    late = 12.0 if broken and one.name in ("rollout/2", "rollout/3") else 0.4
+    late = 12.0 if broken and one.name == SILENT else 0.4
     pid = 4100 + 37 * one.replica
     slots = dict.fromkeys(one.versions, 2)
     return replace(one, pid=pid, pids={0: pid}, heartbeat_age_s=late, slots=slots, lived_s=200.0)
@@ -62,16 +64,19 @@ def _node(node: NodeStatus) -> NodeStatus:
 
 
 def _channel(channel: ChannelStatus, broken: bool) -> ChannelStatus:
-    members = tuple(
-        replace(one, host=1 + (one.name > "rollout/1"), held=(channel.committed_version,)) for one in channel.members
-    )
+    members = tuple(replace(one, host=1, held=(channel.committed_version,)) for one in channel.members)
     version = channel.committed_version + 1
-    waits = ("rollout/2/0", "rollout/3/0")
+    waits = (f"{SILENT}/0",)
     publish = PublishStatus(
-        version=version, publisher="trainer/0", state="moving", seconds=9.0, waits_for=waits, waiting=2
+        version=version, publisher="trainer/0", state="moving", seconds=9.0, waits_for=waits, waiting=1
     )
     return replace(
-        channel, slots=2, members=members, epoch=9, under_way=(publish,) if broken else (), version_nbytes=NBYTES
+        channel,
+        slots=2,
+        members=members,
+        epoch=9,
+        under_way=(publish,) if broken else (),
+        version_nbytes=channel.last_sync.nbytes if channel.last_sync else 0,
     )
 
 
@@ -87,11 +92,10 @@ async def _shoot(tab: Tab, url: str, path: Path, until: str) -> None:
 
 
 async def _live(
-    browser: Chromium, folder: Path, name: str, age_s: float, change: Callable[[RunStatus], RunStatus]
+    browser: Chromium, folder: Path, name: str, left_s: float, change: Callable[[RunStatus], RunStatus]
 ) -> None:
     run = ShownRun(change=change)
-    began_at = time.time() - age_s
-    run.has_been(one for one in invented(began_at) if one.at < time.time())
+    run.has_been(one for one in recorded(time.time() + left_s) if one.at < time.time())
     newest = max(one.version for one in (channel.last_sync for channel in run.status().channels) if one is not None)
     async with served(run) as url:
         tab = await browser.tab(*_WIDE)
@@ -109,11 +113,11 @@ async def main(folder: Path) -> None:
         await _live(browser, folder, "broken", BROKEN_S, lambda status: supervised(status, broken=True))
         with tempfile.TemporaryDirectory() as scratch:
             page = Path(scratch) / "report.html"
-            await asyncio.to_thread(page.write_text, report(invented(1_790_000_000.0)))
+            await asyncio.to_thread(page.write_text, report(recorded(1_790_000_000.0)))
             tab = await browser.tab(*_WIDE, dark=True)
             await _shoot(
                 tab,
-                f"{page.as_uri()}#replica/rollout/3",
+                f"{page.as_uri()}#replica/rollout/2",
                 folder / "page-report.png",
                 "document.querySelector('#panel h3')",
             )

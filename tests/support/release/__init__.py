@@ -6,7 +6,7 @@
    every Linux from glibc 2.17 on.
 3. The wheel is installed into an empty environment, with what it requires but torch.
    There ``import replicas`` takes at most 50 ms (nothing that it imports needs torch),
-   the helper is loaded, and ``replicas --help`` works.
+   the helper is loaded, and ``replicas --help`` and ``report --demo`` work.
 4. With torch beside it a user's program is checked by ``mypy --strict``, and run.
 
 The tools are in ``.venv/dist``, the empty environment in ``.venv/user``; torch and mypy

@@ -146,7 +146,8 @@ def main() -> None:
         check_import(python, folder)
         shown = run(USER / "bin" / "replicas", "--help", cwd=folder)
         need([] if "replicas [OPTIONS] COMMAND" in shown else [f"replicas --help says: {shown}"])
-        say("replicas --help: works without torch")
+        run(USER / "bin" / "replicas", "report", "--demo", cwd=folder)
+        say("replicas --help, report --demo: work without torch")
         check_program(python, folder)
     source = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Source"]
     if ".example/" in source:

@@ -77,9 +77,8 @@ from the integrations, where lines are not counted; the scenes that each engine 
 survive take 205, targets that load a version together 290, and ``get``, ``put``,
 ``verify`` and ``mirror`` 210; that ranks at different steps make no version, 8; that
 peers have no ``adopt_together``, and sources of vLLM one pass of two, 11. What can be
-looked at takes 1,848: the page of a run and its reports 815, of them 161 for the run
-that ``--demo`` shows; what is wrong in sentences 126; spans, timelines, ``top`` and the
-like the rest."""
+looked at takes 1,690: the page of a run and its reports 660; what is wrong in sentences
+126; spans, timelines, ``top`` and the like the rest."""
 LINES_MAX = 450
 LONG = {
     "core/moving/transfer.py": 797,

@@ -1,6 +1,6 @@
-"""A run's page from its events alone, in one file; and a run that never was.
+"""A run's page from its events alone, in one file; and the recorded run.
 
-Covers: page/assets.py, page/invented.py, page/past.py, page/report.py.
+Covers: page/assets.py, page/past.py, page/report.py.
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ from html.parser import HTMLParser
 from typing import Any
 
 import msgspec
-import pytest
 
-from replicas.core.base.effects import MemberJoined, MemberLost, ReplicaLoaded, StepFell, SyncEnded
-from replicas.core.lives.lifecycle import REPLICA, ReplicaEvent, Transition
+from replicas.core.base.effects import LoadFailed, MemberJoined, MemberLost, ReplicaLoaded, StepFell, SyncEnded
+from replicas.core.lives.lifecycle import ReplicaEvent, Transition
 from replicas.messages.identity import Member
 from replicas.page.assets import MODULES, POLICY, STATIC, asset, script
-from replicas.page.invented import LASTS_S, invented
 from replicas.page.past import Past
-from replicas.page.report import report
+from replicas.page.report import recorded, report
 from replicas.status import SyncRecord
 from replicas.telemetry import events
 from replicas.telemetry.spans import read
@@ -173,18 +171,34 @@ def test_only_the_last_run_of_a_folder_is_shown_with_its_end() -> None:
     assert verdict(past.status(2000.0), 2000.0).sentence == "The run is over, with exit code 1: rollout failed."
 
 
-def test_the_invented_run_is_one_that_could_have_been() -> None:
-    records = invented(0.0)
+def test_the_recorded_run_ends_when_it_is_told_to_and_has_what_the_page_shows() -> None:
+    records = recorded(2_000_000_000.0)
+    assert records[-1].at == 2_000_000_000.0
     assert [record.seq for record in records] == list(range(1, len(records) + 1))
     assert [record.at for record in records] == sorted(record.at for record in records)
-    assert records == invented(0.0)
-    states: dict[str, str] = {}
-    for record in records:
-        if isinstance(step := record.event, Transition):
-            name = f"{step.group}/{step.replica}"
-            assert step.before == states.get(name, "pending")
-            assert REPLICA.next(step.before, step.event) == step.after, step
-            states[name] = step.after
-    spans = read(records)
-    assert {"sync", "state", "generation", "version", "node"} <= {span.kind for span in spans.spans()}
-    assert records[-1].at == pytest.approx(LASTS_S)
+    assert {"sync", "state", "generation", "version", "node"} <= {span.kind for span in read(records).spans()}
+    found = [record.event for record in records]
+    syncs = [event.record for event in found if isinstance(event, SyncEnded)]
+    assert {"committed", "peers_lost"} == {sync.outcome for sync in syncs}
+    assert any(sync.lost for sync in syncs)
+    slowest, usual = max(sync.seconds for sync in syncs[1:]), sorted(sync.seconds for sync in syncs)[len(syncs) // 2]
+    assert slowest > 5 * usual
+    assert any(isinstance(event, LoadFailed) for event in found)
+    assert any(isinstance(event, events.Scaled) for event in found)
+    assert {event.event for event in found if isinstance(event, Transition)} >= {
+        ReplicaEvent.BACKOFF_ELAPSED,
+        ReplicaEvent.RESTART,
+        ReplicaEvent.GIVE_UP,
+    }
+    assert any(isinstance(event, events.NodeChanged) and event.after == "lost" for event in found)
+    assert isinstance(end := found[-1], events.RunEnded)
+    assert end.exit_code == 0
+
+
+def test_the_recorded_run_names_nothing_of_the_machine_that_recorded_it() -> None:
+    text = (STATIC.parent / "demo.jsonl").read_text()
+    assert len(text) < 100_000
+    places = set(re.findall(r"(?<![\w.<])/[a-z]+/[\w.-]+", text))
+    assert places
+    assert all(place.startswith(("/home/user", "/usr/lib")) for place in places), places
+    assert set(re.findall(r"\d+\.\d+\.\d+\.\d+", text)) == {"10.0.0.1", "10.0.0.2", "10.0.0.3"}
