@@ -74,3 +74,15 @@ def test_a_link_to_the_page_stays_one(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [one.name for one in Path("pages").iterdir()] == ["run.html"]
     assert Path("pages/run.html").stat().st_mode & 0o777 == 0o600
     assert not (tmp_path / "x.json").exists()
+
+
+def test_the_recorded_run_needs_no_state_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", "--demo", "-o", "demo.html", "--trace", "demo.json"]) == 0
+    assert "trainer finished" in Path("demo.html").read_text()
+    tracks = {one["args"]["name"] for one in check_trace(tmp_path / "demo.json") if one["name"] == "process_name"}
+    assert tracks >= {"replica trainer/0", "replica rollout/4", "channel policy", "node n3"}
+    assert main(["report", "--demo", "somewhere"]) == 2
+    assert "give STATE_DIR or --demo, not both" in capsys.readouterr().err
