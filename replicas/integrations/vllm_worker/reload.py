@@ -12,6 +12,10 @@ vLLM's own loaders while no layer can become complete, and the regions of each p
 that they write are noted. It moves no bytes, and afterwards the parameters are put back
 as they were. What does not fit is known by its name before a layer is touched.
 
+Some models (gpt-oss in vLLM 0.32) write to parameters past vLLM's count, which then
+puts the old weights of these layers back. The trial knows these layers: they are made
+real before the load, and put together after it.
+
 A load that fails half-way is *abandoned*: parameters of unfinished layers are put back.
 The model is a mixture of two versions then, but each of its layers is whole, and the
 next load begins as the first one did.
@@ -21,15 +25,25 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
-from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS, SKIP_TENSORS, to_meta_tensor
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _layerwise_process,
+    _place_kernel_tensors,
+    get_layerwise_info,
+)
+from vllm.model_executor.model_loader.reload.meta import (
+    SKIP_LOAD_TENSORS,
+    SKIP_TENSORS,
+    materialize_layer,
+    to_meta_tensor,
+)
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors, get_tensor_load_numel
 
 from replicas import errors
@@ -116,8 +130,10 @@ class EngineReload:
 
     def __init__(self, model: Any, model_config: Any, device: torch.device) -> None:
         self._model, self._config, self._device = model, model_config, device
-        self._parameters = frozenset(name for name, _ in model.named_parameters())
+        self._parameters = _named_parameters(model)
         self._kernels: list[tuple[Any, Any]] = []
+        self._uncounted: list[Any] = []
+        self._copies = _find_copies(model)
         self._fitting = ""
         self._places: list[Place] = []
         self.complete = self.has_all = True
@@ -158,6 +174,7 @@ class EngineReload:
                 loaded = self._model.load_weights(named())
             self._check_names(loaded)
             self._check_layers(given)
+            self._uncounted = [layer for layer in self._model.modules() if _is_uncounted(layer, given)]
         except errors.ReplicasError:
             raise
         except Exception as error:
@@ -239,7 +256,12 @@ class EngineReload:
         if self._device.type == "cpu":
             self._forget_kernels()
         initialize_layerwise_reload(self._model)
+        for layer in self._uncounted:
+            materialize_layer(layer, get_layerwise_info(layer))
         self._check_names(self._model.load_weights(iter(weights)))
+        for layer in self._uncounted:
+            if get_layerwise_info(layer).can_load():
+                _layerwise_process(layer, get_layerwise_info(layer))
 
     def finish(self) -> None:
         """Put the layers together."""
@@ -247,6 +269,8 @@ class EngineReload:
         if self._device.type == "cpu":
             self._restore_kernels()
             self._pack_tied_layers()
+        for copy, tensor in self._copies:
+            copy().copy_(tensor().view(copy().shape))
 
     def abandon(self) -> None:
         """Put back the parameters of all layers that are not finished."""
@@ -294,6 +318,48 @@ class EngineReload:
                 layers.setdefault(id(weight), []).append(layer)
         for layer in (one for tied in layers.values() if len(tied) > 1 for one in tied):
             layer.quant_method.process_weights_after_loading(layer)
+
+
+def _named_parameters(model: Any) -> frozenset[str]:
+    """Names of the parameters that versions have: without those that vLLM makes of
+    others after a load (of latent attention)."""
+    layers = dict(model.named_modules())
+    names = (name.rpartition(".") for name, _ in model.named_parameters())  # tied ones come once
+    loaded = ((path, name, get_layerwise_info(layers[path]).restore_metadata[0]) for path, _, name in names)
+    return frozenset(f"{path}.{name}" if path else name for path, name, known in loaded if name in known)
+
+
+def _is_uncounted(layer: Any, given: _Given) -> bool:
+    """True if more was written to the layer's tensors than vLLM has counted."""
+    if is_deferred_attention_layer(layer):
+        return False
+    written = sum(given.count(one) for name, one in get_layer_tensors(layer).items() if name not in SKIP_LOAD_TENSORS)
+    return bool(written > get_layerwise_info(layer).load_numel - _NEVER)
+
+
+def _find_copies(model: Any) -> list[tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]]:
+    """Buffers that hold the same as a tensor below them, in memory of their own, and
+    that tensor: functions that give the two.
+
+    In vLLM 0.32 such a buffer is a view of a weight (of Mamba's convolution) until a
+    CPU packs the weight and keeps an unpacked copy. A reload does not write to it.
+    """
+    found: list[tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]] = []
+    for layer in model.modules():
+        for name in layer._non_persistent_buffers_set:
+            buffer = layer._buffers[name]
+            if buffer is None or not buffer.is_floating_point() or buffer.numel() < 2:
+                continue
+            for below in layer.modules():
+                for other, tensor in {**below._parameters, **vars(below)}.items():
+                    if isinstance(tensor, torch.Tensor) and _is_copy(tensor, buffer):
+                        found.append((partial(getattr, layer, name), partial(getattr, below, other)))
+    return found
+
+
+def _is_copy(one: torch.Tensor, other: torch.Tensor) -> bool:
+    alike = one.dtype == other.dtype and one.numel() == other.numel() and _storage(one) != _storage(other)
+    return alike and torch.equal(one.flatten(), other.flatten())
 
 
 def _region(tensor: torch.Tensor) -> _Region:
