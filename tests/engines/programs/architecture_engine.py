@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,32 +20,12 @@ os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": 
 os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
 
 import torch
-import transformers
 from vllm import LLM, SamplingParams
 
 from replicas.sources import hf
 from replicas.testing import FakeRun
-from tests.engines.programs.architectures import ARCHITECTURES, BFLOAT16
+from tests.engines.programs.architectures import ARCHITECTURES, BFLOAT16, IDS, make, true_answer
 from tests.field.engines.test_images import image_model
-
-IDS = [5, 77, 13, 200, 9, 42, 7]
-
-
-def model(kind: str, config: Mapping[str, Any], seed: int, dtype: torch.dtype, folder: Path) -> Any:
-    torch.manual_seed(seed)
-    if kind == "idefics3":  # with the files of its tokenizer and images, without which vLLM does not start it
-        return image_model(folder).eval()
-    made = transformers.AutoModelForCausalLM.from_config(
-        transformers.CONFIG_MAPPING[kind](**config), dtype=torch.float32
-    )
-    saved = made.state_dict().keys()
-    with torch.no_grad():
-        for value in made.parameters():
-            value.copy_(torch.randn_like(value) * 0.2 if value.ndim > 1 else 1 + 0.1 * torch.randn_like(value))
-        for name, value in made.named_buffers():
-            if name in saved and value.is_floating_point():  # such as the bias of a router
-                value.normal_(std=0.5)
-    return made.to(dtype).eval()
 
 
 def answer(engine: LLM) -> torch.Tensor:
@@ -59,15 +38,16 @@ def answer(engine: LLM) -> torch.Tensor:
 
 def error(engine: LLM, of: Any) -> float:
     """Of log-probabilities, on average, against this model of transformers'."""
-    with torch.no_grad():
-        all_of = of(torch.tensor([IDS])).logits[0].float().log_softmax(-1)
-    return float((answer(engine) - all_of[:-1].gather(1, torch.tensor(IDS[1:])[:, None])[:, 0]).abs().mean())
+    return float((answer(engine) - true_answer(of)).abs().mean())
 
 
 def main(architecture: str, folder: str, fresh: str = "") -> dict[str, Any]:
     kind, config, tune = ARCHITECTURES[architecture]
     dtype = torch.bfloat16 if architecture in BFLOAT16 else torch.float32
-    new, old = (model(kind, config, seed, dtype, Path(folder)) for seed in (1, 0))
+    if kind == "idefics3":  # with the files of its tokenizer and images, without which vLLM does not start it
+        new, old = (image_model(Path(folder)).eval() for _ in range(2))
+    else:
+        new, old = (make(kind, config, seed, dtype) for seed in (1, 0))
     (new if fresh else old).save_pretrained(folder)
     new = new if tune is None else tune(new).eval()
     given: Any = {"weight_transfer_config": {"backend": "replicas"}, "dtype": str(dtype).removeprefix("torch.")}

@@ -7,9 +7,11 @@ from typing import Any
 
 import peft
 import torch
+import transformers
 
-__all__ = ["ARCHITECTURES", "AS_ITSELF", "BFLOAT16"]
+__all__ = ["ARCHITECTURES", "AS_ITSELF", "BFLOAT16", "IDS", "make", "true_answer"]
 
+IDS = [5, 77, 13, 200, 9, 42, 7]
 TEXT: Mapping[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 64,
@@ -91,3 +93,27 @@ AS_ITSELF = ("DeepSeek-V3",)
 """On a CPU vLLM 0.32 does not compute these as transformers does (latent attention, by
 0.06 to 0.6 in float32), from a checkpoint neither: compared with an engine that starts
 with the weights."""
+
+
+def make(kind: str, config: Mapping[str, Any], seed: int, dtype: torch.dtype) -> Any:
+    """A model of random weights, its persistent buffers too."""
+    torch.manual_seed(seed)
+    made = transformers.AutoModelForCausalLM.from_config(
+        transformers.CONFIG_MAPPING[kind](**config), dtype=torch.float32
+    )
+    saved = made.state_dict().keys()
+    with torch.no_grad():
+        for value in made.parameters():
+            value.copy_(torch.randn_like(value) * 0.2 if value.ndim > 1 else 1 + 0.1 * torch.randn_like(value))
+        for name, value in made.named_buffers():
+            if name in saved and value.is_floating_point():  # such as the bias of a router
+                value.normal_(std=0.5)
+    return made.to(dtype).eval()
+
+
+def true_answer(of: Any) -> torch.Tensor:
+    """Log-probabilities of the prompt's tokens, by transformers."""
+    with torch.no_grad():
+        all_of = of(torch.tensor([IDS])).logits[0].float().log_softmax(-1)
+    answer: torch.Tensor = all_of[:-1].gather(1, torch.tensor(IDS[1:])[:, None])[:, 0]
+    return answer
