@@ -58,7 +58,8 @@ import torch
 from replicas import errors
 from replicas.sources.models.adapters import active_adapter
 from replicas.sources.models.gathering import WholeTensors
-from replicas.sources.models.plan import Plan, Planner, is_whole
+from replicas.sources.models.plan import Plan, Planner
+from replicas.sources.models.unwrapping import is_whole
 
 __all__ = ["HfSource", "hf"]
 

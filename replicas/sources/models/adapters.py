@@ -6,7 +6,8 @@ and a training run that merges at each step drifts. So nothing is merged in the 
 For one tuned layer after the other, :class:`Merging` copies the layer with its tensors,
 and lets PEFT's own ``merge_and_unload()`` run on a tuner that has this layer alone.
 What that gives is bit for bit what it would have given for the whole model, whatever
-the method of the adapter, and one layer's tensors are in memory twice.
+the method of the adapter. Beside the model, a copy of one layer is in memory, and what
+PEFT computes for it.
 
 Layers that have a base weight in common (tied embeddings) are merged together.
 """
@@ -182,6 +183,9 @@ def _tuned_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 def _check_methods(peft_model: Any, adapters: list[str], tested: tuple[str, ...], instead: str) -> None:
     for adapter in adapters:
+        if getattr(peft_model.peft_config[adapter], "layer_replication", None):
+            text = f"hf: adapter {adapter!r} replicates layers, which is not supported"
+            raise errors.UsageError(text, hint="publish a model whose layers are its own")
         method = peft_model.peft_config[adapter].peft_type
         method = str(getattr(method, "value", method))
         if method not in tested:

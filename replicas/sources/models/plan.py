@@ -3,6 +3,7 @@ each is made."""
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -14,10 +15,9 @@ from replicas import errors
 from replicas.sources.models import saving
 from replicas.sources.models.adapters import Merging, adapter_tensors, find_peft_model
 from replicas.sources.models.recording import Arrangement, Form, record
-from replicas.sources.models.unwrapping import Unit, Unwrapped, unwrap
-from replicas.weights.copies.tensors import is_dtensor
+from replicas.sources.models.unwrapping import Unit, Unwrapped, is_whole, memory_of, unwrap
 
-__all__ = ["Plan", "Planner", "is_whole"]
+__all__ = ["Plan", "Planner"]
 
 
 class Plan(NamedTuple):
@@ -74,6 +74,7 @@ class Planner:
         :raises replicas.errors.UsageError: its adapters are of a kind that is not
             supported.
         """
+        _reshard(self._model)
         signature = _signature(self._model)
         if self._structure is not None and self._structure.signature == signature:
             return self._structure
@@ -141,7 +142,7 @@ class Planner:
         forms = {
             name: structure.merged[name] if name in structure.merged else _whole_form(state[name]) for name in names
         }
-        key = type(base), getattr(base, "_weight_conversions", None), state.keys(), forms
+        key = type(base), getattr(base, "_weight_conversions", None), tuple(state), forms
         if self._known is None or self._known[0] != key:
             if pretrained:
                 saving.check(base, state)
@@ -170,6 +171,15 @@ def _merged_forms(merging: Merging) -> dict[str, Form]:
     return {name: found[origin] for name, (_, origin) in merging.origins.items()}
 
 
+def _reshard(model: nn.Module) -> None:
+    """Let FSDP2 free what a forward has gathered, as ``state_dict()`` does: these are
+    the outermost parameters, and they may have been cast."""
+    fsdp: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    for module in model.modules() if fsdp is not None else ():
+        if isinstance(module, fsdp):
+            module.reshard()
+
+
 def _signature(model: nn.Module) -> list[object]:
     """The modules and tensors of a model, with dtypes, and the adapters that are
     active."""
@@ -182,11 +192,6 @@ def _signature(model: nn.Module) -> list[object]:
         if (active := inside.get("_active_adapter")) is not None:
             found.append(str(active))
     return found
-
-
-def is_whole(tensor: torch.Tensor) -> bool:
-    """True if the tensor is no shard."""
-    return not is_dtensor(tensor) and not hasattr(tensor, "ds_id")
 
 
 def _whole_form(tensor: torch.Tensor) -> Form:
@@ -214,10 +219,7 @@ def _ties(state: Mapping[str, torch.Tensor]) -> list[list[str]]:
     """Names that are one tensor."""
     names: dict[object, list[str]] = defaultdict(list)
     for name, tensor in state.items():
-        key: object = id(tensor)
-        if is_whole(tensor) and not tensor.is_meta and tensor.numel():
-            key = tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
-        names[key].append(name)
+        names[memory_of(tensor)].append(name)
     return [one for one in names.values() if len(one) > 1]
 
 

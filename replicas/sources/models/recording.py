@@ -34,6 +34,7 @@ __all__ = ["Arrangement", "Form", "record"]
 
 _COPIES = (torch.ops.aten.clone.default, torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 """Give a tensor with the values of their first argument."""
+_IN_MEMORY = "publish(model) sends it under the names that it has in memory"
 _RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 """Of a copy these give a view; of what was copied perhaps not."""
 
@@ -109,13 +110,17 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         self._alive.append(tensor)  # an id belongs to it as long as it lives
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        options = kwargs or {}
+        # when it is repeated, tensors are where those are that it is repeated with
+        options = {name: one for name, one in (kwargs or {}).items() if name != "device" or str(one) != "meta"}
         if func._schema.is_mutable:
             raise errors.UsageError(
                 f"the conversion of this model writes in place ({func}), which is not supported",
-                hint="publish(model) sends it under the names that it has in memory",
+                hint=_IN_MEMORY,
             )
-        found = func(*args, **options)
+        found = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and id(args[0]) not in self.steps and not args[0].is_meta:
+            self.name(found, _Step(_COPIES[0], (args[0],), {}, None))  # a constant, such as of indices
+            return found
         given, named = tree_map_only(torch.Tensor, self._taken, (args, options))
         for number, tensor in enumerate(found if isinstance(found, (tuple, list)) else ()):
             self.name(tensor, _Step(func, given, named, number))
@@ -124,7 +129,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         return found
 
     def _taken(self, tensor: torch.Tensor) -> object:
-        return _Taken(self.steps[id(tensor)]) if id(tensor) in self.steps else tensor
+        if id(tensor) in self.steps:
+            return _Taken(self.steps[id(tensor)])
+        if tensor.is_meta:  # as of a list of indices, whose values are lost by now
+            text = "the conversion of this model computes with constants on the device of its tensors"
+            raise errors.UsageError(f"{text}, which is not supported", hint=_IN_MEMORY)
+        return tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,7 +171,7 @@ def record(
 def _fail(name: str) -> Arrangement:
     raise errors.UsageError(
         f"the conversion of this model gives {name!r}, which is made of none of its tensors",
-        hint="publish(model) sends it under the names that it has in memory",
+        hint=_IN_MEMORY,
     )
 
 
@@ -169,9 +179,17 @@ def _arranged(
     step: _Step | str, metas: Mapping[str, torch.Tensor], storages: Mapping[int, str], known: dict[int, Any]
 ) -> Arrangement:
     inputs = tuple(dict.fromkeys(_inputs(step)))
+    if not inputs:
+        raise errors.UsageError(
+            "the conversion of this model gives a tensor that is made of none of its tensors", hint=_IN_MEMORY
+        )
     result = _replayed(step, metas, known)
     form = Form.of(result)
-    view = len(inputs) == 1 and storages.get(result.untyped_storage()._cdata) == inputs[0]
+    view = (
+        len(inputs) == 1
+        and result.dtype == metas[inputs[0]].dtype
+        and storages.get(result.untyped_storage()._cdata) == inputs[0]
+    )
     same = view and form == Form.of(metas[inputs[0]])
     offset = result.storage_offset() if view else None
     return Arrangement(inputs, form, offset, same, metas[inputs[0]].stride(), step)

@@ -54,16 +54,24 @@ def check(model: Any, state: Mapping[str, torch.Tensor]) -> None:
 
 
 def _names_of_class(model: Any) -> set[str]:
-    """Names of the tensors that its class makes from its configuration."""
-    from transformers.initialization import no_init_weights
+    """Names of the tensors that its class makes from its configuration; or the nearest
+    class below it that needs no more than that."""
+    import transformers
 
-    kind = type(model)
-    try:
-        with torch.device("meta"), no_init_weights():
-            return set(kind(copy.deepcopy(model.config)).state_dict())  # a constructor may write to it
-    except Exception as error:
-        text = f"hf: {kind.__name__} cannot be made from its configuration: {type(error).__name__}: {error}"
-        raise errors.UsageError(text, hint=_IN_MEMORY) from error
+    failed: Exception | None = None
+    for kind in type(model).__mro__:
+        if not issubclass(kind, transformers.PreTrainedModel) or kind is transformers.PreTrainedModel:
+            continue
+        # under its own name; to initialise meta tensors would only take time
+        bare = type(kind.__name__, (kind,), {"init_weights": lambda self: None, "__module__": kind.__module__})
+        try:
+            with torch.device("meta"):
+                return set(bare(copy.deepcopy(model.config)).state_dict())  # a constructor may write to it
+        except Exception as error:  # noqa: BLE001  # such as another argument that it needs
+            failed = failed or error
+    name = type(model).__name__
+    text = f"hf: {name} cannot be made from its configuration: {type(failed).__name__}: {failed}"
+    raise errors.UsageError(text, hint=_IN_MEMORY) from failed
 
 
 def saved_names(model: Any, state: Mapping[str, torch.Tensor], tied: Iterable[list[str]]) -> list[str]:
@@ -92,7 +100,7 @@ def arrangements(model: Any, forms: Mapping[str, Form]) -> dict[str, Arrangement
         raise errors.UsageError(text, hint="install transformers 5.19 or newer") from error
     try:
         return record(lambda tensors: revert_weight_conversion(model, tensors), forms)
-    except (NotImplementedError, ValueError) as error:
+    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         text = f"hf: transformers cannot name the checkpoint of {type(model).__name__}: {error}"
         raise errors.UsageError(text, hint=_IN_MEMORY) from error
 

@@ -20,7 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-__all__ = ["Unit", "Unwrapped", "copy_modules", "unwrap"]
+from replicas.weights.copies.tensors import is_dtensor
+
+__all__ = ["Unit", "Unwrapped", "copy_modules", "is_whole", "memory_of", "unwrap"]
 
 _HOOKS = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks"),
@@ -84,7 +86,7 @@ class _Copier:
         self._found = found
         self._tensor = tensor
         self._modules: dict[int, nn.Module] = {}
-        self._tensors: dict[int, torch.Tensor] = {}
+        self._tensors: dict[object, torch.Tensor] = {}
 
     def copy(self, module: nn.Module) -> nn.Module:
         inner = _wrapped(module)
@@ -114,9 +116,10 @@ class _Copier:
     def _copy_tensor(self, value: Any) -> Any:
         if value is None:
             return None
-        if id(value) not in self._tensors:
-            self._tensors[id(value)] = self._tensor(value)
-        return self._tensors[id(value)]
+        key = memory_of(value)
+        if key not in self._tensors:
+            self._tensors[key] = self._tensor(value)
+        return self._tensors[key]
 
     def _place_flat(self, wrapper: Any, made: nn.Module) -> None:
         """Put meta tensors where the parameters were that FSDP1 has flattened."""
@@ -130,6 +133,19 @@ class _Copier:
         for name, owner, _, first, first_owner, _ in flat._shared_param_infos:
             stand_in = self._modules[id(first_owner)]._parameters[first]  # type: ignore[assignment]
             self._modules[id(owner)]._parameters[name] = stand_in
+
+
+def is_whole(tensor: torch.Tensor) -> bool:
+    """True if the tensor is not a shard."""
+    return not is_dtensor(tensor) and not hasattr(tensor, "ds_id")
+
+
+def memory_of(tensor: torch.Tensor) -> object:
+    """What is equal for tensors that are tied: views of one memory, in one form."""
+    if not is_whole(tensor) or tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
+        return id(tensor)
+    storage = tensor.untyped_storage()._cdata
+    return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 def _set(module: nn.Module, name: str, parameter: nn.Parameter) -> None:

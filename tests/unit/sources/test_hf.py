@@ -11,6 +11,7 @@ import copy
 import json
 import random
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import Mock
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -215,8 +216,6 @@ def test_frozen_parameters_are_left_out_if_wanted() -> None:
 
 def test_memory_of_a_walk_is_that_of_one_layer() -> None:
     """Of all tensors that a walk gives, merged and split ones, few live at a time."""
-    import weakref
-
     model = tuned("experts", "Qwen3-MoE")
     alive: list[weakref.ref[Any]] = []
     whole = max(one.numel() for one in model.parameters())
@@ -228,6 +227,48 @@ def test_memory_of_a_walk_is_that_of_one_layer() -> None:
         made = sum(one.untyped_storage().nbytes() // 2 for place, one in others.items() if place not in own)
         assert made <= 2 * whole + 2 * 32 * 96
         del tensor, others, found
+
+
+@pytest.mark.parametrize("targets", [["lm_head"], ["embed_tokens"], ["lm_head", "embed_tokens"]])
+def test_names_of_one_memory_are_tied_whatever_the_parameters_are(targets: list[str]) -> None:
+    def tied() -> Any:
+        model = make("Llama, tied")
+        model.lm_head.weight = nn.Parameter(model.model.embed_tokens.weight.detach())
+        with quiet():
+            return randomise(peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets)))
+
+    found = given(hf(tied()))
+    with quiet():
+        whole = tied().merge_and_unload().state_dict()  # not of a copy, which would not be tied
+    assert found.keys() == whole.keys() - {"lm_head.weight"}
+    assert not different(found, {name: one for name, one in whole.items() if name in found})
+
+
+def test_a_source_keeps_no_tensor_of_a_model_that_has_changed() -> None:
+    model = make("Qwen3-MoE")
+    source = hf(model)
+    given(source)
+    old = [weakref.ref(one) for one in model.parameters()]
+    model.load_state_dict({name: one.clone() for name, one in model.state_dict().items()}, assign=True)
+    given(source)
+    assert not [one for one in old if one() is not None]
+
+
+def test_planning_leaves_torchs_initialisation_as_it_is() -> None:
+    before = nn.init.normal_
+    seen: list[object] = []
+
+    class Looking(type(make("Qwen2"))):  # type: ignore[misc]  # made at run time
+        def __init__(self, config: Any, extra: int) -> None:
+            super().__init__(config)
+            seen.append(nn.init.normal_)
+
+    model = make("Qwen2")
+    other = Looking(model.config, 3)
+    other.load_state_dict(model.state_dict())
+    assert names(hf(other)) == names(hf(model))  # its constructor needs more than a configuration
+    assert set(seen) == {before}
+    assert nn.init.normal_ is before
 
 
 # ------------------------------------------------------------ the way back
@@ -251,6 +292,45 @@ def test_a_tensor_that_is_computed_cannot_be_loaded_and_is_named(monkeypatch: py
     assert hf(model).resident() is None
     with pytest.raises(errors.UsageError, match=r"qk.weight' is computed from .*q_proj.weight and .*publish\(model\)"):
         hf(model).destinations()
+
+
+CONSTANTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a list of indices": lambda one: one[[1, 0, *range(2, len(one))]],
+    "a constant on the device": lambda one: one * torch.tensor(2.0, device=one.device),
+    "a value": lambda one: one * one.sum().item(),
+    "a write in place": lambda one: one.clone().mul_(2),
+}
+
+
+@pytest.mark.parametrize("kind", CONSTANTS)
+def test_a_conversion_that_meta_tensors_do_not_show_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inkling2Loop of transformers 5.24 has a list of indices."""
+    from transformers import core_model_loading
+
+    def converted(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: CONSTANTS[kind](one) if name == "lm_head.weight" else one for name, one in tensors.items()}
+
+    monkeypatch.setattr(core_model_loading, "revert_weight_conversion", converted)
+    with pytest.raises(errors.UsageError, match=r"publish\(model\)"):
+        hf(make("Llama")).metadata()
+
+
+def test_a_conversion_by_indices_on_the_device_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import core_model_loading
+
+    def converted(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        found = dict(tensors)
+        for name in ("model.norm.weight", "lm_head.weight"):
+            one = found[name]
+            found[name] = one[torch.arange(len(one) - 1, -1, -1, device=one.device)].to(device=one.device)
+        found["model.embed_tokens.weight"] = found["model.embed_tokens.weight"].view(torch.int16)
+        return found
+
+    model = make("Llama")
+    monkeypatch.setattr(core_model_loading, "revert_weight_conversion", converted)
+    source = hf(model)
+    assert not different(given(source), converted(model, model.state_dict()))
+    assert source.metadata() == [(name, one.dtype, tuple(one.shape)) for name, one in given(source).items()]
 
 
 def test_an_adapted_model_cannot_be_loaded_into() -> None:
@@ -377,6 +457,21 @@ def test_packed_experts_of_shards_cannot_be_loaded_into_and_the_rest_can() -> No
     with pytest.raises(errors.UsageError, match=r"is a part of the sharded model.layers.0.mlp.experts"):
         hf(fsdp2(make("Qwen3-MoE"))).destinations()
     assert hf(fsdp2(make("Qwen2"))).destinations().keys() == names(hf(make("Qwen2")))
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("cast", [False, True])
+def test_a_forward_before_a_publish_does_not_show_under_fsdp2(cast: bool) -> None:
+    """It leaves the outermost parameters gathered, and cast."""
+    options: Any = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)} if cast else {}
+    model = fully_shard(make("Qwen2", torch.float32), **options)
+    wanted = saved(make("Qwen2", torch.float32))
+    source = hf(model)
+    for _ in range(2):
+        model(input_ids=torch.tensor([[1, 2, 3]]))
+        assert {dtype for _, dtype, _ in source.metadata()} == {torch.float32}
+        assert not different(given(source), wanted)
+        assert source.destinations().keys() == wanted.keys()
 
 
 # ------------------------------------------------------------ what is refused
