@@ -18,7 +18,7 @@ from tests.engines.programs.one_url import one_url
 from tests.support.runs import Run, running
 from tests.support.waits import eventually
 
-PROGRAMS = Path(__file__).parent / "programs"
+PROGRAMS = Path(__file__).parent.parent / "programs"
 MODEL = Path(sys.prefix) / "model"
 SERVERS = f"""
 [groups.server]
