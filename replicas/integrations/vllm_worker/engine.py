@@ -154,8 +154,9 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._patches = EnginePatches(self.model, self.device) if init_info.patches and plain else None
 
     def _refuse_old_memories(self) -> None:
-        """Refuse a server with weights that no version replaces, or with a store of
-        what was computed with weights that cannot be cleared.
+        """Refuse a server with weights that no version replaces or that a reload
+        breaks, or with a store of what was computed with weights that cannot be
+        cleared.
 
         :raises replicas.errors.UsageError: it is one.
         """
@@ -168,6 +169,11 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise errors.UsageError(
                 "the server is started with --enable-lora, and vLLM does not reload the layers that it has wrapped",
                 hint="serve without it, or follow a channel of adapters with --lora",
+            )
+        if self._reload.computes_with_freed_scales():
+            raise errors.UsageError(
+                "on a CPU vLLM computes int8 layers with scales whose memory a reload frees, and answers with anything",
+                hint="serve a model that is not quantised, or on a GPU",
             )
         for connector in _without_reset(getattr(self.vllm_config, "kv_transfer_config", None)):
             raise errors.UsageError(

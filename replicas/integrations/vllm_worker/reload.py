@@ -138,6 +138,12 @@ class EngineReload:
         self._places: list[Place] = []
         self.complete = self.has_all = True
 
+    def computes_with_freed_scales(self) -> bool:
+        """Return True if a load frees memory with which a layer computes: on a CPU
+        vLLM's kernels of int8 keep the addresses of scales, which a reload replaces."""
+        schemes = (getattr(layer, "scheme", None) for layer in self._model.modules())
+        return any(hasattr(getattr(scheme, "kernel", None), "dnnl_handler") for scheme in schemes)
+
     def fits(self, manifest: str) -> bool:
         """Return True if a version of this manifest fits, as the last one tried did."""
         return manifest == self._fitting

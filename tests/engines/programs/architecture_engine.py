@@ -24,7 +24,7 @@ from vllm import LLM, SamplingParams
 
 from replicas.sources import hf
 from replicas.testing import FakeRun
-from tests.engines.programs.architectures import ARCHITECTURES, BFLOAT16, IDS, make, true_answer
+from tests.engines.programs.architectures import ARCHITECTURES, BFLOAT16, IDS, TOKENS, greedy_error, make, true_answer
 from tests.field.engines.test_images import image_model
 
 
@@ -34,6 +34,12 @@ def answer(engine: LLM) -> torch.Tensor:
     (found,) = engine.generate({"prompt_token_ids": IDS}, wanted, use_tqdm=False)
     rows: Any = found.prompt_logprobs
     return torch.tensor([row[token].logprob for row, token in zip(rows[1:], IDS[1:], strict=True)])
+
+
+def decoded(engine: LLM) -> list[int]:
+    wanted = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True, detokenize=False)
+    (found,) = engine.generate({"prompt_token_ids": IDS}, wanted, use_tqdm=False)
+    return list(found.outputs[0].token_ids)
 
 
 def error(engine: LLM, of: Any) -> float:
@@ -54,7 +60,7 @@ def main(architecture: str, folder: str, fresh: str = "") -> dict[str, Any]:
     given["skip_tokenizer_init"] = kind != "idefics3"
     llm = LLM(folder, enforce_eager=True, max_model_len=128, **given)
     if fresh:
-        return {"answer": answer(llm).tolist()}
+        return {"answer": answer(llm).tolist(), "decoded": decoded(llm)}
     executor: Any = llm.llm_engine.model_executor
     worker: Any = executor.driver_worker.worker.weight_transfer_engine
     found: dict[str, Any] = {"from disk": error(llm, old), "another model": error(llm, new)}
@@ -65,7 +71,8 @@ def main(architecture: str, folder: str, fresh: str = "") -> dict[str, Any]:
         for prove in (False, True):
             worker.receive_weights(worker.update_info_cls(1, prove=prove))
         worker.finish_weight_update()
-        found |= {"loaded": error(llm, new), "answer": answer(llm).tolist()}
+        found |= {"loaded": error(llm, new), "answer": answer(llm).tolist(), "decoded": decoded(llm)}
+        found["greedy"] = greedy_error(new, found["decoded"])
         worker.shutdown()
     return found
 

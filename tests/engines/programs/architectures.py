@@ -1,4 +1,4 @@
-"""Small models for the released vLLM, by architecture; adapters are merged."""
+"""Small models for released engines, by architecture; adapters are merged."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import peft
 import torch
 import transformers
 
-__all__ = ["ARCHITECTURES", "AS_ITSELF", "BFLOAT16", "IDS", "make", "true_answer"]
+__all__ = ["ARCHITECTURES", "AS_ITSELF", "BFLOAT16", "IDS", "TOKENS", "greedy_error", "make", "true_answer"]
 
 IDS = [5, 77, 13, 200, 9, 42, 7]
+TOKENS = 8
+"""So many are decoded after the prompt."""
 TEXT: Mapping[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 64,
@@ -117,3 +119,12 @@ def true_answer(of: Any) -> torch.Tensor:
         all_of = of(torch.tensor([IDS])).logits[0].float().log_softmax(-1)
     answer: torch.Tensor = all_of[:-1].gather(1, torch.tensor(IDS[1:])[:, None])[:, 0]
     return answer
+
+
+def greedy_error(of: Any, tokens: list[int]) -> float:
+    """By how much the log-probability of a token that an engine has decoded is below
+    that of transformers' best one, at most; 0: they decode the same."""
+    assert len(tokens) == TOKENS
+    with torch.no_grad():
+        rows = of(torch.tensor([[*IDS, *tokens]])).logits[0, len(IDS) - 1 : -1].float().log_softmax(-1)
+    return float((rows.max(-1).values - rows.gather(1, torch.tensor(tokens)[:, None])[:, 0]).max())

@@ -21,14 +21,17 @@ import torch
 from replicas.integrations.shared.model_folder import ModelFolder
 from replicas.sources import hf
 from replicas.testing import FakeRun
-from tests.engines.programs.architectures import ARCHITECTURES, IDS, make, true_answer
+from tests.engines.programs.architectures import ARCHITECTURES, IDS, TOKENS, greedy_error, make, true_answer
+
+
+def complete(engine: Any) -> Any:
+    sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
+    return engine.generate(input_ids=[IDS], sampling_params=sampling, return_logprob=True, logprob_start_len=0)[0]
 
 
 def error(engine: Any, of: Any) -> float:
     """Of log-probabilities, on average, against this model of transformers'."""
-    sampling = {"temperature": 0, "max_new_tokens": 1}
-    found = engine.generate(input_ids=[IDS], sampling_params=sampling, return_logprob=True, logprob_start_len=0)[0]
-    served = torch.tensor([one[0] for one in found["meta_info"]["input_token_logprobs"][1:]])
+    served = torch.tensor([one[0] for one in complete(engine)["meta_info"]["input_token_logprobs"][1:]])
     return float((served - true_answer(of)).abs().mean())
 
 
@@ -46,8 +49,10 @@ def main(architecture: str, folder: str) -> dict[str, Any]:
         rollout = run.join("rollout")
         run.join("trainer").publish(hf(new)).wait(60)
         with rollout.receive().wait() as update, closing(ModelFolder(folder)) as shown:
+            found["misfit"] = shown.misfit(update)
             found["said"] = engine.update_weights_from_disk(str(shown.show(update)))
         found["loaded"] = error(engine, new)
+        found["greedy"] = greedy_error(new, complete(engine)["output_ids"])
     engine.shutdown()
     return found
 

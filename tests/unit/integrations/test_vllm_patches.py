@@ -242,6 +242,9 @@ class Reload:
         self.model, self.dies = model, False
         self.calls: list[str] = []
 
+    def computes_with_freed_scales(self) -> bool:
+        return False
+
     def fits(self, manifest: str) -> bool:
         return True
 
