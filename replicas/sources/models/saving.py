@@ -39,7 +39,7 @@ def check(model: Any, state: Mapping[str, torch.Tensor]) -> None:
         method = getattr(method, "value", method)
         text = f"hf: the {kind} is quantised ({method}), which is not supported"
         raise errors.UsageError(text, hint=f"call its dequantize(), or: {_IN_MEMORY}")
-    if getattr(model, "_tp_size", None):
+    if (getattr(model, "_tp_size", None) or 1) > 1:  # 1 under its FSDP2
         text = f"hf: the {kind} is sharded by transformers' tensor parallelism, which is not supported"
         raise errors.UsageError(text, hint="shard it by FSDP2 (fully_shard)")
     wanted = _names_of_class(model)

@@ -14,6 +14,7 @@ the unit.
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ _HOOKS = (
 """Left out: they are bound to the module that they were registered for."""
 
 
+_CONTAINERS = (dict, OrderedDict, list, set)
 _WRAPPERS = (
     ("torch.nn", "DataParallel", "module"),
     ("torch.nn.parallel", "DistributedDataParallel", "module"),
@@ -104,7 +106,9 @@ class _Copier:
     def _fill(self, made: nn.Module, module: nn.Module) -> None:
         for name, value in module.__dict__.items():
             # what a method of the copy adds to them must not be structure by the model
-            made.__dict__[name] = value.copy() if isinstance(value, (dict, list, set)) else value
+            made.__dict__[name] = value.copy() if type(value) in _CONTAINERS else value
+        for name in ("_parameters", "_buffers", "_modules"):
+            made.__dict__[name] = {}  # ZeRO-3's own kind of dict belongs to its module
         for name in _HOOKS:
             made.__dict__[name].clear()
         made._parameters.update({name: self._copy_tensor(value) for name, value in module._parameters.items()})

@@ -512,6 +512,34 @@ def test_a_quantised_model_is_refused() -> None:
         given(hf(model))
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_tensor_parallelism_of_transformers_is_refused(size: int) -> None:
+    model = make("Qwen2")
+    model._tp_size = size
+    if size == 1:  # as under transformers' own FSDP2
+        assert not different(given(hf(model)), saved(make("Qwen2")))
+        return
+    with pytest.raises(errors.UsageError, match=r"tensor parallelism.*FSDP2"):
+        given(hf(model))
+
+
+class OwnedDict(dict[str, Any]):
+    """As DeepSpeed's ZeRO-3 puts in place of a module's parameters."""
+
+    def __init__(self, owner: nn.Module) -> None:
+        super().__init__()
+        self.owner = owner
+
+
+def test_parameters_in_a_dict_of_another_kind_are_found() -> None:
+    model = make("Qwen2")
+    for module in model.modules():
+        own = OwnedDict(module)
+        own.update(module._parameters)
+        module._parameters = own
+    assert not different(given(hf(model)), saved(make("Qwen2")))
+
+
 def test_two_active_adapters_are_not_one() -> None:
     model = tuned("two")
     with pytest.raises(errors.UsageError, match=r"2 are active \(a, b\).*set_adapter\(\) with one of a, b"):
