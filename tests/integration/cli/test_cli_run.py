@@ -271,7 +271,7 @@ def completed(*words: str) -> list[str]:
 
 
 def test_completion_knows_commands_groups_and_replicas(run: Run) -> None:
-    assert sorted(completed("re")) == ["reload", "reset-failed", "restart"]
+    assert sorted(completed("re")) == ["reload", "report", "reset-failed", "restart"]
     # Again, as a completion does not wait for a busy machine.
     eventually(lambda: completed("restart", "a") == ["a", "a/0", "a/1"], "replicas to restart", timeout_s=40)
     eventually(lambda: completed("scale", "''") == ["a", "b"], "groups to scale", timeout_s=40)
