@@ -11,7 +11,8 @@ slot of shared memory; the order rotates from one repetition to the next.
   ``publish``, ``unmerge_adapter()``.
 
 "peak" is how much the process's resident memory grows beyond what it is before the
-walk of the source, in parts of the model. "changed" is the relative change of the
+walk of the source, in parts of the model; of a mixture of experts with a LoRA on its
+packed experts, too. "changed" is the relative change of the
 frozen weights of a small Qwen2 after 1,000 walks, and after 1,000 times by hand.
 """
 
@@ -52,6 +53,17 @@ QWEN2 = {
     "vocab_size": 256,
     "max_position_embeddings": 64,
 }
+QWEN3_MOE = {
+    "hidden_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 4096,
+    "num_experts": 64,
+    "moe_intermediate_size": 384,
+    "tie_word_embeddings": True,
+}
 BARS = {"publish(hf(adapted))": ("by hand", 1.6), "publish(hf(model))": ("publish(model)", 1.2)}
 """By hand nothing is copied, and the frozen weights are changed."""
 
@@ -64,10 +76,11 @@ def _model(kind: str, config: dict[str, Any]) -> Any:
     return transformers.AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16)
 
 
-def _adapted(model: Any, targets: Any) -> Any:
+def _adapted(model: Any, targets: Any, parameters: list[str] | None = None) -> Any:
     import peft
 
-    found = peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules=targets))
+    config = peft.LoraConfig(r=16, target_modules=targets, target_parameters=parameters)
+    found = peft.get_peft_model(model, config)
     with torch.no_grad():
         for name, one in found.named_parameters():
             if "lora_B" in name:
@@ -137,6 +150,16 @@ def _peak(walk: Callable[[], Iterator[object]]) -> int:
     return _resident_nbytes("VmHWM") - before
 
 
+def _peak_bar(name: str, adapted: Any) -> Bar:
+    source, model = hf(adapted), adapted.base_model.model.model
+    whole = _nbytes(adapted)
+    largest = max(_nbytes(model.layers[0]), model.embed_tokens.weight.nbytes) / whole
+    peak = _peak(lambda: iter(source)) / whole
+    return Bar(
+        f"{name}: a merged walk takes at most the largest layer, {largest:.2f} of the model", peak, peak <= largest
+    )
+
+
 def _changed(walk: Callable[[Any], object], times: int) -> float:
     """Relative change of frozen weights after so many walks."""
     adapted = _adapted(_model("qwen2", QWEN2), ["q_proj", "k_proj", "v_proj"])
@@ -174,13 +197,10 @@ async def main() -> None:
     for name, (beside, most) in BARS.items():
         ratio = statistics.median(a / b for a, b in zip(times[name], times[beside], strict=True))
         bars.append(Bar(f"{name} takes at most {most:g} x {beside}", ratio, ratio <= most))
-    source, whole = hf(adapted), _nbytes(model)
-    peak = _peak(lambda: iter(source)) / whole
-    layer = _nbytes(model.model.layers[0]) / whole
-    largest = max(layer, model.model.embed_tokens.weight.nbytes / whole)
-    bars.append(
-        Bar(f"a merged walk takes at most its largest layer ({largest:.2f} of the model)", peak, peak <= largest)
-    )
+    packed = ["experts.gate_up_proj", "experts.down_proj"]
+    with_experts = _adapted(_model("qwen3_moe", QWEN3_MOE), ["q_proj"], packed)
+    peaks = [_peak_bar("LoRA on linear layers", adapted), _peak_bar("LoRA on packed experts", with_experts)]
+    bars += peaks
     times_changed = 100 if arguments.quick else 1000
     changed = {
         "hf": _changed(lambda one: [None for _ in hf(one)], times_changed),
@@ -190,7 +210,7 @@ async def main() -> None:
     show("models", ("", "ms"), [[name, f"{median * 1e3:.1f}"] for name, median in medians.items()])
     print(f"changed after {times_changed}: hf {changed['hf']:.2g}, by hand {changed['by hand']:.2g}")
     print(*(bar.line() for bar in bars), sep="\n")
-    samples = {"times": times, "peak": peak, "changed": changed}
+    samples = {"times": times, "peak": [bar.figure for bar in peaks], "changed": changed}
     write("bench_models", {"machine": machine(), "busy_before": busy, "samples": samples})
 
 

@@ -7,7 +7,7 @@ For one tuned layer after the other, :class:`Merging` copies the layer with its 
 and lets PEFT's own ``merge_and_unload()`` run on a tuner that has this layer alone.
 What that gives is bit for bit what it would have given for the whole model, whatever
 the method of the adapter. Beside the model, a copy of one layer is in memory, and what
-PEFT computes for it.
+PEFT computes for it; for packed experts, for some of them (:mod:`experts`).
 
 Layers that have a base weight in common (tied embeddings) are merged together.
 """
@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from replicas import errors
+from replicas.sources.models.experts import merge_in_slices
 from replicas.sources.models.unwrapping import Unwrapped, copy_modules
 
 __all__ = ["MERGED", "SAVED", "Merging", "active_adapter", "adapter_tensors", "find_peft_model"]
@@ -121,6 +122,7 @@ class Merging:
         tuner = copy_modules(self._tuner_of(holder), whole)
         try:
             with _quiet():
+                merge_in_slices(tuner.model.children())
                 merged = tuner.merge_and_unload()
             tensors = [
                 one for number in range(len(group)) for one in merged.get_submodule(str(number)).state_dict().values()
