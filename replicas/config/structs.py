@@ -383,9 +383,9 @@ class ChannelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
     transport: Literal["auto", "tcp", "group"] = "auto"
     """Weights go through mapped memory within a host, and between hosts over TCP, from
-    host to host; between GPUs through a process group where one works ("auto"), or
-    never ("tcp"). Or all through process groups first ("group"): set it when processes
-    of one host must not read each other's memory.
+    host to host; with slots on GPUs through a process group where one works ("auto"),
+    or never ("tcp"). Or all through process groups first ("group"): set it when
+    processes of one host must not read each other's memory.
     """
     deadline_s: _Duration = 60.0
     """Longest time of a sync or an operation, unless the call says otherwise. Raise it

@@ -41,7 +41,7 @@ class Carriers(Part):
             return  # it carries no bytes
         if settings.pulls:
             self._hub.spawn(self._prepare(), "carrier")
-        if not settings.pulls or self._hub.gpu:  # between GPUs, versions may go over lanes
+        else:
             self._prepare_lanes()
 
     async def _prepare(self) -> None:

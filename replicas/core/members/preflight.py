@@ -2,9 +2,10 @@
 
 :func:`check_join` compares the newcomer's Hello with that of every other process of the
 channel: torch's release, and, where NCCL would be used, its version, the variables that
-must agree, and the GPUs. NCCL would be used with ``backend = "nccl"``, or with
-``"auto"`` if both processes have a GPU, and only between members that carry bytes.
-Observers are not checked, nor an earlier incarnation that the newcomer replaces.
+must agree, and the GPUs. NCCL would be used where the channel forms process groups at
+all, with ``backend = "nccl"``, or with ``"auto"`` if both processes have a GPU, and
+only between members that carry bytes. Observers are not checked, nor an earlier
+incarnation that the newcomer replaces.
 
 With ``staging = "device"`` every member that carries bytes must have a GPU. Members
 with the same GPU share its memory, and need no NCCL between them.
@@ -47,6 +48,12 @@ MULTI_RANK_VERSION = (2, 30)
 """
 
 
+def sends_by_group(config: ChannelConfig) -> bool:
+    """Return True if a version tries a process group first; else none is formed."""
+    on_device = config.transport == "auto" and config.staging == "device"
+    return not config.encrypt and (config.transport == "group" or on_device)
+
+
 def settings_of(hello: Hello, config: ChannelConfig, heartbeat_interval_s: float) -> ChannelSettings:
     """Return the settings of a process on the channel.
 
@@ -67,7 +74,7 @@ def settings_of(hello: Hello, config: ChannelConfig, heartbeat_interval_s: float
         deadline_s=config.deadline_s,
         slots=config.slots,
         staging=config.staging,
-        pulls=config.transport != "group" and config.staging == "host",
+        pulls=not sends_by_group(config),
         encrypt=config.encrypt,
         adopt_together=config.adopt_together,
         source_ranks="all" if any(party.ranks == "all" for party in config.sources) else "leader",
@@ -137,7 +144,8 @@ def _mismatches(hello: Hello, other: Hello, config: ChannelConfig) -> Iterator[t
         remedy = f"install torch {_release(theirs)} for both, or {_release(mine)}, and start them again"
         yield f"torch {mine}", f"torch {theirs}", remedy
     both = bool(hello.cuda_devices and other.cuda_devices)
-    uses_nccl = config.backend == "nccl" or (config.backend == "auto" and both)
+    groups = config.peers or sends_by_group(config)
+    uses_nccl = groups and (config.backend == "nccl" or (config.backend == "auto" and both))
     if not (uses_nccl and _in_groups(hello, config) and _in_groups(other, config)):
         return
     mine, theirs = hello.nccl_version, other.nccl_version
@@ -149,7 +157,7 @@ def _mismatches(hello: Hello, other: Hello, config: ChannelConfig) -> Iterator[t
         if mine != theirs:
             remedy = f"set {name} to the same value in the environment of both groups, or unset it in both"
             yield f"{name} {mine}", f"{name} {theirs}", remedy
-    if config.staging == "device" and config.transport == "auto" and not config.peers:
+    if config.transport == "auto" and not config.peers:
         return  # members with one GPU share its memory, and are not joined by NCCL
     shared = sorted(set(hello.cuda_devices) & set(other.cuda_devices))
     if config.backend == "nccl" and shared and not (_shares_gpu(hello) and _shares_gpu(other)):

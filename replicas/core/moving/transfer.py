@@ -45,6 +45,7 @@ import msgspec
 from replicas import errors
 from replicas.core.base.effects import WrongBytes
 from replicas.core.base.membership import TRANSFER, TransferState
+from replicas.core.members.preflight import sends_by_group
 from replicas.core.moving.attempt import Attempt, Payload
 from replicas.core.moving.deliveries import Deliveries, Delivery
 from replicas.core.moving.ground import Ground
@@ -123,7 +124,7 @@ class Transfer:
         self._asked_first: frozenset[Member] = frozenset()
         self._answered: set[Member] = set()
         self._misses: dict[Member, int] = {}
-        self._by_lane = self._lanes_fit
+        self._by_lane = sends_by_group(ground.roster.config)
 
     # ------------------------------------------------------------ attempts
 
@@ -269,13 +270,6 @@ class Transfer:
             if found is None or found.concerned:
                 break
         return found
-
-    @property
-    def _lanes_fit(self) -> bool:
-        """True if a lane is tried first: between GPUs, or where it is asked for."""
-        config = self._ground.config
-        on_device = self._copies or (self.payload.device == "cuda" and config.transport == "auto")
-        return not config.encrypt and (config.transport == "group" or on_device)
 
     def _leave_unreached(self) -> None:
         """Leave out members that no holder reaches; catch-up serves them later."""

@@ -12,8 +12,8 @@ import msgspec
 
 from replicas import environ
 from replicas.config.structs import GroupConfig, LogsConfig
-from replicas.config.values import is_loopback
 from replicas.core.lives.lease_times import UNHEARD_S
+from replicas.core.members.preflight import sends_by_group
 from replicas.linux.processes import MARK
 from replicas.supervisor.fleet.context import FleetContext
 from replicas.supervisor.fleet.handle import ShimHandle
@@ -249,15 +249,11 @@ def wants_tee(logs: LogsConfig) -> bool:
 
 
 def _sidecars(context: FleetContext, group: str) -> str:
-    """When ranks of the group need sidecars: probably never if they share memory.
-
-    Members on other machines could not reach a store that listens on loopback.
-    """
+    """When ranks of the group need sidecars: probably never if no group is formed."""
     if not context.on_channel(group):
         return ""
     channels = (one for one in context.config.channels.values() if group in one.groups)
-    soon = any(one.peers or one.transport == "group" or one.staging != "host" for one in channels)
-    return "ahead" if soon or not is_loopback(context.config.store.bind) else "later"
+    return "ahead" if any(one.peers or sends_by_group(one) for one in channels) else "later"
 
 
 def _part_spec(

@@ -141,6 +141,17 @@ async def test_spare_sidecars_are_asked_for_by_one_task_at_a_time(target: Script
         await asyncio.gather(*target.loop.tasks)
 
 
+@pytest.mark.parametrize("pulls", [True, False])
+async def test_a_rank_that_sees_a_gpu_asks_for_no_sidecar_where_versions_are_pulled(
+    target: ScriptedWorld, monkeypatch: pytest.MonkeyPatch, *, pulls: bool
+) -> None:
+    target.hub._introduced = msgspec.structs.replace(target.hello, cuda_devices=("GPU-3",))
+    target.hub.settings = msgspec.structs.replace(target.hub.settings, pulls=pulls)
+    monkeypatch.setattr(target.carriers, "get", lambda: asyncio.sleep(0))
+    target.tell(wire.LaneAhead())
+    assert [task.get_name() for task in target.loop.tasks] == [f"policy: {'carrier' if pulls else 'forkserver'}"]
+
+
 async def test_however_many_wait_for_loads_the_coordinator_is_asked_once(target: ScriptedWorld) -> None:
     """Also by those whose deadline has passed: a router that polls."""
     polls = [target.watches.loaded(5, 0.01) for _ in range(1000)]

@@ -30,12 +30,13 @@ def on_gpu(group: str = "trainer", replica: int = 0, uuid: str = "GPU-a", **more
     return hello(group, replica, cuda_devices=(uuid,), nccl_env=env, **{"nccl_version": "2.28.9", **more})
 
 
-def config(backend: Any = "auto", target_ranks: Any = "all") -> ChannelConfig:
+def config(backend: Any = "auto", target_ranks: Any = "all", transport: Any = "group") -> ChannelConfig:
     return ChannelConfig(
         name="policy",
         sources=(ChannelRole("trainer", "leader"),),
         targets=(ChannelRole("rollout", target_ranks),),
         backend=backend,
+        transport=transport,
     )
 
 
@@ -78,6 +79,12 @@ def test_nccl_is_compared_where_it_would_be_used(backend: str, both: bool, refus
         return
     with pytest.raises(Preflight, match=r"rollout/0/0 has NCCL 2\.27\.1, trainer/0/0 has NCCL 2\.28\.9"):
         check_join(newcomer, [other], config(backend))
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_a_channel_that_forms_no_group_compares_nothing_of_nccl(transport: str) -> None:
+    newcomer = on_gpu("rollout", nccl_version="2.27.1", env={"NCCL_P2P_DISABLE": "1"})
+    check_join(newcomer, [on_gpu()], config("nccl", transport=transport))
 
 
 @pytest.mark.parametrize("name", sorted(NCCL_AGREED))

@@ -10,7 +10,7 @@ import pytest
 
 from replicas import errors
 from replicas import messages as wire
-from replicas.core.members.preflight import check_join, nccl_works
+from replicas.core.members.preflight import check_join, nccl_works, settings_of
 from replicas.messages.identity import Member
 from tests.support.channel_world import SimMember, World, channel_config, peer_config
 from tests.unit.core.members.test_preflight import hello, on_gpu
@@ -83,6 +83,33 @@ def test_a_gpu_of_the_same_name_elsewhere_is_another_one() -> None:
     assert publish(world, trainer) is not None
     assert [offer.role for offer in offers(target)] == ["receive"]
     assert lanes(trainer)[0].backend == "gloo", "NCCL takes no two of one GPU, and for it they have the same"
+
+
+@pytest.mark.parametrize(
+    ("staging", "transport", "forms"),
+    [
+        ("host", "auto", False),
+        ("host", "tcp", False),
+        ("host", "group", True),
+        ("device", "auto", True),
+        ("device", "tcp", False),
+        ("device", "group", True),
+    ],
+)
+def test_a_process_group_is_formed_as_the_channel_says(staging: str, transport: str, *, forms: bool) -> None:
+    """Neither in a publish nor in a catch-up, whatever memory the tensors are in."""
+    world = World(channel_config(staging=staging, transport=transport), machine="a")
+    trainer, target = join(world, "trainer/0/0", "GPU-0"), join(world, "rollout/0/0", "GPU-1", machine="b")
+    settings = settings_of(on_gpu(), channel_config(staging=staging, transport=transport), 1.0)
+    assert settings.pulls != forms, "a rank is told for which of them to get ready"
+    end = publish(world, trainer, hold_s=0.25)
+    late = join(world, "rollout/1/0", "GPU-2", machine="c")
+    world.advance(10.0)
+    assert end is not None
+    assert end.error is None
+    assert 1 in target.held & late.held
+    assert bool(lanes(target)) == bool(lanes(late)) == forms
+    assert ("pull" in {offer.role for sim in (target, late) for offer in offers(sim)}) != forms
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -196,7 +223,7 @@ def test_nccl_may_be_demanded_though_a_gpu_is_shared_in_its_memory() -> None:
     trainer, rollout = on_gpu(), on_gpu("rollout")
     check_join(rollout, [trainer], channel_config(staging="device", backend="nccl"))
     for config in (
-        channel_config(backend="nccl"),
+        channel_config(backend="nccl", transport="group"),
         channel_config(staging="device", backend="nccl", transport="group"),
     ):
         with pytest.raises(errors.Preflight, match="the same one"):
