@@ -117,6 +117,10 @@ class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
     info: dict[str, str] = {}
 
 
+PHASES = ("begin", "wait", "pack", "queue", "form", "map", "transfer", "verify", "acknowledge", "commit")
+"""Phases of a publish in the order in which they begin."""
+
+
 class SyncRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One finished publish.
 
@@ -127,8 +131,9 @@ class SyncRecord(msgspec.Struct, frozen=True, kw_only=True):
     served them. ``lost``: members that did not get it, and ``reasons`` why.
     ``phases``: seconds by phase. ``publisher``: the replica that published. ``held``:
     seconds until all ranks of a replica held it, of the slowest replicas alone, the
-    slowest first. ``error``: why it failed. ``step``: ``meta["step"]``. ``trace``: the
-    W3C ``traceparent`` of the caller of ``publish``.
+    slowest first. ``slowest``: the target that it waited for last, until that held it
+    or was left out. ``error``: why it failed. ``step``: ``meta["step"]``. ``trace``:
+    the W3C ``traceparent`` of the caller of ``publish``.
     """
 
     version: int
@@ -143,6 +148,7 @@ class SyncRecord(msgspec.Struct, frozen=True, kw_only=True):
     lost: tuple[str, ...] = ()
     publisher: str = ""
     held: dict[str, float] = {}
+    slowest: str = ""
     reasons: dict[str, str] = {}
     error: str = ""
     step: float | None = None

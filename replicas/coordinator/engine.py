@@ -61,7 +61,7 @@ class _Outlet:
     def __init__(self) -> None:
         self.due: deque[Effect] = deque()
         self.applying = False
-        self.disk_problem = ""
+        self.disk_problem, self.tried_at = "", 0.0  # of the decision that waits for the disk
 
 
 class Engine:
@@ -317,6 +317,7 @@ class Engine:
 
     def _recorded(self, channel: ChannelState, outlet: _Outlet, decision: CommitDecision) -> bool:
         """Return True once the decision is on disk; else the next tick tries again."""
+        outlet.tried_at = outlet.tried_at or self._now()
         try:
             self.decisions.append(decision)
         except OSError as exc:
@@ -324,7 +325,8 @@ class Engine:
                 outlet.disk_problem = str(exc)
                 log.error("%s: version %d waits to be recorded: %s", decision.channel, decision.version, exc)
             return False
-        outlet.disk_problem = ""
+        outlet.due = deque(effects.with_commit(outlet.due, decision.version, self._now() - outlet.tried_at))
+        outlet.disk_problem, outlet.tried_at = "", 0.0
         channel.told.recorded(decision)
         return True
 
@@ -359,16 +361,14 @@ class Engine:
                 elif isinstance(event, effects.SyncEnded):
                     channel.told.last = event.record
                 elif isinstance(event, effects.StepFell):
-                    text = (
-                        '%s: version %d has meta["step"] = %s after %s: was its trainer restarted without a checkpoint?'
-                    )
+                    text = '%s: version %d has meta["step"] = %s after %s: did its trainer lose its checkpoint?'
                     log.warning(text, event.channel, event.version, event.step, event.before)
                 elif isinstance(event, effects.MemberQuarantined):
                     log.warning("%s: %s is quarantined: %s", event.channel, event.member, event.reason)
                 elif isinstance(event, effects.LoadFailed):
                     what = "refused" if event.kept else "did not load"
-                    name = f"{event.group}/{event.replica}"
-                    log.warning("%s: %s %s version %d: %s", event.channel, name, what, event.version, event.reason)
+                    about = (event.channel, event.group, event.replica, what, event.version, event.reason)
+                    log.warning("%s: %s/%d %s version %d: %s", *about)
                 self._subscribers.emit(event)
 
     async def _read(self, channel: ChannelState, effect: effects.Read) -> None:

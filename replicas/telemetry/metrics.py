@@ -35,7 +35,7 @@ from replicas import errors
 from replicas.core.lives.lifecycle import RestartReason
 from replicas.core.lives.ordering import enough, is_good
 from replicas.messages.carried import OperationKind
-from replicas.status import ChannelStatus, GroupStatus, NodeStatus, ReplicaState, ReplicaStatus, RunStatus
+from replicas.status import PHASES, ChannelStatus, GroupStatus, NodeStatus, ReplicaState, ReplicaStatus, RunStatus
 from replicas.telemetry.tally import START_BUCKETS, SYNC_BUCKETS, Histogram, Tally
 
 Key = tuple[str, ...]
@@ -47,7 +47,7 @@ _MEMBER_STATES = ("live", "joining", "behind", "quarantined", "observing")
 _RESTARTS: Key = get_args(RestartReason)
 _RETRIES = ("lost", "frozen", "failed", "refused", "store")
 _KINDS: Key = get_args(OperationKind)
-_PHASES = ("wait", "pack", "queue", "form", "map", "transfer", "verify", "commit", "total")
+_PHASES = (*PHASES, "total")
 
 
 def _snake(name: str) -> str:
@@ -319,9 +319,7 @@ class Metrics(Collector):
         text = "Seconds of a committed sync."
         spreads = [((name,), found.get("total", none)) for name, found in phases.items()]
         yield self._histogram("sync_duration_seconds", text, ("channel",), SYNC_BUCKETS, spreads)
-        text = (
-            'Seconds of each phase of a committed sync. phase="total" is the sum of the others: leave it out of sums.'
-        )
+        text = 'Seconds of each phase of a committed sync. phase="total" is the whole sync: leave it out of sums.'
         spreads = [
             ((name, phase), found.get(phase, none))
             for name, found in phases.items()

@@ -22,7 +22,7 @@ from replicas.common.aside import Aside
 from replicas.common.logs import Log
 from replicas.telemetry.events import Record
 from replicas.telemetry.spans import Spans
-from replicas.telemetry.tracks import Span, parts
+from replicas.telemetry.tracks import Span, parts, replica_of
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
@@ -143,8 +143,8 @@ class _Writer:
         facts = span.attributes | {"channel": channel}
         caller = TraceContextTextMapPropagator().extract({"traceparent": facts.get("trace", "")})
         about = {name: facts[name] for name in _TOLD if facts.get(name) is not None}
-        if slowest := next(iter(facts.get("held", {}).items()), None):
-            about |= {"slowest": slowest[0], "slowest_s": slowest[1]}
+        if slowest := facts.get("slowest"):
+            about |= {"slowest": slowest, "slowest_s": facts.get("held", {}).get(replica_of(slowest), facts["seconds"])}
         self._known[span.id] = self._end(span, f"publish {channel}", about, caller)
         if len(self._known) > _SYNCS:
             self._known.popitem(last=False)

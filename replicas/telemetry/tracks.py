@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 
 from replicas.core.base import effects
+from replicas.status import PHASES
 from replicas.telemetry import events
 from replicas.telemetry.words import subject
 
-PHASES = ("wait", "pack", "queue", "form", "map", "transfer", "verify", "commit")
-"""Phases of a sync in the order in which they begin."""
+_LAST = ("acknowledge", "commit")
 
 
 class Span(msgspec.Struct, kw_only=True):
@@ -85,10 +85,10 @@ def parts(span: Span) -> Iterator[Span]:
 def _phases(sync: Span) -> Iterator[tuple[str, tuple[float, float]]]:
     seconds: dict[str, float] = sync.attributes.get("phases", {})
     end = sync.end if sync.end is not None else sync.start
-    latest, now = end - seconds.get("commit", 0.0), sync.start
+    latest, now = end - sum(seconds.get(name, 0.0) for name in _LAST), sync.start
     for name in PHASES:
         if lasts := seconds.get(name, 0.0):
-            start = now if name == "commit" else max(sync.start, min(now, latest - lasts))
+            start = now if name in _LAST else max(sync.start, min(now, latest - lasts))
             now = min(end, start + lasts)
             yield name, (start, now)
     if hold := seconds.get("hold", 0.0):

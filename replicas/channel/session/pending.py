@@ -81,12 +81,14 @@ class Receipt(ReceiptData, frozen=True, kw_only=True, eq=False):
     :param wire_nbytes: bytes of weights sent over the network for the version until its
         commit; what is mapped on one host is not sent. 0 for a collective.
     :param seconds: from the first member's call to the verdict.
-    :param phases: seconds by phase. Of a publish: ``wait`` for a free slot, ``pack``
-        (copying into it), ``queue`` behind the version before, ``form`` (a process
-        group), ``map`` (members of the host map the slot), ``transfer`` to other
-        hosts, ``verify`` (digests), ``commit`` (the decision on disk), and with a GPU
-        ``hold``, for which the caller's stream was held. Of a collective that was tried
-        more than once also ``retry``.
+    :param phases: seconds by phase. Of a publish: ``begin`` (until the last rank of the
+        source has called it), ``wait`` for a free slot, ``pack`` (copying into it),
+        ``queue`` behind the version before, ``form`` (a process group), ``map``
+        (members of the host map the slot), ``transfer`` to other hosts, ``verify``
+        (digests), ``acknowledge`` (until each target has answered or is left out),
+        ``commit`` (the decision on disk), and with a GPU ``hold``, for which the
+        caller's stream was held. Of a collective that was tried more than once also
+        ``retry``.
     :param digest: XXH3 digest of the published image, the same on all holders
         (``update.digest``); empty for a collective, and as long as the digests of
         several ranks' parts have not been combined.

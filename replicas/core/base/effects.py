@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterable, Iterator
+from typing import Literal, TypeVar
 
 import msgspec
 
-from replicas.messages import FromCoordinator, SlotPlace
+from replicas.messages import FromCoordinator, PublishEnd, ReceiptData, SlotPlace
 from replicas.messages.identity import Member
 from replicas.status import SyncRecord
 
@@ -274,3 +275,22 @@ class Read(msgspec.Struct, frozen=True):
 
 
 Effect = Send | CommitDecision | SweepStore | ReplaceStore | Keep | LetGo | Read | Event
+
+_Ended = TypeVar("_Ended", ReceiptData, SyncRecord)
+
+
+def with_commit(effects: Iterable[Effect], version: int, seconds: float) -> Iterator[Effect]:
+    """Add to the effects that follow a decision how long its record took."""
+
+    def longer(ended: _Ended) -> _Ended:
+        phases = ended.phases | {"commit": seconds}
+        return msgspec.structs.replace(ended, seconds=ended.seconds + seconds, phases=phases)
+
+    for effect in effects:
+        match effect:
+            case SyncEnded(record=SyncRecord(version=found, outcome="committed") as record) if found == version:
+                yield msgspec.structs.replace(effect, record=longer(record))
+            case Send(message=PublishEnd(receipt=ReceiptData(version=found) as receipt) as end) if found == version:
+                yield Send(effect.member, msgspec.structs.replace(end, receipt=longer(receipt)))
+            case _:
+                yield effect

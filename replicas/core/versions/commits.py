@@ -135,7 +135,7 @@ class Commits:
         if any(one is state and earlier.publish == message.publish for one, earlier in self._unread):
             self._unread.append((state, message))
             return
-        publish = self.publishes.filled(state.member, message)
+        publish = self.publishes.filled(state.member, message, now)
         if publish is None or publish.payload is None:
             return
         publish.payload.filling, publish.payload.digest = None, message.digest
@@ -244,7 +244,7 @@ class Commits:
         Its own number may be committed: decided before the coordinator started again.
         """
         if publish.asked.resumed and publish.version == self.latest and not self._decided_here:
-            publish.receipt = self._receipt(publish, self._holders(publish.version), {}, publish.phases(), now)
+            publish.receipt = self._receipt(publish, self._holders(publish.version), {}, now)
             if self.committed is None and publish.payload is not None:
                 publish.payload.digest = publish.payload.digest or self.decided
                 self.restore(publish.payload)
@@ -292,9 +292,9 @@ class Commits:
         else:
             self._commit(publish, transfer, now)
 
-    def _too_few(self, publish: Publish, text: str) -> errors.PeersLost:
+    def _too_few(self, publish: Publish, text: str, phase: str = "acknowledge") -> errors.PeersLost:
         text = f"version {publish.version} is not committed: {text}"
-        return errors.PeersLost(text, phase="transfer", members=tuple(publish.lost))
+        return errors.PeersLost(text, phase=phase, members=tuple(publish.lost))
 
     def _commit(self, publish: Publish, transfer: Transfer, now: float) -> None:
         payload = transfer.payload
@@ -319,16 +319,14 @@ class Commits:
         self._decide(publish.version, payload.digest, payload)
         self._decided_here = True
         members = transfer.verified | self._holders(publish.version)
-        publish.receipt = self._receipt(publish, members, publish.lost, publish.phases(now - publish.began_at), now)
+        publish.receipt = self._receipt(publish, members, publish.lost, now)
         for state in self._roster.states(transfer.verified):
             state.failures, state.slow = 0, False  # it works in joint transfers
         self._verdict(publish, "committed", now, transfer)
         self._ground.marks.note(publish.group, publish.replica, version=publish.version)
         self._ground.lanes.keep(transfer.lane)
 
-    def _receipt(
-        self, publish: Publish, members: set[Member], lost: dict[str, str], phases: dict[str, float], now: float
-    ) -> ReceiptData:
+    def _receipt(self, publish: Publish, members: set[Member], lost: dict[str, str], now: float) -> ReceiptData:
         return ReceiptData(
             epoch=self._roster.epoch,
             members=tuple(sorted(members)),
@@ -337,7 +335,7 @@ class Commits:
             nbytes=publish.payload.nbytes if publish.payload is not None else 0,
             wire_nbytes=publish.transfer.moved_nbytes if publish.transfer is not None else 0,
             seconds=now - publish.began_at,
-            phases=phases,
+            phases=publish.phases(now),
             version=publish.version,
             staging=self._ground.config.staging,
             digest=self.decided,
@@ -460,6 +458,8 @@ class Commits:
             grace = LAST_WORDS_S if publish.state == "packing" else 0.0
             if not publish.over and now > publish.deadline + grace:
                 self._deadline(publish, now, recovering=recovering)
+        if self.publishes.moving is not None and self.main is not None:
+            self.publishes.moving.awaited = self.main.laggards
         for catch_up in self.catch_ups:
             catch_up.tick(now)
 
@@ -491,12 +491,7 @@ class Commits:
             self._overtaken(publish, now)  # or committed, by the coordinator that was here before
             return
         if publish.state == "packing":
-            replica = self._roster.replica(publish.group, publish.replica)
-            world = max((state.hello.world_size for state in replica), default=1)
-            ranks = self.publishes.unpacked(publish, world)
-            missing = [f"{publish.group}/{publish.replica}/{rank}" for rank in ranks]
-            text = f"version {publish.version}: {', '.join(missing)} did not pack it within {waited}"
-            error = errors.DeadlineExceeded(text, phase="pack", members=missing)
+            error = self._unpacked(publish, waited)
         elif publish.state == "queued" and recovering:
             error = errors.DeadlineExceeded(f"{text} the members to come back to a new coordinator", phase="queue")
         elif publish.state == "queued" and publish.payload is None:
@@ -505,7 +500,7 @@ class Commits:
         elif publish.state == "queued" and self.main is None:
             needed = self._ground.config.min_targets
             there = f"{self._target_replicas()} target replicas are there, min_targets = {needed}"
-            error = self._too_few(publish, there)
+            error = self._too_few(publish, there, phase="queue")
         elif transfer is None or publish.state == "queued":
             error = errors.Busy(f"{text} an earlier version to be done", phase="queue")
         elif transfer.verified and self._ground.config.on_lost == "drop":
@@ -518,9 +513,24 @@ class Commits:
             if transfer.waits_for_slots:
                 error = errors.Busy(text, phase="offer", members=late)
             else:
-                phase = "form" if transfer.state == "offering" else "transfer"
+                moving = "transfer" if transfer.gets_on(now) else "acknowledge"
+                phase = "form" if transfer.state == "offering" else moving
                 error = errors.DeadlineExceeded(text, phase=phase, members=late)
         self.fail(publish, error, now)
+
+    def _unpacked(self, publish: Publish, waited: str) -> errors.DeadlineExceeded:
+        """Return the error of a publish that not all ranks have packed."""
+        replica = self._roster.replica(publish.group, publish.replica)
+        ranks = self.publishes.unpacked(publish, max((state.hello.world_size for state in replica), default=1))
+        late = [rank for rank in ranks if rank not in {member.rank for member in publish.begun}]
+        names = [f"{publish.group}/{publish.replica}/{rank}" for rank in late or ranks]
+        text = f"version {publish.version}: {', '.join(names)} did not "
+        if not late:
+            return errors.DeadlineExceeded(f"{text}pack it within {waited}", phase="pack", members=names)
+        hint = "call publish on every rank of the source, equally often: not under `if rank == 0`"
+        if not any(state.member.rank in late for state in replica):
+            text, hint = f"{text}join, and so did not ", "look into the logs of these ranks"
+        return errors.DeadlineExceeded(f"{text}call publish within {waited}", phase="begin", members=names, hint=hint)
 
 
 def _snake(name: str) -> str:

@@ -30,7 +30,7 @@ from replicas.core.versions.steps import number_in
 from replicas.messages import Filled, Packed, PublishBegin, ReceiptData, WireError
 from replicas.messages.bounds import REASON_LENGTH, text_of, texts_of
 from replicas.messages.identity import Member, ProcessIdentity
-from replicas.status import SyncRecord
+from replicas.status import PHASES, SyncRecord
 
 KEPT_VERDICTS = 16  # a rank that joins late may be this many publishes behind the others
 OPEN_MAX = 256
@@ -38,7 +38,6 @@ OPEN_MAX = 256
 SLOWEST = 16
 """Replicas of which a record says how long each took: the number bounds the event."""
 _TRACE_LENGTH = 128
-_LAST_PHASE = {"packing": "pack", "queued": "queue", "moving": "transfer"}
 
 
 @dataclass(slots=True, eq=False)
@@ -54,12 +53,17 @@ class Publish:
     began_at: float
     deadline: float
     state: PublishState = "packing"
-    begun: set[Member] = field(default_factory=set)
+    begun: dict[Member, float] = field(default_factory=dict)
+    """When each rank began it."""
     packed: dict[Member, Packed] = field(default_factory=dict)
     manifests: dict[Member, bytes] = field(default_factory=dict)
     """Encoded manifests of the ranks that have packed bytes; until the verdict."""
     packed_at: float = 0.0
     moving_at: float = 0.0
+    filled_at: float = 0.0
+    """When the last slot that was sent while it was packed was full."""
+    awaited: set[Member] = field(default_factory=set)
+    """Targets without an answer at the last tick."""
     lost: dict[str, str] = field(default_factory=dict)
     """Reasons by name of the lost member."""
     transfer: Transfer | None = None
@@ -79,24 +83,35 @@ class Publish:
         # without a manifest: a rank that only takes part
         return sorted(member for member, packed in self.packed.items() if packed.manifest_hash)
 
-    def phases(self, total_s: float = 0.0) -> dict[str, float]:
-        """Return seconds by phase, in order; ``commit`` is the rest of ``total_s``.
+    def phases(self, now: float, failed_in: str = "") -> dict[str, float]:
+        """Return seconds by phase until ``now``, in order; the engine sets ``commit``.
 
-        With a GPU also ``hold``: how long the source's streams were held.
+        What no rank has measured is ``pack`` until the slots are full, and then
+        ``acknowledge``; of a publish that failed, the phase ``failed_in``. With a GPU
+        also ``hold``: how long the source's streams were held.
         """
-        transfer, every = self.transfer, self.packed.values()
-        phases = {
-            "wait": max((packed.wait_s for packed in every), default=0.0),
-            "pack": max((packed.pack_s for packed in every), default=0.0),
-            "queue": max(0.0, self.moving_at - self.packed_at),  # moving_at is 0 until its turn
-            "verify": max((packed.digest_s for packed in every), default=0.0),
-        }
+
+        def longest(phase: str) -> float:
+            return max((getattr(packed, f"{phase}_s") for packed in self.packed.values()), default=0.0)
+
+        transfer, moving_at = self.transfer, self.moving_at or now
+        late = [self.begun[member] for member in self.carriers if member in self.begun]
+        parts = max(late, default=self.began_at) - self.began_at, *map(longest, ("wait", "pack", "digest"))
+        phases = dict(zip(("begin", "wait", "pack", "verify"), parts, strict=True))
+        phases["queue"] = max(0.0, moving_at - self.packed_at) if self.packed_at else 0.0
+        last = "pack" if self.packed_at or failed_in not in phases else failed_in
+        phases[last] += max(0.0, (self.packed_at or now) - self.began_at - sum(parts))
         if transfer is not None:
+            filling_s = max(0.0, self.filled_at - moving_at)
+            moved_s = max(filling_s, transfer.form_s + transfer.transfer_s + transfer.verify_s)
             phases |= {"form": transfer.form_s, "map": transfer.map_s, "transfer": transfer.transfer_s}
+            phases["pack"] = max(phases["pack"], filling_s)
             phases["verify"] += transfer.verify_s
-        phases["commit"] = max(0.0, total_s - sum(phases.values()))  # what is left: the record on disk
-        hold_s = max((packed.hold_s for packed in every), default=0.0)
-        return phases | ({"hold": hold_s} if hold_s else {})
+            last = failed_in if failed_in in phases else "acknowledge"
+            phases[last] = phases.get(last, 0.0) + max(0.0, now - moving_at - moved_s - transfer.map_s)
+        phases = {"acknowledge": 0.0} | phases | {"commit": 0.0}
+        phases = {name: phases[name] for name in PHASES if name in phases}
+        return phases | ({"hold": hold_s} if (hold_s := longest("hold")) else {})
 
     def note_holders(self, now: float) -> None:
         """Note when members of which the transfer is done had all of it."""
@@ -108,11 +123,9 @@ class Publish:
         """Return what is told of its end. ``moved``: with the bytes that were sent."""
         self.note_holders(now)
         transfer, receipt, seconds = self.transfer if moved else None, self.receipt, now - self.began_at
-        phases = receipt.phases if receipt is not None else self.phases()
-        if receipt is None:  # it failed in the phase that took the rest
-            rest_s = seconds - sum(phases.values()) + phases.get("hold", 0.0)
-            last = _LAST_PHASE[self.state]
-            phases[last] = phases.get(last, 0.0) + max(0.0, rest_s)
+        failed_in = self.error.phase if self.error is not None else ""
+        phases = receipt.phases if receipt is not None else self.phases(now, failed_in or "")
+        held = {member: self.held.get(member, seconds) for member in self.awaited} or self.held
         replicas: dict[str, float] = {}
         for member, held_s in self.held.items():
             replicas[member.replica_name] = max(held_s, replicas.get(member.replica_name, 0.0))
@@ -131,6 +144,7 @@ class Publish:
             lost=tuple(self.lost),
             publisher=f"{self.group}/{self.replica}",
             held={name: round(held_s, 6) for name, held_s in slowest},
+            slowest=max(held, key=held.__getitem__).name if held else "",
             reasons=texts_of(self.lost),
             error=text_of(self.error.message, REASON_LENGTH) if self.error is not None else "",
             step=number_in(self.meta, "step"),
@@ -277,7 +291,7 @@ class Publishes:
                 channel=self._channel,
                 version=publish.version,
             )
-        publish.begun.add(member)
+        publish.begun.setdefault(member, now)
         return publish
 
     @staticmethod
@@ -308,12 +322,13 @@ class Publishes:
             publish.packed_at = now
             self.queue.append(publish)
 
-    def filled(self, member: Member, message: Filled) -> Publish | None:
+    def filled(self, member: Member, message: Filled, now: float) -> Publish | None:
         """A streaming rank filled its slot; return the publish if not over yet."""
         publish = self.get(member, message.publish)
         packed = publish.packed.get(member) if publish is not None else None
         if publish is None or packed is None or publish.over or not packed.streaming:
             return None
+        publish.filled_at = now
         publish.packed[member] = msgspec.structs.replace(
             packed,
             pack_s=message.pack_s,

@@ -192,6 +192,7 @@ export class Panel {
     if (!one) return this.#unknown(`version ${version} of ${channel}`);
     const facts = [["outcome", one.outcome === "committed" ? "committed" : h("b", { class: "bad" }, words(one.outcome))], ["at", clock(one.end, { date: true })], ["took", duration(one.end - one.start)], ["size", bytes(one.nbytes ?? 0)], ["sent", bytes(one.moved_nbytes ?? 0)],
       ["publisher", one.publisher ? h("a", { href: to("replica", one.publisher) }, one.publisher) : undefined], ["step", one.step === undefined ? undefined : String(one.step)], ["members", String(one.members ?? 0)],
+      ["waited last for", one.slowest ? h("a", { href: to("replica", one.slowest.split("/").slice(0, 2).join("/")) }, one.slowest) : undefined],
       ["loaded by", one.loads ? count(one.loads, "replica") : undefined], ["last loaded by", one.last_loaded ? `${one.last_loaded}, ${duration(one.last_loaded_s)} after the commit` : undefined]];
     const total = one.end - one.start;
     const most = Math.max(1, ...(one.between ?? []).map(([, , nbytes]) => nbytes));

@@ -5,14 +5,16 @@ import { age, ago, bytes, clock, count, duration, some, words } from "./texts.js
 import { to } from "./places.js";
 
 export const PHASES = {
+  begin: "waits until the last rank of the source calls publish",
   wait: "waits for a free slot",
   pack: "copies the weights into the slot",
-  queue: "waits for the version before",
+  queue: "waits for the version before, or for min_targets replicas",
   form: "connects the hosts",
   map: "offers the slot on its own host",
   transfer: "moves the bytes to other hosts",
   verify: "compares digests",
-  commit: "records the commit",
+  acknowledge: "waits until each target has answered or is left out",
+  commit: "writes the decision to disk",
   hold: "holds the GPU's streams, beside the others",
 };
 const FEW = 10;
@@ -129,6 +131,7 @@ function flow(sync) {
 }
 
 function slowest(sync) {
-  const [first] = Object.entries(sync.held ?? {});
-  return first ? h("span", null, h("a", { href: to("replica", first[0]) }, first[0]), ` ${duration(first[1])}`) : "–";
+  const [first] = Object.keys(sync.held ?? {});
+  const name = sync.slowest ? sync.slowest.split("/").slice(0, 2).join("/") : first;
+  return name ? h("span", null, h("a", { href: to("replica", name) }, name), ` ${duration(sync.held?.[name] ?? sync.end - sync.start)}`) : "–";
 }

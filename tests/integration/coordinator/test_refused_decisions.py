@@ -59,7 +59,10 @@ async def _refuse_and_take(world: ChannelWorld, coordinator: Coordinator, monkey
         assert set(refused) == {2}
         assert not watching.done()
         assert not second.done()
-    assert (await second).version == 2
+    receipt = await second
+    assert receipt.version == 2
+    assert receipt.seconds == pytest.approx(sum(receipt.phases.values()), abs=0.05)
+    assert receipt.phases["commit"] > receipt.seconds / 2, receipt.phases
     assert await watching == 2
     await wait_until(lambda: observer.latest == newcomer.latest == 2, "all are told")
     [status] = [status for status in coordinator.channel_statuses() if status.name == "policy"]

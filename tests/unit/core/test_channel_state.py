@@ -536,7 +536,7 @@ def test_min_targets_lost_on_the_way() -> None:
     world.run()
     error = trainer.verdicts[1].error
     assert error is not None
-    assert (error.kind, error.phase) == ("PeersLost", "transfer")
+    assert (error.kind, error.phase) == ("PeersLost", "acknowledge")
     assert first.commits == []
     assert first.held == set()
 
@@ -553,15 +553,27 @@ def test_the_deadline_names_who_was_late() -> None:
     assert (error.kind, error.phase) == ("Busy", "offer")
 
 
-def test_a_rank_that_never_packs_ends_by_the_deadline() -> None:
+@pytest.mark.parametrize(
+    ("joins", "publishes", "phase", "words"),
+    [
+        (True, True, "pack", "did not pack it within 5.0 s"),
+        (True, False, "begin", "did not call publish within 5.0 s"),
+        (False, False, "begin", "did not join, and so did not call publish within 5.0 s"),
+    ],
+)
+def test_a_rank_that_never_packs_ends_by_the_deadline(joins: bool, publishes: bool, phase: str, words: str) -> None:
     world = World(channel_config(sources=(ChannelRole("trainer", "all"),)), {"trainer": GroupShape(world_size=2)})
     first = world.join("trainer/0/0", world_size=2)
-    world.join("trainer/0/1", world_size=2)
+    second = world.join("trainer/0/1", world_size=2) if joins else None
+    if second is not None and publishes:
+        second.publish(deadline_s=5.0)
     publish(world, first, deadline_s=5.0)
     world.advance(6.0)
     error = first.verdicts[1].error
     assert error is not None
-    assert (error.kind, error.phase, error.members) == ("DeadlineExceeded", "pack", ("trainer/0/1",))
+    assert (error.kind, error.phase, error.members) == ("DeadlineExceeded", phase, ("trainer/0/1",))
+    assert error.message == f"version 1: trainer/0/1 {words}"
+    assert ("every rank of the source" in (error.hint or "")) == (joins and not publishes)
 
 
 def test_tensors_that_do_not_fit_the_manifest_are_refused_unless_asked_for() -> None:

@@ -54,8 +54,14 @@ def parent(span: ReadableSpan) -> int:
 
 def test_a_sync_is_a_child_of_its_trainers_span() -> None:
     pulled = {"rollout/0/0": {"trainer/0/0": 7}}
-    more = {"trace": TRACEPARENT, "phases": PHASES, "pulled": pulled, "held": {"rollout/0": 1.25}, "step": 4}
-    found = exported(sync(1, **more), ReplicaLoaded("policy", "rollout", 0, 1, 0.25))
+    more = {
+        "trace": TRACEPARENT,
+        "phases": PHASES,
+        "pulled": pulled,
+        "held": {"rollout/0": 1.25},
+        "slowest": "rollout/0/0",
+    }
+    found = exported(sync(1, **more, step=4), ReplicaLoaded("policy", "rollout", 0, 1, 0.25))
     publish = found["publish policy"]
     context = publish.get_span_context()
     assert context is not None
@@ -63,7 +69,7 @@ def test_a_sync_is_a_child_of_its_trainers_span() -> None:
     assert (publish.start_time, publish.end_time) == (99_000_000_000, 101_000_000_000)
     assert publish.status.is_ok or publish.status.is_unset
     told = attributes(publish)
-    assert (told["replicas.version"], told["replicas.step"], told["replicas.slowest"]) == (1, 4, "rollout/0")
+    assert (told["replicas.version"], told["replicas.step"], told["replicas.slowest"]) == (1, 4, "rollout/0/0")
     assert publish.resource.attributes["service.name"] == "replicas"
     assert publish.resource.attributes["replicas.run"] == "grpo"
     children = {name: span for name, span in found.items() if span is not publish}
