@@ -80,6 +80,8 @@ class _Waiting:
     sock: _socket.socket
     source: bytes
     until: float
+    began: bool = False
+    """It has sent the beginning of a request."""
 
 
 class Door:
@@ -176,7 +178,8 @@ class Door:
         now = self._loop.time()
         for one in self._lobby:
             if one.until <= now:
-                self._refuse(one, "too_many" if one in self._ready else "timeout")
+                # a browser's spare connection, or a probe, has asked for nothing: that is not refused
+                self._refuse(one, "too_many" if one in self._ready else "timeout" if one.began else "")
         if self.waiting:
             self._later(SWEEP_S, self._sweep)
 
@@ -205,6 +208,7 @@ class Door:
         elif ended:
             self._drop(one)
         else:
+            one.began = True
             return False
         return True
 
@@ -223,7 +227,8 @@ class Door:
         self._drop(one)
 
     def _refuse(self, one: _Waiting, reason: str) -> None:
-        self.rules.refused(reason)
+        if reason:
+            self.rules.refused(reason)
         self._drop(one)
 
     def _unwatch(self, one: _Waiting) -> None:

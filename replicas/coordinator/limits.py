@@ -33,7 +33,7 @@ REASONS = (
     "token",  # a wrong token, or none
     "tls",  # TLS and plain HTTP mixed up, or a handshake that fails
     "peer",  # another user's process on the Unix socket
-    "timeout",  # no request or no Hello in time, or an answer that is not read
+    "timeout",  # half a request or no Hello in time, or an answer that is not read
     "too_many",  # more strangers than can be served; the oldest is closed
     "host",  # a foreign host name: DNS rebinding
     "malformed",  # not HTTP, not a message, or invalid values

@@ -275,7 +275,8 @@ class Visit(asyncio.Protocol):
 
     def _late(self) -> None:
         self._timer = None
-        self._port.refused("timeout")
+        if self._head or self._pages is not None:  # else it has asked for nothing, as a browser's spare connection
+            self._port.refused("timeout")
         self.cut()
 
     def pause_writing(self) -> None:
@@ -296,8 +297,6 @@ class Visit(asyncio.Protocol):
         self._goes_on()
         if self._pages is not None:
             self._pages.connection_lost(exc)
-        elif not self._head and self.is_secure:
-            self._port.refused("tls")  # it expected another key, and leaves without a request
         self.left()
 
     def left(self) -> None:

@@ -35,7 +35,7 @@ import replicas
 from replicas import errors
 from replicas import messages as wire
 from replicas.cli.client import Client as CliClient
-from replicas.coordinator import Coordinator, server
+from replicas.coordinator import Coordinator, door, server
 from replicas.trust.certificate import PortKey, make_pem
 from replicas.trust.tokens import JoinToken
 from replicas.trust.way import way_to
@@ -209,7 +209,7 @@ async def test_a_token_of_another_run(coordinator: Coordinator) -> None:
     assert f"the control port at {coordinator.endpoint} has another key than the token names" in error.message
     assert "the token was not sent to it" in error.message
     assert "replicas token" in error.hint
-    await counted(coordinator, "tls")  # the handshake, and then no request
+    await counted(coordinator, "tls")  # the handshake, which it does not end
 
 
 class Between:
@@ -314,6 +314,30 @@ async def test_an_older_tls(coordinator: Coordinator) -> None:
     with pytest.raises(OSError):  # of TLS, or a reset: asyncio sends no alert
         await asyncio.open_connection(host, int(port), ssl=context)
     await counted(coordinator, "tls")
+
+
+@pytest.mark.parametrize("leaves", ["connected", "after the handshake", "by the port"])
+async def test_a_connection_that_asks_for_nothing_is_not_refused(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch, leaves: str
+) -> None:
+    """A browser's spare connection, a probe that looks at the certificate."""
+    monkeypatch.setattr(door, "REQUEST_TIMEOUT_S", 0.3)
+    host, port = coordinator.endpoint.split(":")
+    context = None if leaves == "connected" else context_of(coordinator)
+    reader, writer = await asyncio.open_connection(host, int(port), ssl=context)
+    if leaves == "by the port":
+        assert await ended(reader) == b""
+    writer.close()
+    assert coordinator._server is not None
+    visits = coordinator._server.visits
+    await wait_until(lambda: not visits and not waiting(coordinator), "the end of the connection")
+    assert not any(coordinator.refused().values())
+
+
+def waiting(coordinator: Coordinator) -> int:
+    assert coordinator._server is not None
+    assert coordinator._server._door is not None
+    return coordinator._server._door.waiting
 
 
 def hello() -> bytes:
