@@ -178,7 +178,7 @@ class Door:
         now = self._loop.time()
         for one in self._lobby:
             if one.until <= now:
-                # a browser's spare connection, or a probe, has asked for nothing: that is not refused
+                # a browser's spare connection, or a probe, asked for nothing
                 self._refuse(one, "too_many" if one in self._ready else "timeout" if one.began else "")
         if self.waiting:
             self._later(SWEEP_S, self._sweep)

@@ -108,7 +108,7 @@ async def ended(reader: asyncio.StreamReader) -> bytes:
 async def test_a_connection_without_a_request_is_closed(
     coordinator: Coordinator, bystander: Client, monkeypatch: pytest.MonkeyPatch, bytes_of_it: bytes
 ) -> None:
-    """One that has asked for nothing (a browser's spare one, a probe) is not refused."""
+    """One that asks for nothing (a browser's spare one, a probe) is not refused."""
     monkeypatch.setattr(door, "REQUEST_TIMEOUT_S", 0.2)
     reader, writer = await connect(coordinator)
     writer.write(bytes_of_it)
