@@ -30,6 +30,7 @@ from typing import Any
 
 import ray
 from msgspec.structs import replace
+from ray.exceptions import AuthenticationError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -49,6 +50,9 @@ log = logging.getLogger("replicas.integrations.ray")
 
 GROUP_LABEL = "group"
 _AGAIN_S = 1.0
+_TOKEN = (
+    "if it asks for a token, set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file with it (~/.ray/auth_token)"
+)
 
 
 def run(config: Config, *, address: str | None = None) -> int:
@@ -74,12 +78,14 @@ def run(config: Config, *, address: str | None = None) -> int:
 
 
 def _connect(address: str) -> None:
+    """Connect to a cluster. With a wrong token Ray finds none, after 20 s."""
     try:
         ray.init(address=address, configure_logging=False)
     except ConnectionError as error:
-        raise errors.UsageError(
-            f"no Ray cluster: {_words(error)}", hint="start one with `ray start --head`, or name it with --address"
-        ) from error
+        hint = f"start one with `ray start --head`, or name it with --address; {_TOKEN}"
+        raise errors.UsageError(f"no Ray cluster: {_words(error)}", hint=hint) from error
+    except AuthenticationError as error:
+        raise errors.UsageError(f"the Ray cluster refuses this program: {_words(error, 1)}", hint=_TOKEN) from error
     except (RuntimeError, ValueError) as error:  # another release of Ray or Python; no address
         raise errors.UsageError(
             f"the Ray cluster cannot be used: {_words(error)}",
