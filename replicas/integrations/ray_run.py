@@ -30,7 +30,6 @@ from typing import Any
 
 import ray
 from msgspec.structs import replace
-from ray.exceptions import AuthenticationError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -84,7 +83,7 @@ def _connect(address: str) -> None:
     except ConnectionError as error:
         hint = f"start one with `ray start --head`, or name it with --address; {_TOKEN}"
         raise errors.UsageError(f"no Ray cluster: {_words(error)}", hint=hint) from error
-    except AuthenticationError as error:
+    except ray.exceptions.AuthenticationError as error:
         raise errors.UsageError(f"the Ray cluster refuses this program: {_words(error, 1)}", hint=_TOKEN) from error
     except (RuntimeError, ValueError) as error:  # another release of Ray or Python; no address
         raise errors.UsageError(

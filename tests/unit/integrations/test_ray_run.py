@@ -28,6 +28,10 @@ class RayError(Exception):
     pass
 
 
+class AuthenticationError(RayError):
+    pass
+
+
 class Ray:
     """Bundles that were asked for and not given back, and the agents in them."""
 
@@ -59,7 +63,7 @@ class Ray:
 
     def modules(self) -> dict[str, ModuleType]:
         remote = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self.actor))
-        exceptions = SimpleNamespace(RayError=RayError)
+        exceptions = SimpleNamespace(RayError=RayError, AuthenticationError=AuthenticationError)
         return {
             "ray": module(
                 remote=lambda _: remote, kill=self.kill, exceptions=exceptions, init=lambda **k: self.init(**k)
@@ -243,5 +247,14 @@ def test_a_cluster_that_cannot_be_used_is_no_bug(ray: Ray, ray_run: Any) -> None
     with pytest.raises(errors.UsageError, match=r"Ray: 2\.9 .* Ray: 2\.10"):
         ray_run.run(config())
     ray.init = none
-    with pytest.raises(errors.UsageError, match=r"ray start --head"):
+    with pytest.raises(errors.UsageError, match=r"ray start --head.*RAY_AUTH_MODE=token"):
+        ray_run.run(config())
+
+
+def test_a_cluster_that_asks_for_a_token_is_no_bug(ray: Ray, ray_run: Any) -> None:
+    def refuse(**_: Any) -> None:
+        raise AuthenticationError("no token was found.\nSee the documentation")
+
+    ray.init = refuse
+    with pytest.raises(errors.UsageError, match=r"refuses this program: no token was found.*RAY_AUTH_MODE=token"):
         ray_run.run(config())
