@@ -20,6 +20,11 @@ def combined(blocks: Iterable[bytes]) -> str:
     return xxhash.xxh3_128_hexdigest(b"".join(blocks))
 
 
+def block_range(number: int, nbytes: int) -> tuple[int, int]:
+    """First byte of a block of ``nbytes`` bytes, and the one behind its last."""
+    return number * BLOCK_NBYTES, min(nbytes, (number + 1) * BLOCK_NBYTES)
+
+
 class Asking:
     """Which blocks of an image are still to be asked for. Not thread-safe.
 
@@ -78,5 +83,4 @@ class Asking:
 
     def range_of(self, number: int) -> tuple[int, int]:
         """First byte of the block, and the one behind its last."""
-        start = number * BLOCK_NBYTES
-        return start, min(self.nbytes, start + BLOCK_NBYTES)
+        return block_range(number, self.nbytes)

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Sequence
 
 from replicas.carry import delta
-from replicas.carry.blocks import BLOCK_NBYTES
+from replicas.carry.blocks import BLOCK_NBYTES, block_range
 from replicas.carry.image import Image, Withdrawn
 
 AGAIN = 16
@@ -83,7 +83,7 @@ class Deltas:
         """The block in base and image; None: no delta is made of it."""
         if self._base is None or self._data is None or self._vain >= VAIN:
             return None
-        block = slice(number * BLOCK_NBYTES, min((number + 1) * BLOCK_NBYTES, self._nbytes))
+        block = slice(*block_range(number, self._nbytes))
         return self._base[block], self._data[block]
 
     def _make(self, number: int, old: memoryview, new: memoryview) -> None:

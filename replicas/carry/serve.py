@@ -49,7 +49,7 @@ from dataclasses import dataclass, field
 import xxhash
 
 from replicas.carry import greeting, tls
-from replicas.carry.blocks import BLOCK_NBYTES
+from replicas.carry.blocks import BLOCK_NBYTES, block_range
 from replicas.carry.differences import Deltas
 from replicas.carry.image import Image, Withdrawn
 from replicas.linux.sockets import round_trip_s
@@ -277,13 +277,15 @@ class Server:
                 if kind == DIGESTS:
                     self._send_digests(sock, offered.image)
                     continue
-                if kind == CHANGES and far:
-                    self._ahead_until = time.monotonic() + AHEAD_S
-                if kind in (RANGE, CHANGES) and start < end <= offered.image.nbytes:
-                    if kind == RANGE or not self._send_changes(sock, offered, start, end):
-                        self._send_range(sock, offered, start, end)
-                else:
+                if not start < end <= offered.image.nbytes or kind not in (RANGE, CHANGES):
                     raise ConnectionError("it asks for bytes that the version has not")
+                if kind == CHANGES:
+                    # the delta is kept for all: it must be of a whole block
+                    if (start, end) != block_range(start // BLOCK_NBYTES, offered.image.nbytes):
+                        raise ConnectionError("it asks for the changes of less or more than a block")
+                    self._ahead_until = time.monotonic() + AHEAD_S if far else self._ahead_until
+                if kind == RANGE or not self._send_changes(sock, offered, start, end):
+                    self._send_range(sock, offered, start, end)
             except Withdrawn:
                 _say_over(sock)
                 raise

@@ -6,6 +6,7 @@ Covers: carry/greeting.py, carry/holders.py, carry/serve.py, carry/pull.py.
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import socket
 import threading
@@ -384,6 +385,29 @@ def test_what_has_changed_is_sent_and_served_on(threads: Threads, data: bytes, b
             assert 12345 < one.received_nbytes < 12345 + 500, "the last block, and three deltas"
             assert one.landed_nbytes == len(data)
             assert one.again == 0
+
+
+@pytest.mark.parametrize(
+    ("start", "end"), [(0, CHUNK_NBYTES), (CHUNK_NBYTES, 2 * CHUNK_NBYTES), (0, 1), (0, 2 * BLOCK_NBYTES)]
+)
+def test_changes_of_less_or_more_than_a_block_are_not_made(
+    threads: Threads, data: bytes, base: bytes, start: int, end: int
+) -> None:
+    """They would be made of a block that is half packed, and kept for all."""
+    with hosts(threads, "trainer/0/0") as (host,):
+        image = host.serves(data, filled=2 * CHUNK_NBYTES, base=base)
+        half = 2 * CHUNK_NBYTES
+        os.pwrite(image.fd, base[half:BLOCK_NBYTES], OFFSET + half)
+        with closing(host.dial()) as sock:
+            sock.sendall(ASK.pack(CHANGES, start, end))
+            assert sock.recv(1) == b"", "the connection is over, at once"
+        os.pwrite(image.fd, data[half:BLOCK_NBYTES], OFFSET + half)
+        image.fill(0, len(data))
+        one, memory = a_pull(threads, len(data), base=base)
+        assert run(one, threads, host.holder, digest=combined(digests(data))) == combined(digests(data))
+        assert memory[OFFSET:] == data
+        assert (one.wrong, one.again) == ({}, 0)
+        assert one.received_nbytes < 12345 + 500
 
 
 @pytest.mark.parametrize(("here", "there"), [(True, False), (False, True)])
