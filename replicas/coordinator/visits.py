@@ -255,7 +255,7 @@ class Visit(asyncio.Protocol):
         """A response is over: a peer that does not read what is left is cut."""
         if kind == "websocket":  # a route of others', whose protocol has taken over the transport
             self.left()
-        elif self.transport.is_closing():
+        elif self.transport.is_closing() and self in self._port.visits:  # else it has left, as who closes the page
             self._wait(STALL_TIMEOUT_S)
 
     def cut(self) -> None:

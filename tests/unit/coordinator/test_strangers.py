@@ -6,11 +6,16 @@ Covers: coordinator/door.py, coordinator/visits.py, coordinator/websocket.py.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from replicas.coordinator.addresses import LOOPBACK, AllowedHosts, source_of
 from replicas.coordinator.limits import Bounded
-from replicas.coordinator.visits import authorization_of, head_nbytes
+from replicas.coordinator.visits import Visit, authorization_of, head_nbytes
 
 
 def test_the_oldest_gives_way_and_one_source_has_half() -> None:
@@ -83,3 +88,61 @@ def test_names_of_others(value: str) -> None:
     assert "does not answer to the name" in LOOPBACK_PORT.problem(["localhost", value])
     assert AllowedHosts("0.0.0.0", "0.0.0.0").problem([value]) == ""
     assert AllowedHosts("10.0.0.1", "10.0.0.1").problem([value]) == ""
+
+
+class Transport(asyncio.Transport):
+    """Of a connection whose end is what the test says."""
+
+    def is_closing(self) -> bool:
+        return True
+
+    def abort(self) -> None:
+        """It has ended."""
+
+
+class Timer:
+    """One that the test fires, unless it was cancelled."""
+
+    def __init__(self, _: float, what: Callable[[], object]) -> None:
+        self.what = what
+
+    def cancel(self) -> None:
+        self.what = bool
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("events", "reasons"),
+    [
+        ("", []),  # a spare connection, on which nothing comes
+        ("request answer", ["timeout"]),  # which it does not read
+        ("request answer end", []),
+        ("request end answer", []),  # it closes the page while a stream of it is open
+    ],
+)
+async def test_a_visitor_that_leaves_is_not_refused(
+    monkeypatch: pytest.MonkeyPatch, events: str, reasons: list[str]
+) -> None:
+    timers: list[Timer] = []
+
+    def call_later(delay: float, what: Callable[[], object]) -> Timer:
+        timers.append(Timer(delay, what))
+        return timers[-1]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "call_later", call_later)
+    refused: list[str] = []
+    rules = SimpleNamespace(unproven=Bounded(1), strangers=Bounded(1))
+    port: Any = SimpleNamespace(rules=rules, visits=set(), refused=refused.append)
+    visit = Visit(port)
+    visit.connection_made(Transport())
+    for event in events.split():
+        if event == "request":
+            visit._goes_on()
+            visit._pages = asyncio.Protocol()
+        elif event == "answer":
+            visit.finish("http")
+        else:
+            visit.connection_lost(None)
+    for timer in timers:
+        timer.what()
+    assert refused == reasons
