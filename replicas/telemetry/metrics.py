@@ -17,6 +17,7 @@ them at 0: an increase can be seen of a series that was there before.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import platform
 import re
@@ -26,7 +27,8 @@ from typing import Any, NamedTuple, get_args
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -202,6 +204,22 @@ def _behind(replica: ReplicaStatus, channel: ChannelStatus) -> int | None:
     return None if loaded is None else max(0, channel.committed_version - loaded)
 
 
+def _prefers_openmetrics(accept: str) -> bool:
+    """Whether an Accept header has OpenMetrics 1.0.0, and not plain text before it.
+
+    The function of prometheus-client echoes any version, and ignores ``q=0``.
+    """
+    weights = {"application/openmetrics-text": 0.0, "text/plain": 0.0}
+    for one in accept.lower().split(","):
+        kind, *given = (part.strip() for part in one.split(";"))
+        options = dict(part.partition("=")[::2] for part in given)
+        if kind == "text/plain" or (kind in weights and options.get("version", "1.0.0").strip('"') == "1.0.0"):
+            with contextlib.suppress(ValueError):
+                weights[kind] = max(weights[kind], float(options.get("q", "1")))
+    wanted, plain = weights.values()
+    return wanted > 0 and wanted >= plain
+
+
 class Metrics(Collector):
     """The metrics of one run, from its status and counters at each scrape."""
 
@@ -227,11 +245,9 @@ class Metrics(Collector):
         :param accept: the Accept header of a scrape, which may ask for OpenMetrics.
             Default: Prometheus' text format, version 0.0.4.
         """
-        try:
-            encode, content_type = choose_encoder(accept)
-        except (TypeError, ValueError):  # a version that is no number
-            encode, content_type = choose_encoder("")
-        return encode(self._registry), content_type
+        if _prefers_openmetrics(accept):
+            return openmetrics.generate_latest(self._registry), openmetrics.CONTENT_TYPE_LATEST  # type: ignore[no-untyped-call]  # of 0.26
+        return generate_latest(self._registry), "text/plain; version=0.0.4; charset=utf-8"
 
     def collect(self) -> Iterator[Metric]:
         status, tally = self._status(), self._tally()

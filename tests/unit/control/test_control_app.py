@@ -106,21 +106,36 @@ async def test_status_is_the_runs_status_as_json() -> None:
     assert msgspec.json.decode(response.content, type=RunStatus) == Fake().status()
 
 
+TEXT = "text/plain; version=0.0.4; charset=utf-8"
+OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+
+
 @pytest.mark.parametrize(
     ("accept", "kind"),
     [
-        ("*/*", "text/plain; version=0.0.4; charset=utf-8"),
-        ("application/openmetrics-text;version=new", ""),  # up to the release of prometheus-client
-        (
-            "application/openmetrics-text;version=1.0.0;q=0.6,text/plain;version=0.0.4;q=0.5",
-            "application/openmetrics-text; version=1.0.0; charset=utf-8",
+        ("*/*", TEXT),
+        ("application/openmetrics-text;version=new", TEXT),
+        ("application/openmetrics-text; version=2.0.0", TEXT),
+        ("application/openmetrics-text;version=0.0.1", TEXT),
+        ("application/openmetrics-text;version=1.0.0;q=0", TEXT),
+        ("application/openmetrics-text;q=x, text/plain;version=1.0.0", TEXT),
+        ("application/openmetrics-text;version=1.0.0;q=0.4,text/plain;version=0.0.4;q=0.5", TEXT),
+        ("application/openmetrics-text", OPENMETRICS),
+        ('Application/OpenMetrics-Text ; Version="1.0.0"', OPENMETRICS),
+        ("application/openmetrics-text;version=2.0.0,application/openmetrics-text;version=1.0.0;q=0.3", OPENMETRICS),
+        ("application/openmetrics-text;version=1.0.0;q=0.6,text/plain;version=0.0.4;q=0.5", OPENMETRICS),
+        (  # of Prometheus 3
+            "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,application/openmetrics-text;"
+            "version=0.0.1;q=0.5,text/plain;version=1.0.0;escaping=allow-utf-8;q=0.4,text/plain;version=0.0.4;q=0.3,"
+            "*/*;q=0.2",
+            OPENMETRICS,
         ),
     ],
 )
 @pytest.mark.parametrize("encoding", ["", "gzip"])
 async def test_metrics_in_the_formats_of_prometheus(accept: str, kind: str, encoding: str) -> None:
     response = await ask(Fake(), "/metrics", accept=accept, **{"accept-encoding": encoding})
-    assert response.headers["content-type"].startswith(kind)
+    assert response.headers["content-type"] == kind
     assert response.headers.get("content-encoding", "") == encoding
     assert response.content == Fake().scrape(accept)[0], "httpx has unpacked it"
     parse = openmetrics if "openmetrics" in response.headers["content-type"] else text_string_to_metric_families
