@@ -117,6 +117,8 @@ class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
     info: dict[str, str] = {}
 
 
+WAIT_S = 2.0
+"""What waits for longer says for what, in the log and the headline."""
 PHASES = ("begin", "wait", "pack", "queue", "form", "map", "transfer", "verify", "acknowledge", "commit")
 """Phases of a publish in the order in which they begin."""
 
@@ -159,8 +161,9 @@ class PublishStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One publish that is under way.
 
     ``state``: it is ``packing`` on its ranks, ``queued`` behind another version, or
-    ``moving`` to its targets. ``seconds``: since it began. ``waits_for``: the members
-    that it waits for, up to 16 of them; ``waiting``: how many there are.
+    ``moving`` to its targets. ``seconds``: since it began; ``left_s``: until its
+    deadline. ``waits_for``: the members that it waits for, up to 16 of them;
+    ``waiting``: how many there are.
     """
 
     version: int
@@ -169,6 +172,13 @@ class PublishStatus(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     waits_for: tuple[str, ...] = ()
     waiting: int = 0
+    left_s: float = 0.0
+
+    @property
+    def waits(self) -> str:
+        """What it waits for, as in "waits ..."; empty: for no member."""
+        more = f" and {self.waiting - 1} more" if self.waiting > 1 else ""
+        return f"for {self.waits_for[0]}{more}" if self.waits_for else ""
 
 
 class ChannelStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -185,6 +195,7 @@ class ChannelStatus(msgspec.Struct, frozen=True, kw_only=True):
     served different ones, as ``committed_at``; None: they serve one, or none.
     ``adopt_together``: as in the config. ``sources``, ``targets``, ``peers``: groups
     that have these roles. ``under_way``: publishes that have not ended.
+    ``disk_problem``: why the disk does not take a decision, which waits for that.
     """
 
     name: str
@@ -210,6 +221,7 @@ class ChannelStatus(msgspec.Struct, frozen=True, kw_only=True):
     targets: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()
     under_way: tuple[PublishStatus, ...] = ()
+    disk_problem: str = ""
 
 
 class StoreStatus(msgspec.Struct, frozen=True, kw_only=True):

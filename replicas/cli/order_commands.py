@@ -31,6 +31,7 @@ from replicas.core.lives.lifecycle import SETTLED
 from replicas.core.lives.ordering import GOOD, enough, is_good
 from replicas.errors import DeadlineExceeded, Disconnected, UsageError, WorldError
 from replicas.status import GroupStatus, ReplicaStatus, RunStatus
+from replicas.telemetry.words import some
 
 _LOOK_AGAIN_S = 0.2
 _SCALED_S = 600.0
@@ -294,5 +295,4 @@ def unready(status: RunStatus, target: str | None) -> list[ReplicaStatus]:
 
 
 def _named(found: list[ReplicaStatus]) -> str:
-    words = [f"{one.name} ({one.reason or one.state})" for one in found[:4]]
-    return ", ".join(words) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
+    return some([f"{one.name} ({one.reason or one.state})" for one in found], 4)

@@ -301,8 +301,7 @@ def _top_channel_row(channel: ChannelStatus, replicas: Iterable[ReplicaStatus], 
 
 
 def _under_way(publish: PublishStatus) -> str:
-    more = f" and {publish.waiting - 1} more" if publish.waiting > 1 else ""
-    waits = f", waits for {publish.waits_for[0]}{more}" if publish.waits_for else ""
+    waits = f", waits {publish.waits} ({publish.left_s:.0f} s at most)" if publish.waits else ""
     return f"{publish.version} {publish.state} for {duration_text(publish.seconds)}{waits}"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from replicas.core.channel_state import ChannelState
 from replicas.core.versions.publishes import SLOWEST, Publish
@@ -36,7 +36,18 @@ def _under_way(channel: ChannelState, publish: Publish, now: float) -> PublishSt
         seconds=max(0.0, now - publish.began_at),
         waits_for=tuple(names[:SLOWEST]),
         waiting=len(names),
+        left_s=max(0.0, publish.deadline - now),
     )
+
+
+def publish_waits(channels: Iterable[ChannelState], now: float) -> dict[str, str]:
+    """Return what publishes under way wait for, as in "waits ...", by their names."""
+    return {
+        f"version {one.version} of {channel.config.name}": f"{one.waits}, {one.left_s:.0f} s at most"
+        for channel in channels
+        for one in (_under_way(channel, publish, now) for publish in channel.commits.publishes.open())
+        if one.waits
+    }
 
 
 def channel_status(channel: ChannelState, now: float) -> ChannelStatus:
@@ -67,6 +78,7 @@ def channel_status(channel: ChannelState, now: float) -> ChannelStatus:
         digest=digest,
         members=tuple(members),
         last_sync=told.last,
+        disk_problem=told.disk_problem,
         step=number_in(meta, "step"),
         step_before=None if fell is None else fell.before,
         slots=channel.config.slots,

@@ -61,7 +61,7 @@ class _Outlet:
     def __init__(self) -> None:
         self.due: deque[Effect] = deque()
         self.applying = False
-        self.disk_problem, self.tried_at = "", 0.0  # of the decision that waits for the disk
+        self.tried_at = 0.0  # of the decision that waits for the disk
 
 
 class Engine:
@@ -321,12 +321,12 @@ class Engine:
         try:
             self.decisions.append(decision)
         except OSError as exc:
-            if outlet.disk_problem != str(exc):
-                outlet.disk_problem = str(exc)
+            if channel.told.disk_problem != str(exc):
+                channel.told.disk_problem = str(exc)
                 log.error("%s: version %d waits to be recorded: %s", decision.channel, decision.version, exc)
             return False
         outlet.due = deque(effects.with_commit(outlet.due, decision.version, self._now() - outlet.tried_at))
-        outlet.disk_problem, outlet.tried_at = "", 0.0
+        channel.told.disk_problem, outlet.tried_at = "", 0.0
         channel.told.recorded(decision)
         return True
 

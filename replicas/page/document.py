@@ -28,7 +28,7 @@ _MOMENTS = {
 }
 _MOMENTS_BY_CHANNEL = {"lag_s": "behind_since", "open_s": "open_since"}
 """Ages of a status, and how the document calls their moments."""
-_JITTER = frozenset({*_MOMENTS.values(), *_MOMENTS_BY_CHANNEL.values(), "beat", "lag_s"})
+_JITTER = frozenset({*_MOMENTS.values(), *_MOMENTS_BY_CHANNEL.values(), "beat", "lag_s", "until"})
 _ELSEWHERE: dict[type, frozenset[str]] = {
     RunStatus: frozenset({"groups", "channels", "nodes", "store", "event_loop_lag_s", "newest_event"}),
     GroupStatus: frozenset({"replicas"}),
@@ -43,7 +43,10 @@ Tree = dict[str, Any]
 def document(status: RunStatus, now: float) -> Tree:
     """Describe a status of the time ``now`` (seconds since 1970)."""
     judged = verdict(status, now)
-    troubles = {one.text: {"level": one.level, "about": one.about, "since": one.since} for one in judged.troubles}
+    troubles = {
+        one.text: {"level": one.level, "about": one.about, "since": one.since, "until": one.until}
+        for one in judged.troubles
+    }
     run = {**_own(status, now), "lag_s": round(status.event_loop_lag_s, 1), "store": status.store.up}
     return {
         "run": run,
@@ -84,6 +87,8 @@ def _own(struct: msgspec.Struct, now: float) -> Tree:
             moments = {channel: round(now - age_s, 2) for channel, age_s in value.items() if age_s > 0}
             if moments:
                 found[_MOMENTS_BY_CHANNEL[name]] = moments
+        elif name == "left_s":
+            found["until"] = round(now + value, 2)
         elif name == "heartbeat_age_s":
             if value > LATE_S:
                 found["beat"] = round(now - value, 2)

@@ -14,7 +14,8 @@ import msgspec
 
 from replicas.core.lives.lifecycle import SETTLED
 from replicas.core.lives.ordering import GOOD, enough
-from replicas.status import ChannelStatus, GroupStatus, ReplicaState, ReplicaStatus, RunStatus
+from replicas.status import WAIT_S, ChannelStatus, GroupStatus, ReplicaState, ReplicaStatus, RunStatus
+from replicas.telemetry.words import count_text, some
 
 Level = Literal["bad", "warn", "note"]
 LATE_S = 5.0
@@ -32,13 +33,14 @@ class Trouble(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that is wrong, or unfinished (``note``).
 
     ``about``: a track of the timeline, such as ``replica rollout/1`` or ``run``.
-    ``since``: seconds since 1970; None: not known.
+    ``since``, and ``until`` when at the latest: seconds since 1970; None: not known.
     """
 
     level: Level
     about: str
     text: str
     since: float | None = None
+    until: float | None = None
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +67,7 @@ def verdict(status: RunStatus, now: float) -> Verdict:
 
 def _well(status: RunStatus) -> str:
     replicas = [one for group in status.groups for one in group.replicas]
-    parts = [f"{_count(sum(one.state == 'ready' for one in replicas), 'replica')} ready"]
+    parts = [f"{count_text(sum(one.state == 'ready' for one in replicas), 'replica')} ready"]
     if finished := sum(one.state == "finished" for one in replicas):
         parts.append(f"{finished} finished")
     parts += [f"{one.name} at version {one.committed_version}" for one in status.channels if one.committed_version]
@@ -79,7 +81,7 @@ def _troubles(status: RunStatus, now: float) -> Iterator[Trouble]:
         )
     if status.draining and status.exit_code is None:
         left = sum(one.state not in SETTLED for group in status.groups for one in group.replicas)
-        yield Trouble(level="warn", about="run", text=f"The run is being drained: {_count(left, 'replica')} left.")
+        yield Trouble(level="warn", about="run", text=f"The run is being drained: {count_text(left, 'replica')} left.")
     if status.event_loop_lag_s > LOOP_LAG_S:
         yield Trouble(level="warn", about="run", text="The supervisor is slow: its event loop lags by over a second.")
     for group in status.groups:
@@ -133,16 +135,11 @@ def _alike(
     if not found:
         return
     since = now - max(age_s for _, age_s in found)
-    replicas = [replica for replica, _ in found]
-    if len(replicas) > 1:
-        names = ", ".join(replica.name for replica in replicas[:_NAMED])
-        more = f" and {len(replicas) - _NAMED} more" if len(replicas) > _NAMED else ""
-        yield Trouble(level=level, about=f"group {replicas[0].group}", text=f"{names}{more} {many}.", since=since)
-        return
-    reason = f": {replicas[0].reason}" if replicas[0].reason else "."
-    yield Trouble(
-        level=level, about=f"replica {replicas[0].name}", text=f"{replicas[0].name} {one}{reason}", since=since
-    )
+    first, reasons = found[0][0], {replica.reason for replica, _ in found}
+    reason = f": {first.reason}" if first.reason and len(reasons) == 1 else "."
+    about, what = (f"replica {first.name}", one) if len(found) == 1 else (f"group {first.group}", many)
+    text = f"{some([replica.name for replica, _ in found], _NAMED)} {what}{reason}"
+    yield Trouble(level=level, about=about, text=text, since=since)
 
 
 def _of_channel(channel: ChannelStatus, status: RunStatus, now: float) -> Iterator[Trouble]:
@@ -154,6 +151,13 @@ def _of_channel(channel: ChannelStatus, status: RunStatus, now: float) -> Iterat
     if (last := channel.last_sync) is not None and last.outcome != "committed":
         text = f"Version {last.version} of {channel.name} was not committed: {last.outcome.replace('_', ' ')}."
         yield Trouble(level="warn", about=about, text=text)
+    if channel.disk_problem:
+        text = f"The disk does not take a decision of {channel.name}, which waits for it: {channel.disk_problem}"
+        yield Trouble(level="bad", about=about, text=text)
+    for one in channel.under_way:
+        if one.seconds > WAIT_S and one.waits:
+            text = f"Version {one.version} of {channel.name} is {one.state}, and waits {one.waits}."
+            yield Trouble(level="note", about=about, text=text, since=now - one.seconds, until=now + one.left_s)
     if channel.mixed_since is not None:
         counts = ", ".join(f"{version} on {count}" for version, count in sorted(channel.served.items(), reverse=True))
         if channel.adopt_together or now - channel.mixed_since > BEHIND_S:
@@ -171,7 +175,3 @@ def _of_channel(channel: ChannelStatus, status: RunStatus, now: float) -> Iterat
         if member.state == "quarantined":
             text = f"{member.name} is in quarantine on {channel.name}: {member.note}"
             yield Trouble(level="warn", about=about, text=text)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' if number != 1 else ''}"

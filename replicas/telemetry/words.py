@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from replicas.config.values import size_text
@@ -29,6 +31,11 @@ def duration_text(seconds: float) -> str:
 
 def count_text(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' if number != 1 else ''}"
+
+
+def some(names: Sequence[str], most: int = 3) -> str:
+    """Return the first of these names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def concerns(record: events.Record, target: str) -> bool:

@@ -307,6 +307,9 @@ class Yard:
     def set_draining(self, group: str, replica: int, generation: int) -> None:
         self.draining.append(f"{group}/{replica}")
 
+    def waits(self) -> dict[str, str]:
+        return {}
+
     def busy(self, group: str, replica: int) -> str:
         return self.syncs.get(f"{group}/{replica}", "")
 

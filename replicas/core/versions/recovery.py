@@ -63,12 +63,14 @@ class Told:
     :ivar latest: number of the newest recorded commit.
     :ivar digest: its digest; empty: unknown at the commit.
     :ivar last: the publish that ended last.
+    :ivar disk_problem: why the disk does not take a decision; empty: it does.
     """
 
     def __init__(self, latest: int, digest: str) -> None:
         self.latest = latest
         self.digest = digest
         self.last: SyncRecord | None = None
+        self.disk_problem = ""
 
     def recorded(self, decision: CommitDecision) -> None:
         if decision.kind == "commit":

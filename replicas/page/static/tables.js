@@ -38,7 +38,7 @@ export function drawnVerdict(model, link) {
       troubles.length > 12 ? h("li", { key: "more", class: "muted" }, `and ${troubles.length - 12} more`) : null) : null);
 }
 
-const since = (model, trouble) => (trouble?.since && !model.fixed ? h("span", { class: "muted" }, ` · for ${age(model.now - trouble.since)}`) : null);
+const since = (model, trouble) => (trouble?.since && !model.fixed ? h("span", { class: "muted" }, ` · for ${age(model.now - trouble.since)}${trouble.until > model.now ? `, ${duration(trouble.until - model.now)} at most to come` : ""}`) : null);
 
 export function drawnFigures(model) {
   const { doc } = model;

@@ -36,13 +36,14 @@ class HoldUps:
         self._event = partial(HeldUp, group=group, replica=replica, generation=generation)
         self._known: set[tuple[int, str]] = set()
         self._remains: Remains | None = None
-        self._waits = ""
+        self.waits = ""
+        """What its start waits for, as in "waits ..."; empty: nothing."""
 
     @property
     def text(self) -> str:
         """Return what holds the replica up now, or ""."""
         if self._remains is None:
-            return self._waits
+            return f"waits {self.waits}" if self.waits else ""
         names = ", ".join(_named(*one) for one in self._remains.processes)
         return f"held up by {names}: not dead {max(0.0, time.time() - self._remains.since):.0f} s after SIGKILL"
 
@@ -58,10 +59,6 @@ class HoldUps:
             self._emit(self._event(what=what, holder=holder, gave_up=gave_up, pid=pid, since=remains.since))
         return bool(new)
 
-    def wait(self, what: str) -> None:
-        """Show what its start waits for; empty: nothing."""
-        self._waits = what
-
     async def until_clear(self, old: Sequence[Belongings], pause: Callable[[float], Awaitable[bool]]) -> None:
         """Wait for the GPU memory of the last generation, up to :data:`CLEAR_S`.
 
@@ -76,7 +73,7 @@ class HoldUps:
             except OSError as error:  # e.g. this process has no descriptor left
                 found = {("GPU memory", f"unknown: it cannot be looked for ({error.strerror or error})")}
             for what, holder in sorted(found - told):
-                self._waits = f"waits for {what}, held by {holder}"
+                self.waits = f"for {what}, held by {holder}"
                 self._emit(self._event(what=what, holder=holder, gave_up=False))
             told |= found
             left_s = deadline - time.monotonic()
@@ -84,7 +81,7 @@ class HoldUps:
                 for what, holder in sorted(found):
                     self._emit(self._event(what=what, holder=holder, gave_up=True))
                 break
-        self._waits = ""
+        self.waits = ""
 
 
 def _named(pid: int, command: str) -> str:

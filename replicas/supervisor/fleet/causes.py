@@ -6,7 +6,10 @@ torchelastic wrote is added where the log lacks it. Pure: the clock is the calle
 
 from __future__ import annotations
 
+import math
+import re
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -17,8 +20,10 @@ from replicas.config.structs import HealthConfig
 from replicas.coordinator import Readiness
 from replicas.core.lives.lifecycle import ReplicaEvent, RestartReason, Transition
 from replicas.linux.processes import signal_name
+from replicas.status import WAIT_S
 from replicas.supervisor.wire.part_state import ExitReport, LogLoss, RankExit
 from replicas.telemetry.events import Event, LogLinesDropped, RankEnd, ReplicaExited
+from replicas.telemetry.words import some
 
 STOPPED = "stopped"
 """How a generation that was asked to end has ended."""
@@ -158,6 +163,23 @@ def line(transition: Transition, *, resume_in_s: float, logs: Path | None) -> st
             return ""
         case _:
             return f"{name}: {reason}; stopping it"
+
+
+class WaitReports:
+    """Lines about waits of more than :data:`WAIT_S`, each told once, and for all that
+    wait for the same."""
+
+    def __init__(self) -> None:
+        self._since: dict[tuple[str, str], float] = {}
+
+    def due(self, waits: Mapping[str, str], now: float) -> list[str]:
+        """Return the lines that are due. ``waits``: what each waits for, by name."""
+        keys = {name: (name, re.sub("[0-9]+", "", what)) for name, what in waits.items() if what}  # times pass
+        self._since = {key: self._since.get(key, now) for key in keys.values()}
+        due = [name for name, key in keys.items() if now - self._since[key] > WAIT_S]
+        self._since |= {keys[name]: math.inf for name in due}
+        alike = {what: [name for name in due if waits[name] == what] for what in map(waits.__getitem__, due)}
+        return [f"{some(names)}: {'waits' if len(names) == 1 else 'wait'} {what}" for what, names in alike.items()]
 
 
 class FailureReports:

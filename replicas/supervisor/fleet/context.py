@@ -18,6 +18,7 @@ from replicas.control.socket import SOCKET_FILE
 from replicas.coordinator import Coordinator
 from replicas.core.lives.lifecycle import Transition
 from replicas.supervisor.fleet.awaited import Awaited
+from replicas.supervisor.fleet.causes import WaitReports
 from replicas.supervisor.fleet.handle import ShimHandle
 from replicas.supervisor.fleet.resources import Resources
 from replicas.supervisor.state.state import StateDir
@@ -86,6 +87,7 @@ class FleetContext:
     """The coordinator, once it is made."""
     start_shim: Callable[[PartSpec, Callable[[], None]], ShimHandle] = _no_agent
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    waits: WaitReports = field(default_factory=WaitReports)
     awaited: Awaited = field(init=False)
     """What of earlier supervisors keeps replicas from starting."""
 

@@ -113,13 +113,14 @@ class Course:
         """Start the processes, if it still waits for that; the result ends the turn."""
         if self.generation.parts:
             return lambda: None
+        self.hold_ups.waits = "for other replicas to start"
         owner, turn_over = self._owner, await _turn(turns)
         owner.life.launched(self._now())
         while self.state == "waiting":
             problem = self.generation.prepare(
                 owner.group, owner.life.replica, owner.life.generation, replicas=owner.group_size
             )
-            self.hold_ups.wait(f"waits for the disk of the state folder ({problem})" if problem else "")
+            self.hold_ups.waits = f"for the disk of the state folder ({problem})" if problem else ""
             if not problem:
                 break
             turn_over()

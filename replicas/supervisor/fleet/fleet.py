@@ -59,6 +59,7 @@ from replicas.supervisor.fleet.handle import ShimHandle
 from replicas.supervisor.fleet.replica import REQUESTED, Replica
 from replicas.supervisor.state.run_state import SavedGroup, ShimRecord
 from replicas.telemetry.events import Drained, Draining, DrainReason, FailedReset, RestartAsked, Scaled
+from replicas.telemetry.words import some
 
 TICK_S = 0.25
 _SETTLE_S = 0.75
@@ -97,10 +98,7 @@ class Fleet:
             for name, group in context.config.groups.items()
         }
         self.removed = {name: group.once_removed for name, group in known.items() if name not in self.groups}
-        """Generations used by groups of earlier configs.
-
-        A new group of the same name continues from there.
-        """
+        """Generations of groups of earlier configs: a new one of the name continues."""
         self.exit_code: int | None = None
         self.ended_by = ""
         """Why the run is over, in words."""
@@ -196,6 +194,9 @@ class Fleet:
                 group.retire_surplus(self._context.coordinator.joined(group.config.name))
             for replica in self.all():
                 replica.check(now)
+            waits = {replica.name: replica.waits for replica in self.all()}
+            for text in self._context.waits.due(waits | self._context.coordinator.waits(), now):
+                self._context.say(text)
             self._judge(now)
             if self._unsaved:
                 self.save()
@@ -236,9 +237,7 @@ class Fleet:
 
     @property
     def words_of_cut(self) -> str:
-        names = self.cut
-        many = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        return f"killed or left behind, as not ended in time: {', '.join(names[:_NAMED])}{many}" if names else ""
+        return f"killed or left behind, as not ended in time: {some(self.cut, _NAMED)}" if self.cut else ""
 
     @property
     def words_of_end(self) -> str:

@@ -447,22 +447,22 @@ class Replica:
     @property
     def _cycles(self) -> int:
         """Failures in a row to which the next one would add, by the same rules."""
-        lives, window_s = self.life.alive, self.group.restart.window_s
-        well = lives and (
-            self._fleet.progressed(*self._key) is not False or self.life.starting_s(self._now()) >= window_s
-        )
+        long = self.life.starting_s(self._now()) >= self.group.restart.window_s
+        well = self.life.alive and (long or self._fleet.progressed(*self._key) is not False)
         return 0 if well else self._restarts.cycles_of(self.index)
+
+    @property
+    def waits(self) -> str:
+        """What its next start waits for, as in "waits ..."; empty: nothing."""
+        lives = self.life.state not in ("pending", "backoff")
+        return self._generation.awaits or self._course.hold_ups.waits if lives else self._waits_for
 
     def status(self, now: float) -> ReplicaStatus:
         life, parts = self.life, self._generation.parts
         view = self._health.view if life.state in ("starting", "ready") else None
         reason = self._silence or (view.reason if view is not None else life.reason)
-        if life.state == "pending" and self._waits_for:
-            reason = f"waits {self._waits_for}"
-        elif life.state == "backoff" and self._waits_for:
-            reason = f"{reason}; waits {self._waits_for}"
-        elif awaits := self._generation.awaits:
-            reason = f"{reason}; waits {awaits}"
+        if waits := self.waits:
+            reason = "; ".join(filter(None, (reason * (life.state in ("backoff", "draining")), f"waits {waits}")))
         elif self._course.hold_ups.text and life.alive:
             reason = self._with_hold_ups()
         elif self._course.state == "syncing":

@@ -23,6 +23,7 @@ from replicas.core.lives.lifecycle import Transition
 from replicas.core.lives.placement import Need, Offer, Share, place
 from replicas.supervisor.agent.machine import Machine
 from replicas.supervisor.fleet.plans import may_grow
+from replicas.telemetry.words import some
 
 _LISTED = 8
 
@@ -146,7 +147,7 @@ class Resources:
         """The error for nodes that have not joined in time."""
         there = sorted(self._offers)
         missing = [one for one in self.expected if not any(f"{node}-".startswith(f"{one}-") for node in there)]
-        which = f", without {_listed(missing)}" if missing else f": {_listed(there)}" if there else ""
+        which = f", without {some(missing, _LISTED)}" if missing else f": {some(there, _LISTED)}" if there else ""
         return errors.WorldError(
             f"{len(there)} of {self._min_nodes} nodes (cluster.min_nodes) joined within {within_s:g} s{which}",
             hint="see what the agents of the others say; lower cluster.min_nodes, or raise cluster.join_timeout",
@@ -200,10 +201,6 @@ class Resources:
         if group.resources.cpu_threads is not None:
             variables["OMP_NUM_THREADS"] = str(group.resources.cpu_threads)
         return variables
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
 
 
 def need_of(group: GroupConfig) -> Need:

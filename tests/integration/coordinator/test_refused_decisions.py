@@ -51,6 +51,7 @@ async def _refuse_and_take(world: ChannelWorld, coordinator: Coordinator, monkey
         assert (status.committed_version, status.syncs) == (1, {"committed": 1})
         assert status.last_sync is not None
         assert status.last_sync.version == 1
+        assert "No space left" in status.disk_problem
         values = [torch.tensor([1.0]), torch.tensor([3.0])]
         sums = [peer.all_reduce([value], op="sum") for peer, value in zip(peers, values, strict=True)]
         for done in sums:
@@ -66,4 +67,4 @@ async def _refuse_and_take(world: ChannelWorld, coordinator: Coordinator, monkey
     assert await watching == 2
     await wait_until(lambda: observer.latest == newcomer.latest == 2, "all are told")
     [status] = [status for status in coordinator.channel_statuses() if status.name == "policy"]
-    assert (status.committed_version, status.syncs) == (2, {"committed": 2})
+    assert (status.committed_version, status.syncs, status.disk_problem) == (2, {"committed": 2}, "")

@@ -28,7 +28,9 @@ NOW = 5000.0
 def status(**replica: Any) -> RunStatus:
     about: dict[str, Any] = {"state": "ready", "generation": 2, "state_age_s": 10.0, "lived_s": 12.0, **replica}
     one = ReplicaStatus(name="a/0", group="a", replica=0, **about)
-    publish = PublishStatus(version=8, publisher="t/0", state="moving", seconds=1.5, waits_for=("a/0/0",), waiting=1)
+    publish = PublishStatus(
+        version=8, publisher="t/0", state="moving", seconds=3.5, waits_for=("a/0/0",), waiting=1, left_s=56.5
+    )
     member = MemberStatus(name="a/0/0", state="live", role="target", held=(7,), info={"host": "x" * 500})
     return RunStatus(
         run="grpo",
@@ -61,10 +63,13 @@ def test_ages_are_moments_and_what_says_nothing_is_left_out() -> None:
         "version": 8,
         "publisher": "t/0",
         "state": "moving",
-        "since": 4998.5,
+        "since": 4996.5,
         "waits_for": ("a/0/0",),
         "waiting": 1,
+        "until": 5056.5,
     }
+    about = {"level": "note", "about": "channel policy", "since": 4996.5, "until": 5056.5}
+    assert found["verdict"]["troubles"] == {"Version 8 of policy is moving, and waits for a/0/0.": about}
     assert found["channels"]["policy"]["members"]["a/0/0"]["held"] == (7,)
     assert "info" not in found["channels"]["policy"]["members"]["a/0/0"], "it is long"
     assert found["nodes"]["n1"] == {

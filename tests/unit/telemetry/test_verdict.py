@@ -15,6 +15,7 @@ from replicas.status import (
     GroupStatus,
     MemberStatus,
     NodeStatus,
+    PublishStatus,
     ReplicaStatus,
     RunStatus,
     StoreStatus,
@@ -41,11 +42,15 @@ def channel(**about: Any) -> ChannelStatus:
     return ChannelStatus(name="policy", epoch=1, digest="", **given)
 
 
+SLOW = PublishStatus(
+    version=9, publisher="t/0", state="moving", seconds=3.0, waits_for=("a/0/0", "a/1/0"), waiting=2, left_s=57.0
+)
 FAILED = SyncRecord(version=8, outcome="deadline_exceeded", seconds=1.0, nbytes=0)
 
 
 def test_all_is_well() -> None:
-    found = verdict(run(replica(), replica(1, state="finished"), channels=(channel(),)), NOW)
+    quick = (msgspec.structs.replace(SLOW, seconds=1.9), msgspec.structs.replace(SLOW, waits_for=(), waiting=0))
+    found = verdict(run(replica(), replica(1, state="finished"), channels=(channel(under_way=quick),)), NOW)
     assert (found.level, found.troubles) == ("good", ())
     assert found.sentence == "All is well: 1 replica ready, 1 finished, policy at version 7."
 
@@ -68,6 +73,27 @@ def test_all_is_well() -> None:
             "group a",
             "a/0, a/1, a/2 and 2 more wait for their start.",
             996.0,
+        ),
+        (
+            run(*(replica(index, state="draining", reason="waits 58 s for the lease of node n1") for index in (0, 1))),
+            "note",
+            "group a",
+            "a/0, a/1 are being ended: waits 58 s for the lease of node n1",
+            995.0,
+        ),
+        (
+            run(channels=(channel(under_way=(SLOW,)),)),
+            "note",
+            "channel policy",
+            "Version 9 of policy is moving, and waits for a/0/0 and 1 more.",
+            997.0,
+        ),
+        (
+            run(channels=(channel(disk_problem="No space left on device"),)),
+            "bad",
+            "channel policy",
+            "The disk does not take a decision of policy, which waits for it: No space left on device",
+            None,
         ),
         (run(replica(heartbeat_age_s=8.0)), "warn", "replica a/0", "a/0 is silent: its heartbeat is late.", 992.0),
         (

@@ -8,6 +8,7 @@ supervisor/wire/part_state.py.
 from __future__ import annotations
 
 import asyncio
+import re
 
 from replicas.config.structs import PlacementConfig, ResourcesConfig
 from replicas.coordinator import Readiness
@@ -110,6 +111,9 @@ async def test_a_supervisor_in_another_namespace_waits_for_what_it_cannot_see() 
         assert not new.shims
         assert made.states() == {"a/0": "draining", "a/1": "draining"}
         assert set(reasons(made).values()) == {"the agent of node local died; waits 2 s for the lease of node local"}
+        told = [text for text in made.said if "lease" in text]
+        assert len(told) == 1, "each wait once, and for all that wait for the same"
+        assert re.fullmatch(r"a/0, a/1: wait \d+ s for the lease of node local", told[0])
         for shim in old.shims.values():
             shim.end(ExitReport("stopped"))
         await asyncio.sleep(8)

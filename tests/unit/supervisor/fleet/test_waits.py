@@ -1,0 +1,62 @@
+"""A run that waits says for what, once, in its log.
+
+Covers: supervisor/fleet/causes.py, coordinator/channel_status.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from replicas.coordinator.channel_status import publish_waits
+from replicas.status import WAIT_S
+from replicas.supervisor.fleet.causes import WaitReports
+from tests.support.channel_world import World
+from tests.support.fleets import Life, fleet, group_of
+from tests.support.virtual import history
+
+
+def test_a_wait_is_told_once_though_its_time_passes() -> None:
+    reports, said = WaitReports(), list[tuple[float, str]]()
+    for tenth in range(100):
+        now = tenth / 10
+        said += [(now, text) for text in reports.due({"a/0": f"{60 - now:.0f} s for the lease of node n1"}, now)]
+    ((at, text),) = said
+    assert at > WAIT_S
+    assert text == "a/0: waits 58 s for the lease of node n1"
+
+
+def test_a_short_wait_is_not_told_and_another_one_is() -> None:
+    reports = WaitReports()
+    found = [
+        reports.due({"a/0": what}, now) for now, what in ((0.0, "for b"), (1.9, "for b"), (3.0, ""), (4.0, "for b"))
+    ]
+    assert found == [[], [], [], []]
+    assert reports.due({"a/0": "for b"}, 6.1) == ["a/0: waits for b"]
+    assert reports.due({"a/0": "for c"}, 9.0) == []
+    assert reports.due({"a/0": "for c"}, 12.0) == ["a/0: waits for c"]
+
+
+def test_all_that_wait_for_the_same_have_one_line() -> None:
+    reports, waits = WaitReports(), {f"a/{index}": "for a GPU" for index in range(5)} | {"b/0": "for a"}
+    assert reports.due(waits, 0.0) == []
+    assert reports.due(waits, 3.0) == ["a/0, a/1, a/2 and 2 more: wait for a GPU", "b/0: waits for a"]
+    assert reports.due(waits | {"a/5": "for a GPU"}, 4.0) == []
+
+
+def test_a_publish_says_for_which_member_and_for_how_long() -> None:
+    world = World()
+    trainer, target = world.join("trainer/0/0"), world.join("rollout/0/0")
+    target.mute = True
+    world.run()
+    trainer.pack(trainer.publish(deadline_s=60.0))
+    world.run()
+    world.advance(5.0)
+    assert publish_waits([world.state], world.now) == {"version 1 of policy": "for rollout/0/0, 55 s at most"}
+
+
+@history
+async def test_a_start_that_waits_for_another_group_is_in_the_log() -> None:
+    lives = {"a/0": [Life(start_s=10.0)]}
+    async with fleet(group_of("a"), group_of("b", depends_on=("a",)), lives=lives) as (_, yard):
+        await asyncio.sleep(8)
+        assert [text for text in yard.said if "wait" in text] == ["b/0: waits for a"]
