@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import secrets
+import threading
 import types
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +16,12 @@ import pytest
 import torch
 
 import replicas
+from replicas.engine import Engine, PauseMode
 from replicas.testing import FakeRun
 from tests.support.house.pages import blocks
 from tests.support.root import ROOT
+from tests.support.runs import MARK, processes_marked
+from tests.support.waits import eventually
 
 
 def code(page: str, **given: Any) -> Any:
@@ -227,3 +234,158 @@ def test_the_tests_on_the_page_of_tests(monkeypatch: pytest.MonkeyPatch) -> None
     page.test_a_rollout_goes_on_when_the_trainer_dies()
     page.test_a_trainer_goes_on_when_a_rollout_freezes()
     page.test_the_program_joins(monkeypatch)
+
+
+def test_an_evaluator(run: FakeRun) -> None:
+    """The trainer publishes on while an evaluation runs. Its result is of one step."""
+    trainer, logged = run.join("trainer"), list[tuple[int, float]]()
+    steps = iter(range(100))
+
+    class Enough(Exception):
+        pass
+
+    def publish(count: int) -> None:
+        for step in itertools.islice(steps, count):
+            trainer.publish({"weight": torch.full((1, 2), float(step))}, meta={"step": step}).wait(20)
+
+    def measure(model: Model) -> float:
+        publish(6)
+        return model.weight[0, 0].item()
+
+    def log(figures: dict[str, float], step: int) -> None:
+        logged.append((step, figures["eval"]))
+        if len(logged) == 3:
+            raise Enough
+
+    publish(1)
+    with pytest.raises(Enough):
+        code("evaluate.md").evaluate(run.join("rollout"), Model(), measure, every=4, log=log)
+    assert logged == [(0, 0.0), (6, 6.0), (12, 12.0)]
+
+
+class Server(Engine):
+    """A server that says which versions it has loaded."""
+
+    def __init__(self) -> None:
+        self.versions: list[int] = []
+        self.computes = True
+
+    def pause(self, mode: PauseMode, timeout_s: float) -> None:
+        self.computes = False
+
+    def load(self, update: replicas.Update, timeout_s: float) -> None:
+        assert not self.computes
+        self.versions.append(update.version)
+
+    def reset_caches(self, timeout_s: float) -> None:
+        assert not self.computes
+
+    def resume(self, timeout_s: float) -> None:
+        self.computes = True
+
+
+def test_engines_that_come_and_go() -> None:
+    follow_beside, servers = code("engines-of-others.md").follow_beside, [Server() for _ in range(3)]
+    stops = [threading.Event() for _ in servers]
+    with FakeRun({"policy": {"sources": ["trainer"], "targets": ["server"]}}) as run, ThreadPoolExecutor() as pool:
+        trainer = run.join("trainer")
+
+        def start(number: int) -> Future[None]:
+            return pool.submit(follow_beside, servers[number], run.endpoint, run.token, stops[number])
+
+        def loaded(*versions: int) -> None:
+            newest = [[server.versions[-1:] for server in servers]]
+            wanted = [[version] if version else [] for version in versions]
+            eventually(lambda: [server.versions[-1:] for server in servers] == wanted, f"{wanted}, not {newest}")
+
+        try:
+            first = start(0)
+            start(1)
+            eventually(lambda: sum(one.name.startswith("server") for one in run.status().members) == 2, "two servers")
+            trainer.publish({"weight": torch.zeros(3)}).wait(20)
+            loaded(1, 1, 0)
+            start(2)  # it comes late, and gets the newest version without another publish
+            loaded(1, 1, 1)
+            stops[0].set()
+            first.result(20)
+            receipt = trainer.publish({"weight": torch.ones(3)}).wait(20)
+            assert not receipt.lost
+            loaded(1, 2, 2)
+            assert all(server.computes for server in servers)
+        finally:
+            for stop in stops:
+                stop.set()
+
+
+ROLLOUT = """
+import replicas
+with replicas.join("policy") as channel:
+    while True:
+        with channel.receive().wait() as update:
+            print("loaded", update.version, flush=True)
+"""
+TRAINER = """
+import replicas, torch
+with replicas.join("policy") as channel:
+    targets = 0
+    while targets < 2:
+        receipt = channel.publish({"weight": torch.ones(3)}).wait()
+        channel.loaded(receipt.version).wait(60)
+        targets = sum(one.group == "rollout" for one in receipt.members)
+"""
+
+
+class Embedded:
+    """A run that begins with one rollout, and ends when two have loaded a version."""
+
+    def __init__(self, folder: Path, mark: str) -> None:
+        self.folder, self._mark = folder, mark
+        (folder / "rollout.py").write_text(ROLLOUT)
+        (folder / "trainer.py").write_text(TRAINER)
+        groups = {
+            name: {"launcher": "exec", "command": [str(folder / f"{name}.py")]} for name in ("trainer", "rollout")
+        }
+        self.config = {
+            "schema_version": 1,
+            "run": {"name": "embedded", "state_dir": str(folder / "run"), "stop_when": ["trainer"]},
+            "control": {"listen": "127.0.0.1:0"},
+            "groups": groups,
+            "channels": {"policy": {"sources": ["trainer"], "targets": ["rollout"]}},
+        }
+
+    def said(self) -> list[str]:
+        return sorted(path.read_text() for path in self.folder.rglob("rollout/**/rank-0.log"))
+
+    def is_over(self) -> None:
+        eventually(lambda: not processes_marked(self._mark), "the end of its processes", timeout_s=10)
+
+
+@pytest.fixture
+def embedded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Embedded:
+    mark = secrets.token_hex(8)
+    monkeypatch.setenv(MARK, mark)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return Embedded(tmp_path, mark)
+
+
+def test_a_supervisor_in_asyncio(embedded: Embedded) -> None:
+    assert asyncio.run(code("embed.md").run(embedded.config)) == 0
+    first, second = (set(text.splitlines()) for text in embedded.said())
+    assert first & second, "both have loaded the last version"
+    embedded.is_over()
+
+
+def test_a_supervisor_in_anyio(embedded: Embedded) -> None:
+    assert code("embed.md").main(embedded.config, 2.0) is None  # with one rollout its trainer waits
+    embedded.is_over()
+
+
+def test_a_supervisor_in_blocking_code(embedded: Embedded) -> None:
+    during: list[tuple[int, bool]] = []
+
+    def work() -> None:
+        during.append((threading.get_ident(), bool(list(embedded.folder.rglob("endpoint.json")))))
+
+    assert code("embed.md").run_blocking(embedded.config, work) == [1, 1]
+    assert during == [(threading.get_ident(), True)]
+    embedded.is_over()
