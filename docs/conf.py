@@ -18,7 +18,7 @@ project = "replicas"
 author = "the authors of replicas"
 version = release = re.findall(r'__version__ = "([^"]+)"', (ROOT / "replicas" / "__init__.py").read_text())[0]
 
-extensions = ["myst_parser", "contents", "diagrams", "names", "repository"]
+extensions = ["myst_parser", "sphinx_copybutton", "contents", "diagrams", "names", "repository"]
 root_doc = "docs/README"
 source_suffix = {".md": "markdown"}
 include_patterns = [
@@ -42,3 +42,6 @@ html_static_path = ["_sphinx/static"]
 html_css_files = ["handbook.css"]
 html_extra_path = ["_sphinx/root"]
 pygments_style = "friendly"
+
+copybutton_selector = "div.highlight pre"  # also on the pages of files, which are not of a document
+copybutton_prompt_text = "$ "  # of a console block only what is typed is copied
