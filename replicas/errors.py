@@ -240,7 +240,7 @@ class StoreTampered(WorldError):
 
 
 class Fenced(WorldError):
-    """Another process has joined with this identity; this one is excluded."""
+    """A later join has this identity, mostly another process; this one is excluded."""
 
     default_hint = "give each process its own (group, replica, rank), or end the older one first"
 

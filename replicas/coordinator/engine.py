@@ -161,7 +161,7 @@ class Engine:
             raise
         self._attach(session, connection, 0, channel.welcome(state, 0))
         if older is not None:
-            self._fence(older.member)
+            self._fence(older.hello)
         self._apply(channel)
         if watch is not None:
             watch.start(lambda: self._exited(session))
@@ -192,12 +192,12 @@ class Engine:
         session = self._sessions.get(member)
         return session.channel if session is not None else None
 
-    def _fence(self, member: Member) -> None:
-        session = self._sessions.get(member)
+    def _fence(self, hello: wire.Hello) -> None:
+        session = self._sessions.get(hello.member)
         if session is not None:
-            error = errors.Fenced(f"another process joined as {member}", members=[member.name], unanimous=False)
+            error = session.channel.roster.left_behind(hello, heard=True)
             session.send(wire.Refused(wire.WireError.of(error)))
-        self._forget(member)
+        self._forget(hello.member)
 
     def _forget(self, member: Member) -> None:
         session = self._sessions.pop(member, None)

@@ -56,7 +56,7 @@ LOSS_WORDS = {
     "exited": "its process ended",
     "lease": "no sign of life within its lease",
     "left": "it left",
-    "fenced": "another process joined with its identity",
+    "fenced": "a later join has its identity",
     "replaced": "a newer generation of its replica joined",
     "overflow": "it did not read what was sent to it",
 }

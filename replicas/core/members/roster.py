@@ -184,19 +184,16 @@ class Roster:
             return
         raise self.left_behind(hello)
 
-    def left_behind(self, hello: Hello) -> errors.Fenced:
-        """Return the error of a member whose session ended between two connections."""
-        member = hello.member
-        replaced = not hello.observe and self.holder_of(member.name) is not None
-        what = (
-            f"another process joined as {member} while this one" if replaced else f"{member} was declared lost while it"
-        )
-        return errors.Fenced(
-            f"{what} could not be heard",
-            channel=self.config.name,
-            members=[member.name],
-            hint="join again",
-        )
+    def left_behind(self, hello: Hello, *, heard: bool = False) -> errors.Fenced:
+        """Return the error of a member whose session was ended, as its identity was
+        taken; unless it was ``heard``, between two connections."""
+        member, holder = hello.member, None if hello.observe else self.holder_of(hello.member.name)
+        what, hint = f"{member} was declared lost while it could not be heard", None if heard else "join again"
+        if holder is not None and holder.hello.process == hello.process:
+            what, hint = f"this process joined again as {member}", "keep the channel of one join, or close it first"
+        elif holder is not None:
+            what = f"another process joined as {member}{'' if heard else ' while this one could not be heard'}"
+        return errors.Fenced(what, channel=self.config.name, members=[member.name], hint=hint)
 
     def insert(self, state: MemberState) -> None:
         member = state.member

@@ -435,7 +435,7 @@ async def test_a_second_join_fences_the_first() -> None:
         trainer, rollout = await world.trainer_and_rollouts()
         waiting = rollout.receive()
         again = await world.join("rollout")
-        with pytest.raises(errors.Fenced, match="another process joined as rollout/0/0"):
+        with pytest.raises(errors.Fenced, match="this process joined again as rollout/0/0"):
             await waiting
         with pytest.raises(errors.Fenced):
             rollout.receive()

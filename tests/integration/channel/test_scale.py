@@ -159,7 +159,7 @@ async def test_two_that_claim_one_identity_fence_each_other_and_harm_nobody() ->
         await newest(first)
         await publisher.more()
         second = await world.join("rollout", 1)
-        with pytest.raises(errors.Fenced, match="another process joined as rollout/1/0"):
+        with pytest.raises(errors.Fenced, match="this process joined again as rollout/1/0"):
             while True:
                 await newest(first)
         await newest(second)

@@ -265,21 +265,25 @@ async def test_a_member_that_is_silent_for_its_lease_is_fenced(coordinator: Coor
 
 
 async def test_a_second_join_of_one_rank_fences_the_first(coordinator: Coordinator) -> None:
-    first = Client(coordinator)
+    first = Client(coordinator, process=Client.process(2))
     await first.join()
     second = Client(coordinator, incarnation="two")
     assert isinstance(await second.join(), wire.Welcome)
     refused = await first.until(wire.Refused)
     assert refused.error.message == "another process joined as rollout/0/0"
+    assert isinstance(await Client(coordinator, incarnation="three").join(), wire.Welcome)
+    refused = await second.until(wire.Refused)
+    assert refused.error.message == "this process joined again as rollout/0/0"
+    assert "close it first" in (refused.error.hint or "")
 
 
 async def test_a_rank_that_was_replaced_between_two_connections_is_told_so(coordinator: Coordinator) -> None:
-    first = Client(coordinator)
+    first = Client(coordinator, process=Client.process(2))
     welcome = await first.join()
     assert isinstance(welcome, wire.Welcome)
     await first.socket.close()
     assert isinstance(await Client(coordinator, incarnation="two").join(), wire.Welcome)
-    late = await refusal(Client(coordinator, resume_term=welcome.term))
+    late = await refusal(Client(coordinator, process=Client.process(2), resume_term=welcome.term))
     assert late.message == "another process joined as rollout/0/0 while this one could not be heard"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import msgspec
 import pytest
 
 from replicas import errors
@@ -20,6 +21,7 @@ from replicas.core.members.roster import GroupShape
 from replicas.core.members.views import WHOLE_VIEW
 from replicas.core.moving.lanes import REST
 from replicas.messages.bounds import REASON_LENGTH, REASONS_MAX, TEXT_LENGTH
+from replicas.messages.identity import ProcessIdentity
 from tests.support.channel_world import SimMember, World, channel_config
 
 GROUP = channel_config(transport="group")
@@ -925,9 +927,12 @@ def test_only_a_member_whose_identity_is_taken_hears_that_it_was_replaced() -> N
     world = World()
     observer, member = world.join("rollout/0/0", observe=True), world.join("rollout/0/0")
     world.run()
-    told = {one: world.state.roster.left_behind(one.hello).message for one in (observer, member)}
-    assert told[observer].startswith("rollout/0/0 was declared lost")
-    assert told[member].startswith("another process joined as rollout/0/0")
+    other = msgspec.structs.replace(member.hello, process=ProcessIdentity(2, 2, "boot", 2))
+    told = [world.state.roster.left_behind(hello).message for hello in (observer.hello, member.hello, other)]
+    lost, again, replaced = told
+    assert lost.startswith("rollout/0/0 was declared lost")
+    assert again == "this process joined again as rollout/0/0"
+    assert replaced.startswith("another process joined as rollout/0/0")
 
 
 def test_in_a_large_channel_members_are_told_who_came_and_went_and_newcomers_all() -> None:
