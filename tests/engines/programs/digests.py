@@ -11,9 +11,9 @@ __all__ = ["digest"]
 
 
 def digest(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Of all names and bytes, in order."""
-    hashed = xxhash.xxh3_128()
+    """Of all names and bytes, in whichever order a source yields them."""
+    found = {}
     for name, tensor in weights:
-        hashed.update(name.encode())
-        hashed.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return hashed.hexdigest()
+        data = tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        found[name] = xxhash.xxh3_128_hexdigest(data)
+    return xxhash.xxh3_128_hexdigest(repr(sorted(found.items())).encode())
