@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from replicas.carry import endpoint
+from replicas.common.sizes import size_text
 
 TRY_S = 1.0
 """For so long a holder is measured,"""
@@ -112,7 +113,7 @@ class Holders:
         self.cut.discard(best.name)
         if best == holder:
             return None
-        self.why[holder.name] = f"it gave {rate:,.0f} bytes/s"
+        self.why[holder.name] = f"it gave {size_text(rate)}/s"
         self.cut.add(holder.name)
         return holder
 

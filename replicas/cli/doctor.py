@@ -11,8 +11,8 @@ from pathlib import Path
 
 from replicas import errors
 from replicas.cli.find_run import ENDPOINT_FILE, NotTrusted, read_endpoint, starting, trusted
+from replicas.common.sizes import size_text
 from replicas.config.structs import Config
-from replicas.config.values import size_text
 from replicas.control.socket import SOCKET_FILE
 from replicas.linux.processes import command_line, processes, start_time
 from replicas.linux.sockets import Listener, listeners

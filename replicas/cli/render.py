@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from replicas.common.foreign import one_line
+from replicas.common.sizes import size_text
 from replicas.config.structs import ChannelConfig, ChannelRole, Config, GroupConfig, ResourcesConfig
-from replicas.config.values import size_text
 from replicas.core.lives.ordering import GOOD, enough, least_left
 from replicas.status import ChannelStatus, GroupStatus, NodeStatus, PublishStatus, ReplicaStatus, RunStatus
 from replicas.telemetry.events import Record

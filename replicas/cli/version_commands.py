@@ -20,7 +20,8 @@ import replicas
 from replicas.cli.base import Addressed, Json, command, json_text, patience
 from replicas.cli.find_run import RunAddress
 from replicas.common.decoding import MALFORMED
-from replicas.config.values import nearest, size_text
+from replicas.common.sizes import size_text
+from replicas.config.values import nearest
 from replicas.control.exit_codes import FAILED
 from replicas.errors import SyncError, UsageError
 

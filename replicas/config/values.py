@@ -284,15 +284,6 @@ def size(least: int = 1) -> Form:
     return Form(read, "size", f"{least:,} bytes to {NBYTES_MAX >> 60} EiB")
 
 
-def size_text(nbytes: int) -> str:
-    """Three digits and a binary unit: ``0 B``, ``1.5 KiB``, ``269 MiB``."""
-    size, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1000 and len(units) > 1:
-        size /= 1024
-        del units[0]
-    return f"{size:.3g} {units[0]}"
-
-
 def no_text(path: Path) -> str:
     """What to say of a path that JSON cannot hold, which goes into messages."""
     return f"the name of {visible(str(path))} is no UTF-8 text; rename it"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from replicas.config.values import size_text
+from replicas.common.sizes import size_text
 from replicas.core.base import effects
 from replicas.core.lives.lifecycle import Transition
 from replicas.telemetry import events

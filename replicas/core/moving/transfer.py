@@ -43,6 +43,7 @@ from typing import Literal
 import msgspec
 
 from replicas import errors
+from replicas.common.sizes import size_text
 from replicas.core.base.effects import WrongBytes
 from replicas.core.base.membership import TRANSFER, TransferState
 from replicas.core.members.preflight import sends_by_group
@@ -443,7 +444,7 @@ class Transfer:
             rate = one.rate() if now - max(began_at, others_at) > MEASURED_S else 0.0
             left_s = (self.payload.nbytes - one.received) / rate if rate else 0.0
             if now > until or now + left_s > until + FAR * self._patience_s:
-                why[one.member] = f"it is slow: {rate:,.0f} bytes/s, and others have had it for {now - others_at:.1f} s"
+                why[one.member] = f"it is slow: {size_text(rate)}/s, and others have had it for {now - others_at:.1f} s"
         hosts = set(map(host, why))
         why |= {m: "its host is slow" for m in self.needers if m not in why and host(m) in hosts}
         if self.pacing.leave(why, now):

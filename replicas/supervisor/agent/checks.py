@@ -17,8 +17,8 @@ from typing import Literal, Self
 
 import msgspec
 
+from replicas.common.sizes import size_text
 from replicas.config.structs import Config, LogsConfig
-from replicas.config.values import size_text
 from replicas.linux import cgroups
 from replicas.linux.files import kernel_lines
 from replicas.linux.needs import CALLS, missing

@@ -40,6 +40,7 @@ from typing import Any
 import torch
 
 from replicas.common.logs import Log
+from replicas.common.sizes import size_text
 from replicas.errors import NoCapacity, Preflight, UsageError, WorldError
 from replicas.weights.copies.accelerator import Accelerator, DeviceMemory, Event, Registration
 from replicas.weights.devices import cuda_driver as driver
@@ -218,7 +219,8 @@ class Cuda(Accelerator):
             except DriverError as error:
                 if error.number == driver.OUT_OF_MEMORY:
                     free, total = driver.memory_info()
-                    text = f"{nbytes} bytes do not fit on GPU {uuid}: {free} of its {total} bytes are free"
+                    has = f"{size_text(free)} of its {size_text(total)} are free"
+                    text = f"{size_text(nbytes)} do not fit on GPU {uuid}: {has}"
                     hint = 'lower `slots`, leave more of the GPU free, or set staging = "host" on the channel'
                     raise NoCapacity(text, hint=hint) from error
                 raise WorldError(f"memory of GPU {uuid} cannot be shared: {error}", hint=_IPC_HINT) from error

@@ -40,6 +40,7 @@ import msgspec
 import torch
 
 from replicas.common.decoding import MALFORMED
+from replicas.common.sizes import size_text
 from replicas.errors import NoCapacity, UsageError, WorldError
 from replicas.linux import locks
 from replicas.linux.files import reopen
@@ -95,7 +96,7 @@ class DeviceBuffer(Buffer):
             left = _lingering.nbytes()
             if not left:
                 raise
-            more = f"{error.message}; {left} bytes of ours are freed when other processes close them"
+            more = f"{error.message}; {size_text(left)} of ours are freed when other processes close them"
             raise NoCapacity(more, hint=error.hint) from error
         try:
             written = gpu.event(device, interprocess=True)

@@ -41,6 +41,7 @@ from typing import ClassVar, Literal, Protocol
 import torch
 
 from replicas.common.foreign import visible
+from replicas.common.sizes import size_text
 from replicas.common.waits import locked
 from replicas.errors import NoCapacity, WorldError
 from replicas.linux import locks, seals
@@ -141,7 +142,7 @@ class Buffer:
         except (OSError, ValueError) as error:
             buffer.close()
             hint = _FSIZE_HINT if isinstance(error, OSError) and error.errno == errno.EFBIG else None
-            raise NoCapacity(f"{what} of {nbytes} bytes cannot be allocated: {error}", hint=hint) from error
+            raise NoCapacity(f"{what} of {size_text(nbytes)} cannot be allocated: {error}", hint=hint) from error
         except BaseException:
             buffer.close()
             raise
@@ -383,8 +384,8 @@ def check_capacity(nbytes: int, what: str) -> None:
     available, limit = available_nbytes()
     reserve = RESERVE_NBYTES if nbytes >= RESERVE_NBYTES else 0
     if nbytes + reserve > available:
-        kept = f", of which {reserve} are kept for others" if reserve else ""
-        raise NoCapacity(f"{what} needs {nbytes} bytes, but {limit} leaves {available}{kept}")
+        kept = f", of which {size_text(reserve)} are kept for others" if reserve else ""
+        raise NoCapacity(f"{what} needs {size_text(nbytes)}, but {limit} leaves {size_text(available)}{kept}")
 
 
 def _machine(proc: Path) -> Iterator[tuple[int, str]]:

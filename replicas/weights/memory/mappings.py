@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterable
 import numpy
 import torch
 
+from replicas.common.sizes import size_text
 from replicas.common.waits import locked
 from replicas.errors import NoCapacity
 from replicas.linux import locks
@@ -134,7 +135,7 @@ def _mapped(fd: int, nbytes: int, mode: int, flags: int, prot: int, *, flag: boo
 
 def _too_little(nbytes: int, error: OSError) -> NoCapacity:
     why, remedy = limit(error)
-    return NoCapacity(f"{nbytes} bytes of shared memory cannot be mapped: {why}", hint=remedy)
+    return NoCapacity(f"{size_text(nbytes)} of shared memory cannot be mapped: {why}", hint=remedy)
 
 
 def _bytes_of(mapping: object) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """The command line: exit codes, exact messages, and tables that fit a terminal of 80
 columns.
 
-Covers: cli/client.py, config/values.py, status.py.
+Covers: cli/client.py, common/sizes.py, config/values.py, status.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from replicas.cli import client, render
 from replicas.cli import find_run as find
 from replicas.cli import main as cli
 from replicas.cli.base import Screen
-from replicas.config.values import size_text
+from replicas.common.sizes import size_text
 from replicas.control.commands import Answer
 from replicas.core.base import effects
 from replicas.errors import Disconnected

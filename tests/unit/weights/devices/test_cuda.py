@@ -249,7 +249,7 @@ def test_a_full_device(driver: Driver) -> None:
     gpu = Cuda()
     driver.cached = 10 * MIB  # torch has it all in its cache
     first = gpu.allocate(10 * MIB, FIRST)
-    with pytest.raises(NoCapacity, match="0 of its 16777216 bytes are free"):
+    with pytest.raises(NoCapacity, match="0 B of its 16 MiB are free"):
         gpu.allocate(1, FIRST)
     first.close()
     driver.fails["cuIpcGetMemHandle"] = 801

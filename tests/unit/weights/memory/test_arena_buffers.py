@@ -101,7 +101,7 @@ def test_memory_that_runs_out_while_allocating_is_a_clear_error(monkeypatch: pyt
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", fail)
-    with pytest.raises(NoCapacity, match=r"4096 bytes.*No space left"):
+    with pytest.raises(NoCapacity, match=r"4 KiB.*No space left"):
         Buffer.allocate(4096, "test")
     assert not memory_left()
 

@@ -36,7 +36,7 @@ def join_workers() -> None:
 
 def test_too_much_memory_is_a_clear_error_beforehand() -> None:
     available, _ = available_nbytes()
-    with pytest.raises(NoCapacity, match=r"'weights' needs \d+ bytes"):
+    with pytest.raises(NoCapacity, match=r"'weights' needs [0-9.]+ GiB, but .* leaves [0-9.]+ .iB"):
         Buffer.allocate(available * 2, "weights")
 
 
@@ -105,7 +105,7 @@ def test_what_others_take_meanwhile_is_noticed(monkeypatch: pytest.MonkeyPatch) 
     left = [1 << 30, 1 << 30, 100]
     monkeypatch.setattr(buffers, "available_nbytes", lambda: (left.pop(0), "the test"))
     monkeypatch.setattr(buffers, "_ALLOCATE_NBYTES", 4096)
-    with pytest.raises(NoCapacity, match="needs 4096 bytes, but the test leaves 100"):
+    with pytest.raises(NoCapacity, match="needs 4 KiB, but the test leaves 100 B"):
         Buffer.allocate(8192, "test")
     assert not memory_left()
 

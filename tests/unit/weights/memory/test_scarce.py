@@ -82,7 +82,7 @@ def test_each_limit_has_its_name(number: int, made: dict[str, Any], text: str, m
         raise OSError(number, "no")
 
     monkeypatch.setattr(mappings, "reopen", refuse)
-    with pytest.raises(errors.NoCapacity, match=f"64 bytes of shared memory cannot be mapped: .*: .*{text}"):
+    with pytest.raises(errors.NoCapacity, match=f"64 B of shared memory cannot be mapped: .*: .*{text}"):
         mappings.map_private(0, 64)
 
 
