@@ -111,7 +111,7 @@ test-versions: | $(BIN)/python ## the same, and with the newest versions on each
 $(VENV)/axe.min.js: | $(VENV)/.dev
 	@$(BIN)/python -m tests.support.browser.fetch_axe $@
 
-test-browser: $(VENV)/.dev $(VENV)/axe.min.js ## the page in a real Chromium, which is installed where there is none (as root, by apt-get): a minute
+test-browser: $(VENV)/.docs $(VENV)/axe.min.js ## the page and the handbook in a real Chromium, which is installed where there is none (as root, by apt-get): a minute
 	@tests/support/browser/need_chromium.sh
 	@$(PYTEST) --timeout 300 tests/browser $(ARGS)
 

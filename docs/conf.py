@@ -41,6 +41,7 @@ html_show_copyright = False
 html_static_path = ["_sphinx/static"]
 html_css_files = ["handbook.css"]
 html_extra_path = ["_sphinx/root"]
+html_search_scorer = str(ROOT / "docs" / "_sphinx" / "scorer.js")
 pygments_style = "friendly"
 
 copybutton_selector = "div.highlight pre"  # also on the pages of files, which are not of a document
