@@ -2,10 +2,10 @@
 # torch 2.13.0 (CPU), ml-dtypes 0.6.0 (JAX's) and mlx 0.32.4 do not make the same float8 out of the same float32.
 # Expected: one way for each format to treat what is out of its range, in three libraries, and NaN kept by all.
 #
-# float8_e4m3fn: torch makes 448 of infinity and of all that is larger, ml-dtypes makes NaN, and mlx's to_fp8 makes 448 of
-# NaN, too. torch's float8_e5m2 does not saturate: infinity stays. float8_e8m0fnu (scales of MX formats, without zero and
-# sign): torch makes 2 of -2 and 2^-127 of 0, ml-dtypes makes NaN of both. So a check for finite values finds diverged
-# weights before torch's cast, not after it, and a block of zeros whose scale is cast has another one in JAX.
+# float8_e4m3fn: torch makes 448 of infinity and of all that is larger, ml-dtypes makes NaN, and mlx's to_fp8 makes 448
+# of NaN, too. torch's float8_e5m2 does not saturate: infinity stays. float8_e8m0fnu (scales of MX formats, without zero
+# and sign): torch makes 2 of -2 and 2^-127 of 0, ml-dtypes makes NaN of both. So a check for finite values finds
+# diverged weights before torch's cast, not after it, and a block of zeros whose scale is cast has another one in JAX.
 # Seen: the table SEEN below.
 set -euo pipefail
 folder=$(mktemp -d)

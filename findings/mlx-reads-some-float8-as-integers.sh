@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # mlx 0.32.4: mx.load gives float8 tensors of a safetensors file as uint8, and mx.save_safetensors writes them back as
-# U8; so load and save change the type of a checkpoint, and astype(float32) gives codes for values, without a word.
-# It does so for F8_E4M3 and F8_E8M0; F8_E5M2, of the same size, is refused. Expected: refused alike, or kept as they are.
+# U8; so load and save change the type of a checkpoint, and astype(float32) gives codes for values, without a word. It
+# does so for F8_E4M3 and F8_E8M0; F8_E5M2, of the same size, is refused. Expected: refused alike, or kept as they are.
 # Seen: 1.0 and 448.0 in F8_E4M3 are [56, 126], scales 0.5 and 2.0 in F8_E8M0 [126, 128]; each is written as "U8".
 set -euo pipefail
 folder=$(mktemp -d)

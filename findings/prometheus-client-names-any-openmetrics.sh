@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# prometheus-client 0.26.0: choose_encoder, which all of its servers use, labels the body with whatever OpenMetrics version
-# from 1.0.0 on the client asks for, and sends OpenMetrics to a client that excludes it by q=0.
-# Expected: RFC 9110 calls q=0 "not acceptable"; a server names the format that it sends.
+# prometheus-client 0.26.0: choose_encoder, which all of its servers use, labels the body with whatever OpenMetrics
+# version from 1.0.0 on the client asks for, and sends OpenMetrics to a client that excludes it by q=0. Expected: RFC
+# 9110 calls q=0 "not acceptable"; a server names the format that it sends.
 # Seen: for "application/openmetrics-text; version=9.9.9" the body of 1.0.0, byte by byte, as version=9.9.9; for
 # "application/openmetrics-text;q=0, text/plain" and for q=0.1 of OpenMetrics beside q=1 of text: OpenMetrics 1.0.0.
 set -euo pipefail

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # safetensors 0.8.0: what safetensors.torch.load_file (and safe_open's get_tensor) returned is a private mapping of the
-# file. When the file is rewritten in place, tensors loaded long before change; where the caller has written one element,
-# its page keeps the old values, so that one tensor holds two versions. safetensors.numpy.load_file copies.
+# file. When the file is rewritten in place, tensors loaded long before change; where the caller has written one
+# element, its page keeps the old values, so that one tensor holds two versions. safetensors.numpy.load_file copies.
 # Expected: both loaders return values that are the caller's own, as torch.load does.
-# Seen, after element 0 was set to 7 and the file filled with ones: first and last two elements [7, 0, 1, 1]; numpy: zeros.
+# Seen, after element 0 was set to 7 and the file filled with ones: first and last two elements [7, 0, 1, 1]; numpy:
+# zeros.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# tensorizer 2.12.1 with torch 2.13.0: TensorDeserializer.load_into_module puts an nn.Parameter with requires_grad in the
-# place of each buffer of floating point. Expected: a module like the one that was serialised, frozen parameters too.
+# tensorizer 2.12.1 with torch 2.13.0: TensorDeserializer.load_into_module puts an nn.Parameter with requires_grad in
+# the place of each buffer of floating point. Expected: a module like the one that was serialised, frozen parameters
+# too.
 #
-# named_buffers() still lists them and parameters() does not, so module.requires_grad_(False) does not reach them: what a
-# frozen module computes from a buffer wants a gradient, and a BatchNorm in eval mode raises RuntimeError outside no_grad.
-# Parameters that were frozen when they were written come back trainable.
+# named_buffers() still lists them and parameters() does not, so module.requires_grad_(False) does not reach them: what
+# a frozen module computes from a buffer wants a gradient, and a BatchNorm in eval mode raises RuntimeError outside
+# no_grad. Parameters that were frozen when they were written come back trainable.
 # Seen: running_mean is Parameter, requires_grad=True; "'native_batch_norm' is not differentiable with respect to
 # argument 'running_mean'".
 set -euo pipefail

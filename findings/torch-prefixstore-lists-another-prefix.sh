@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# torch 2.13.0: PrefixStore("a/b", store).list_keys() also lists the keys of PrefixStore("a/bc", store), cut at the wrong
-# place, and what it lists cannot be read through it. Expected: the keys that were set through this prefix.
+# torch 2.13.0: PrefixStore("a/b", store).list_keys() also lists the keys of PrefixStore("a/bc", store), cut at the
+# wrong place, and what it lists cannot be read through it. Expected: the keys that were set through this prefix.
 #
 # A key is stored as "PREFIX/KEY", but the listing is asked for "PREFIX" without the slash, and one character more is
 # cut off. Clean-up by a prefix (rank 1 and rank 10, say) meets the keys of the other.

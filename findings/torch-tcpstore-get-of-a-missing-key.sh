@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# torch 2.13.0: TCPStore.get(key) can return b"" for a key that was never set, or not to this value, where it should wait
-# and raise DistStoreError at its timeout.
+# torch 2.13.0: TCPStore.get(key) can return b"" for a key that was never set, or not to this value, where it should
+# wait and raise DistStoreError at its timeout.
 #
 # A waiting get returns whatever ends its wait. (1) Its key is set to b"value" and deleted before it is read: b"", in
 # place of b"value" or a timeout. (2) After a queue_pop("queue") that had to wait, the same client waits for "absent"

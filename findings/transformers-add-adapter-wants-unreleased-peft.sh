@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# transformers 5.24.0 with peft 0.21.2, each the newest release at the end of November 2026: model.add_adapter(LoraConfig(...))
-# always raises ValueError, as it wants peft >= 0.22.0, which is not released. pip installs both together without a conflict.
-# peft's own get_peft_model works on the same model.
+# transformers 5.24.0 with peft 0.21.2, each the newest release at the end of November 2026:
+# model.add_adapter(LoraConfig(...)) always raises ValueError, as it wants peft >= 0.22.0, which is not released. pip
+# installs both together without a conflict. peft's own get_peft_model works on the same model.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

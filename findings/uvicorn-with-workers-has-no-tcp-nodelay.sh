@@ -3,8 +3,8 @@
 # reload, do not have TCP_NODELAY; those of a single process have it. An answer in two writes, such as a streamed one,
 # then waits for the client's delayed acknowledgement. Expected: the same options, however many workers.
 #
-# asyncio sets the option where socket.proto is IPPROTO_TCP: so it is on sockets from getaddrinfo (loop.create_server with
-# a host), while socket.socket(family) has proto 0, and accepted connections inherit that.
+# asyncio sets the option where socket.proto is IPPROTO_TCP: so it is on sockets from getaddrinfo (loop.create_server
+# with a host), while socket.socket(family) has proto 0, and accepted connections inherit that.
 # Seen (proto, TCP_NODELAY): one process (6, 1); bind_socket() (0, 0).
 set -euo pipefail
 folder=$(mktemp -d)
