@@ -1,5 +1,5 @@
-"""Make an environment with vLLM, SGLang, TRL, Lightning, DeepSpeed, Ray, verl, Slurm
-and a small model, for machines without a GPU.
+"""Make an environment with vLLM, SGLang, mlx-lm, TRL, Lightning, DeepSpeed, Ray, verl,
+Slurm and a small model, for machines without a GPU.
 
     python tests/engines/install.py FOLDER
 
@@ -48,6 +48,8 @@ VERL = ["verl", "tensordict", "pyvers", "codetiming", "omegaconf"]
 WITHOUT_REQUIREMENTS = ["trl", "vllm-router"]
 SGLANG = "sglang==0.5.23"
 BESIDE_SGLANG = ["soundfile==0.13.1"]
+MLX = ["mlx", "mlx-cpu", "mlx-lm"]
+"""In a folder of its own, as other libraries look for it."""
 LMDEPLOY = "lmdeploy==0.18.0"
 LMDEPLOY_REQUESTS = "lmdeploy/serve/openai/protocol.py"
 VLLM_NEXT = "vllm==0.33.0"
@@ -88,6 +90,10 @@ def main(folder: Path) -> None:
         # is here for vLLM, and tests/engines/sglang_cpu answers for the rest.
         pip(python, "install", "--no-deps", SGLANG, *BESIDE_SGLANG)
         (folder / ".sglang").touch()
+    if not (folder / ".mlx").exists():
+        step(f"{' '.join(MLX)} (12 MB)", folder)
+        pip(python, "install", "--no-deps", "--target", str(folder / "mlx"), *MLX)
+        (folder / ".mlx").touch()
     for release, kept, size in ((LMDEPLOY, LMDEPLOY_REQUESTS, 107), (VLLM_NEXT, VLLM_NEXT_BASE, 336)):
         if not (folder / kept).exists():
             step(f"one file of {release} ({size} MB are fetched for it)", folder)
