@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.house.pages import Command, Terminal, commands, files, section
+from tests.support.house.pages import Command, Terminal, blocks, commands, files, section
 from tests.support.root import ROOT
 from tests.support.runs import MARK, processes_marked, shared_memory
 from tests.support.waits import eventually
@@ -34,25 +34,36 @@ def play(text: str, folder: Path, then: Callable[[Terminal], None] = lambda term
     mark, before = secrets.token_hex(8), shared_memory()
     terminal = Terminal(folder, BIN, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", **{MARK: mark})
     with terminal.leaving():
-        todo = [one for one in commands(text) if "venv" not in one.text and not one.text.startswith("pip ")]
-        while todo:
-            # what reads the whole log is typed when the run is over
-            if terminal.run is not None and (todo[0].text == "replicas logs" or "plot.py" in todo[0].text):
-                assert terminal.wait(LIMIT_S) == 0, terminal.said()
-            command = todo.pop(0)
-            terminal.type(command, LIMIT_S)
-            if command.text.startswith("replicas run "):  # a reader sees when it is up
-                eventually(lambda: ": control at " in terminal.said(), "the start of the run", timeout_s=60)
+        play_commands(terminal, text)
         then(terminal)
     eventually(lambda: not processes_marked(mark), "the end of its processes", timeout_s=10)
     assert shared_memory() <= before
     return terminal
 
 
+def play_commands(terminal: Terminal, text: str) -> None:
+    for command in commands(text):
+        if "venv" in command.text or command.text.startswith("pip "):
+            continue
+        # what reads the whole log is typed when the run is over
+        if terminal.run is not None and (command.text == "replicas logs" or "plot.py" in command.text):
+            assert terminal.wait(LIMIT_S) == 0, terminal.said()
+        terminal.type(command, LIMIT_S)
+        if command.text.startswith("replicas run "):  # a reader sees when it is up
+            eventually(lambda: ": control at " in terminal.said(), "the start of the run", timeout_s=60)
+
+
+def status(terminal: Terminal) -> Any:
+    return json.loads(terminal.type(Command("replicas status --json", []), LIMIT_S))
+
+
 def replicas_of(terminal: Terminal) -> dict[str, dict[str, Any]]:
     """The status of each replica, by its name."""
-    status = json.loads(terminal.type(Command("replicas status --json", []), LIMIT_S))
-    return {one["name"]: one for group in status["groups"] for one in group["replicas"]}
+    return {one["name"]: one for group in status(terminal)["groups"] for one in group["replicas"]}
+
+
+def committed(terminal: Terminal) -> int:
+    return int(status(terminal)["channels"][0]["committed_version"])
 
 
 @pytest.mark.timeout(240)
@@ -158,3 +169,25 @@ def test_a_program_that_hangs_is_found(tmp_path: Path) -> None:
     assert "ask_a_judge_that_never_answers" not in said["replicas stacks trainer"]
     assert "committed" in said["replicas events --type SyncEnded --lines 5"]
     assert "step" in said["replicas logs trainer --since 10m"]
+
+
+@pytest.mark.timeout(240)
+def test_replicas_outlive_an_upgrade_of_the_supervisor(tmp_path: Path) -> None:
+    text = (ROOT / "docs/howto/upgrades.md").read_text()
+    (adopt,) = [block.text for block in blocks(text) if block.language == "toml"]
+
+    def upgrade(terminal: Terminal) -> None:
+        eventually(lambda: any("loaded" in one.read_text() for one in tmp_path.glob("**/rank-0.log")), "a load")
+        before, first = replicas_of(terminal), terminal.run
+        play_commands(terminal, text)
+        assert first is not None
+        assert first.wait(LIMIT_S) == 0
+        after = replicas_of(terminal)
+        for name in ("trainer/0", "rollout/0"):
+            assert (after[name]["generation"], after[name]["pids"]) == (1, before[name]["pids"])
+        version = committed(terminal)
+        eventually(lambda: committed(terminal) > version, "a version under the new supervisor")
+
+    for name, content in STUCK.items():
+        (tmp_path / name).write_text(content.replace('name = "stuck"', f'name = "stuck"{adopt.replace("[run]", "")}'))
+    play("```console\n$ replicas run run.toml\n```\n", tmp_path, upgrade)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import itertools
-import secrets
+import re
+import tempfile
 import threading
-import types
+import tomllib
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -16,21 +17,14 @@ import pytest
 import torch
 
 import replicas
+from replicas.config.file import parse
+from replicas.core.lives.placement import Offer, Share, place
 from replicas.engine import Engine, PauseMode
+from replicas.supervisor.fleet.resources import need_of
 from replicas.testing import FakeRun
-from tests.support.house.pages import blocks
+from tests.support.house.pages import blocks, code
 from tests.support.root import ROOT
-from tests.support.runs import MARK, processes_marked
 from tests.support.waits import eventually
-
-
-def code(page: str, **given: Any) -> Any:
-    """What the python of a page defines, where these names are known."""
-    found = dict(given)
-    for block in blocks((ROOT / "docs" / "howto" / page).read_text()):
-        if block.language == "python":
-            exec(compile(block.text, page, "exec"), found)
-    return types.SimpleNamespace(**found)
 
 
 class Model(torch.nn.Linear):
@@ -144,6 +138,8 @@ def test_a_trainer_that_resumes(run: FakeRun, tmp_path: Path) -> None:
         return model
 
     session(4)  # its checkpoint is of step 0
+    eventually(lambda: target.versions[-1:] == [4], "the load of the last version")
+    assert target.weights["weight"][0, 0] == 4, "the rollout goes on with what it has"
     model = session(3)
     assert model.weight[0, 0] == 3
     with run.join("rollout", 1) as late, late.receive(deadline=20).wait() as update:
@@ -167,32 +163,57 @@ def test_a_loop_that_logs(run: FakeRun) -> None:
     } <= set(first)
 
 
-def test_a_run_whose_events_are_logged(tmp_path: Path) -> None:
-    logged: list[dict[str, Any]] = []
-    config = {
-        "schema_version": 1,
-        "run": {"name": "logged", "state_dir": str(tmp_path / "run")},
-        "control": {"listen": "127.0.0.1:0"},
-        "groups": {"one": {"launcher": "exec", "command": ["true"]}},
-    }
+def test_a_gpu_loop_publishes_the_weights_of_each_step(run: FakeRun) -> None:
+    """They are those of the step, though the next step begins while they are copied."""
+    rollout, model = run.join("rollout"), Model()
+    expected: list[list[float]] = []
+    received: list[list[float]] = []
 
-    async def main() -> int:
-        async with asyncio.timeout(60):  # the program ends with the run
-            return int(await code("wandb.md").run(config, logged.append))
+    def receive() -> None:
+        with rollout.receive(at_least=len(received) + 1, deadline=20).wait() as update:
+            received.append(update.tensors()["weight"].flatten().tolist())
 
-    assert asyncio.run(main()) == 0
-    assert [one["event"] for one in logged][-1] == "RunEnded"
-    assert sorted(one["at"] for one in logged) == [one["at"] for one in logged]
+    def loss_of(model: Model, batch: float) -> torch.Tensor:
+        if len(expected) > 0:
+            receive()
+        step = 0.1 * batch
+        expected.append([value - step for value in (expected[-1] if expected else [0.0, 0.0])])
+        return (model.weight * batch).sum()
 
-
-def test_a_gpu_loop_runs_without_one(run: FakeRun) -> None:
-    target = run.target("rollout")
-    model = Model()
     with replicas.join("policy") as channel:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        code("gpus.md").train(channel, model, optimizer, [1.0, 2.0], lambda model, batch: (model.weight * batch).sum())
-        channel.loaded(2, deadline=20).wait()
-    assert target.weights["weight"].tolist() == model.weight.tolist()
+        code("gpus.md").train(channel, model, torch.optim.SGD(model.parameters(), lr=0.1), [1.0, 2.0, 4.0], loss_of)
+        receive()
+    assert received == [pytest.approx(weights) for weights in expected]
+
+
+def on_nodes(page: str, offers: list[Offer]) -> dict[str, list[str]]:
+    """The nodes of the replicas of each group of the config on a page."""
+    (text,) = [one.text for one in blocks((ROOT / "docs" / "howto" / page).read_text()) if "[run]" in one.text]
+    with tempfile.TemporaryDirectory() as folder:
+        for program in re.findall(r'command = \["(\w+\.py)"', text):
+            (Path(folder) / program).touch()
+        groups = parse(tomllib.loads(text), base=Path(folder)).groups.values()
+    found, taken = dict[str, list[str]](), list[Share]()
+    for group in groups:
+        for _ in range(group.replicas):
+            shares = place(need_of(group), offers, taken)
+            assert not isinstance(shares, str), shares
+            taken += shares
+            found.setdefault(group.name, []).extend(one.node for one in shares)
+    return found
+
+
+def test_a_trainer_and_two_servers_on_two_machines() -> None:
+    gpus = tuple(map(str, range(8)))
+    offers = [Offer(node=pool, labels={"pool": pool}, gpus=gpus) for pool in ("train", "serve")]
+    placed = on_nodes("fsdp2-to-vllm.md", offers)
+    assert placed == {"trainer": ["train"], "server": ["serve", "serve"]}
+
+
+def test_rollouts_at_two_sites() -> None:
+    offers = [Offer(node=site, labels={"site": site}) for site in ("a", "b")]
+    placed = on_nodes("two-data-centres.md", offers)
+    assert placed == {"trainer": ["a"], "rollout-a": ["a"] * 4, "rollout-b": ["b"] * 4}
 
 
 def test_a_trainer_that_publishes_each_step(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,23 +231,56 @@ def test_a_trainer_that_publishes_each_step(run: FakeRun, monkeypatch: pytest.Mo
     assert run.status().committed_version == 3
 
 
-def test_an_adapter(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_is_published_at_each_step(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     class Adapter(Model):
         adapter_config = '{"r": 8}'
 
     kinds: list[str] = []
-    rollout = run.join("rollout")
-    page = code("lora.md")
+    received: list[tuple[object, ...]] = []
+    rollout, page = run.join("rollout"), code("lora.md")
 
     def hf(model: Model, adapter: str) -> Model:
         kinds.append(adapter)
         return model
 
+    def receive(step: int) -> None:
+        with rollout.receive(at_least=("step", step), deadline=20).wait() as update:
+            meta = update.meta
+            received.append((update.version, meta["step"], meta["adapter"], meta["adapter_config"], *update.tensors()))
+
+    def step(model: Model) -> None:
+        if model.weight[0, 0]:
+            receive(len(received))
+        train_step(model)
+
     monkeypatch.setitem(page.publish_adapter.__globals__, "hf", hf)
-    page.publish_adapter(Adapter(), train_step, 1)
-    with rollout.receive(deadline=20).wait() as update:
-        assert (update.meta["adapter"], update.meta["adapter_config"]) == ("math", '{"r": 8}')
+    page.publish_adapter(Adapter(), step, 3)
+    receive(2)
+    assert received == [(number + 1, number, "math", '{"r": 8}', "weight") for number in range(3)]
     assert kinds == ["only"]
+
+
+@pytest.mark.parametrize("rollouts", [1, 3])
+def test_a_host_holds_the_weights_twice(rollouts: int) -> None:
+    def held_nbytes() -> int:
+        found = {}
+        for path in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if "memfd:" in str(path.readlink()):
+                    about = path.stat()
+                    found[about.st_ino] = about.st_blocks * 512
+        return sum(found.values())
+
+    weights = {"weight": torch.ones(8 << 20)}
+    nbytes, before = 32 << 20, held_nbytes()
+    with FakeRun() as run:
+        trainer, members = run.join("trainer"), [run.join("rollout", index) for index in range(rollouts)]
+        for _ in range(5):
+            trainer.publish(weights).wait(20)
+            for member in members:
+                with member.receive(deadline=20).wait() as update:
+                    assert update.tensors()["weight"][-1] == 1
+        assert 2 * nbytes <= held_nbytes() - before < 2.1 * nbytes
 
 
 def test_the_tests_on_the_page_of_tests(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,77 +369,3 @@ def test_engines_that_come_and_go() -> None:
         finally:
             for stop in stops:
                 stop.set()
-
-
-ROLLOUT = """
-import replicas
-with replicas.join("policy") as channel:
-    while True:
-        with channel.receive().wait() as update:
-            print("loaded", update.version, flush=True)
-"""
-TRAINER = """
-import replicas, torch
-with replicas.join("policy") as channel:
-    targets = 0
-    while targets < 2:
-        receipt = channel.publish({"weight": torch.ones(3)}).wait()
-        channel.loaded(receipt.version).wait(60)
-        targets = sum(one.group == "rollout" for one in receipt.members)
-"""
-
-
-class Embedded:
-    """A run that begins with one rollout, and ends when two have loaded a version."""
-
-    def __init__(self, folder: Path, mark: str) -> None:
-        self.folder, self._mark = folder, mark
-        (folder / "rollout.py").write_text(ROLLOUT)
-        (folder / "trainer.py").write_text(TRAINER)
-        groups = {
-            name: {"launcher": "exec", "command": [str(folder / f"{name}.py")]} for name in ("trainer", "rollout")
-        }
-        self.config = {
-            "schema_version": 1,
-            "run": {"name": "embedded", "state_dir": str(folder / "run"), "stop_when": ["trainer"]},
-            "control": {"listen": "127.0.0.1:0"},
-            "groups": groups,
-            "channels": {"policy": {"sources": ["trainer"], "targets": ["rollout"]}},
-        }
-
-    def said(self) -> list[str]:
-        return sorted(path.read_text() for path in self.folder.rglob("rollout/**/rank-0.log"))
-
-    def is_over(self) -> None:
-        eventually(lambda: not processes_marked(self._mark), "the end of its processes", timeout_s=10)
-
-
-@pytest.fixture
-def embedded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Embedded:
-    mark = secrets.token_hex(8)
-    monkeypatch.setenv(MARK, mark)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    return Embedded(tmp_path, mark)
-
-
-def test_a_supervisor_in_asyncio(embedded: Embedded) -> None:
-    assert asyncio.run(code("embed.md").run(embedded.config)) == 0
-    first, second = (set(text.splitlines()) for text in embedded.said())
-    assert first & second, "both have loaded the last version"
-    embedded.is_over()
-
-
-def test_a_supervisor_in_anyio(embedded: Embedded) -> None:
-    assert code("embed.md").main(embedded.config, 2.0) is None  # with one rollout its trainer waits
-    embedded.is_over()
-
-
-def test_a_supervisor_in_blocking_code(embedded: Embedded) -> None:
-    during: list[tuple[int, bool]] = []
-
-    def work() -> None:
-        during.append((threading.get_ident(), bool(list(embedded.folder.rglob("endpoint.json")))))
-
-    assert code("embed.md").run_blocking(embedded.config, work) == [1, 1]
-    assert during == [(threading.get_ident(), True)]
-    embedded.is_over()

@@ -13,11 +13,14 @@ import os
 import re
 import signal
 import subprocess
+import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-__all__ = ["Block", "Command", "Terminal", "blocks", "commands", "files", "section"]
+from tests.support.root import ROOT
+
+__all__ = ["Block", "Command", "Terminal", "blocks", "code", "commands", "files", "section"]
 
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w+)\n(?P<text>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL)
 _NAME = re.compile(r"`([\w.]+)`[^`\n]*:\s*\Z")
@@ -47,6 +50,15 @@ def blocks(text: str) -> list[Block]:
         name = _NAME.search(text[: match.start()])
         found.append(Block(match["language"], body, name[1] if name else ""))
     return found
+
+
+def code(page: str) -> Any:
+    """What the python of a how-to page defines."""
+    found: dict[str, Any] = {}
+    for block in blocks((ROOT / "docs" / "howto" / page).read_text()):
+        if block.language == "python":
+            exec(compile(block.text, page, "exec"), found)
+    return types.SimpleNamespace(**found)
 
 
 def section(text: str, title: str) -> str:
