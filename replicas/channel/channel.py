@@ -43,6 +43,7 @@ logger = Log("replicas.channel")
 CLOSE_TIMEOUT_S = 12.0
 
 
+@arguments.named
 class Channel(Collectives):
     """This process's membership of a channel, made by :func:`replicas.join`.
 

@@ -13,6 +13,8 @@ Does not import torch.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import numbers
 import operator
@@ -28,11 +30,31 @@ from replicas.messages import Meta, bounds
 from replicas.messages.bounds import encodable, is_name, plain, shown
 
 _TOKEN_LENGTH = 4096
+Class = TypeVar("Class")
 Word = TypeVar("Word", bound=str)
 
 
 def _refuse(text: str, hint: str = "", cause: BaseException | None = None) -> NoReturn:
     raise errors.UsageError(text, hint=hint) from cause
+
+
+def named(api: type[Class]) -> type[Class]:
+    """Have public methods of a class refuse an unknown keyword by an error that names
+    theirs: some take a ``deadline``, others a ``timeout``."""
+    for name, method in [*vars(api).items()]:
+        if inspect.isfunction(method) and not name.startswith("_"):
+            setattr(api, name, _named(f"{api.__name__}.{name}", method, [*inspect.signature(method).parameters][1:]))
+    return api
+
+
+def _named(what: str, method: Callable[..., Any], known: Sequence[str]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def checked(*given: object, **by_name: object) -> object:
+        if wrong := by_name.keys() - known:
+            _refuse(f"{what} takes no {', '.join(sorted(wrong))}", f"it takes: {', '.join(known) or 'nothing'}")
+        return method(*given, **by_name)
+
+    return checked
 
 
 def integer(what: str, value: object, *, least: int = -bounds.INTEGER_MAX, most: int = bounds.INTEGER_MAX) -> int:

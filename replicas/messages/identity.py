@@ -31,7 +31,7 @@ class Member(msgspec.Struct, frozen=True, order=True, cache_hash=True):
         """``group/replica/rank``: the identity, which outlives an incarnation."""
         return f"{self.group}/{self.replica}/{self.rank}"
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return self.name
 
 

@@ -12,7 +12,7 @@ from replicas import errors
 from replicas.channel.operations.results import OperationCall
 from replicas.channel.operations.scratch import segments_of
 from replicas.channel.session.pending import Pending, Receipt
-from replicas.messages import OperationKind, ReduceOp
+from replicas.messages import OperationKind, ReduceOp, arguments
 from replicas.messages.bounds import is_name, shown
 from replicas.messages.identity import Member
 from replicas.weights.copies.tensors import PLAIN, alias_of, check_modes, is_dtensor, why_unusable
@@ -28,6 +28,7 @@ The last means the rank of that replica that is in the caller's lane.
 _PEER = re.compile(r"[^/]+/[0-9]{1,7}(/[0-9]{1,7})?")
 
 
+@arguments.named
 class Collectives:
     """**Collectives between the peers of a channel** are its methods, too; each returns
     at once.

@@ -120,6 +120,7 @@ class Receipt(ReceiptData, frozen=True, kw_only=True, eq=False):
         return {prefix + name: float(value) for name, value in values.items()}
 
 
+@arguments.named
 class Pending(Generic[T]):
     """The outcome of a channel operation, on any thread or under asyncio or trio.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+import replicas
 from replicas import errors
 from replicas.coordinator.limits import message_problem, size_problem
 from replicas.messages import MemberFrame, PublishBegin, WireError, arguments, decode_member_frame, encode
@@ -260,3 +262,18 @@ def test_a_text_is_cut_and_clean() -> None:
     assert text_of("x" * (TEXT_LENGTH + 7)).endswith("x ... and 7 characters more")
     assert text_of(os.fsdecode(b"caf\xe9")) == r"caf\udce9"
     assert "ZeroDivisionError" in text_of(Raising())
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "hint"),
+    [
+        (replicas.Channel.receive, {"timeout": 5}, "it takes: deadline, at_least"),
+        (replicas.Channel.barrier, {"timeout": 5}, "it takes: .*deadline"),
+        (replicas.Pending.wait, {"deadline": 5}, "it takes: timeout"),
+    ],
+)
+def test_a_keyword_of_another_method_is_refused_with_those_that_there_are(method: Any, given: Any, hint: str) -> None:
+    (wrong,) = given
+    with pytest.raises(errors.UsageError, match=f"^{method.__qualname__} takes no {wrong} ") as caught:
+        method(None, **given)
+    assert re.fullmatch(hint, caught.value.hint or "")
