@@ -27,6 +27,15 @@ def end(coordinator: object) -> None:
         _coordinators.pop(loop, None)
 
 
+def require(what: str) -> None:
+    """UsageError: no asyncio loop runs ``what``, but, for instance, trio does."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        text, hint = f"{what} needs an asyncio event loop", "run it with asyncio.run(), in a thread if need be"
+        raise errors.UsageError(text, hint=hint) from None
+
+
 def must_not_block(what: str, *, awaitable: bool = False) -> None:
     """UsageError: a coordinator runs on this thread's event loop, which would block.
 

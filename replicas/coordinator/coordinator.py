@@ -172,6 +172,7 @@ class Coordinator:
         :raises errors.WorldError: a port is in use, or the store did not start. Create
             a new coordinator to try again.
         """
+        own_loop.require("a coordinator")
         try:
             listener = bind_listener(self._listens.host, self._listens.port)
         except BaseException:

@@ -9,6 +9,8 @@ from typing import TypeVar
 import anyio
 import anyio.to_thread
 
+from replicas.common import own_loop
+
 T = TypeVar("T")
 
 
@@ -20,6 +22,7 @@ async def finish_in_thread(
     It would go on while the caller undoes what it did. ``given_up`` is called at a
     cancellation, ``undo`` after it if the work was done nevertheless.
     """
+    own_loop.require("a supervisor")
     task = asyncio.ensure_future(anyio.to_thread.run_sync(work))
     try:
         return await asyncio.shield(task)

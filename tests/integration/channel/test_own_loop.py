@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -159,3 +160,18 @@ def test_an_error_of_its_start_reaches_the_thread_that_waits() -> None:
         coordinator = replicas.Coordinator({}, port=taken.getsockname()[1])
         with pytest.raises(errors.WorldError), coordinator.in_thread():
             pass
+
+
+def test_another_async_library_is_named(tmp_path: Path) -> None:
+    trio = pytest.importorskip("trio")
+    groups = {"a": {"command": ["sleep", "1"], "launcher": "exec"}}
+    config = {"schema_version": 1, "run": {"name": "a", "state_dir": str(tmp_path)}, "groups": groups}
+    for made in (replicas.Supervisor(config), replicas.Coordinator({"policy": {"peers": ["a"]}})):
+
+        async def enter(made: Any = made) -> None:
+            async with made:
+                pytest.fail("it runs")
+
+        with pytest.raises(errors.UsageError, match="needs an asyncio event loop") as caught:
+            trio.run(enter)
+        assert "asyncio.run()" in (caught.value.hint or "")

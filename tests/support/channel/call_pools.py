@@ -383,6 +383,7 @@ NOT_CALLED = {
             f"Coordinator.{name}"
             for name in (
                 "busy",
+                "waits",
                 "channel_statuses",
                 "expect",
                 "forget",
