@@ -24,6 +24,7 @@ from replicas.cli.base import (
 )
 from replicas.cli.find_run import RunAddress, RunEndWatcher
 from replicas.common.foreign import one_line
+from replicas.common.sizes import count_text, some
 from replicas.config import values as config_values
 from replicas.control.commands import Answer, Detach, Drain, Order, Reload, ResetFailed, Restart, Scale, StacksOrder
 from replicas.control.exit_codes import FAILED
@@ -31,7 +32,6 @@ from replicas.core.lives.lifecycle import SETTLED
 from replicas.core.lives.ordering import GOOD, enough, is_good
 from replicas.errors import DeadlineExceeded, Disconnected, UsageError, WorldError
 from replicas.status import GroupStatus, ReplicaStatus, RunStatus
-from replicas.telemetry.words import some
 
 _LOOK_AGAIN_S = 0.2
 _SCALED_S = 600.0
@@ -61,7 +61,7 @@ def scale(
     answer = _send(place, Scale(group=group, replicas=replicas), f"scaling {group}", wait=not no_wait)
     if ready:
         _until_ready(place, group, time.monotonic() + _SCALED_S, "10m")
-    words = f"{replicas} replica{'s' if replicas != 1 else ''} {'wanted, and ready' if ready else 'wanted'}"
+    words = f"{count_text(replicas, 'replica')} {'wanted, and ready' if ready else 'wanted'}"
     _tell(answer, f"{group}: {words}", as_json=as_json)
 
 

@@ -14,13 +14,13 @@ from rich.table import Table
 from rich.text import Text
 
 from replicas.common.foreign import one_line
-from replicas.common.sizes import size_text
+from replicas.common.sizes import count_text, size_text
 from replicas.config.structs import ChannelConfig, ChannelRole, Config, GroupConfig, ResourcesConfig
 from replicas.core.lives.ordering import GOOD, enough, least_left
 from replicas.status import ChannelStatus, GroupStatus, NodeStatus, PublishStatus, ReplicaStatus, RunStatus
 from replicas.telemetry.events import Record
 from replicas.telemetry.verdict import BEHIND_S, LATE_S
-from replicas.telemetry.words import count_text, duration_text, in_words
+from replicas.telemetry.words import duration_text, in_words
 
 STATE_STYLES = {
     "pending": "dim",

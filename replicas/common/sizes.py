@@ -1,6 +1,8 @@
-"""Sizes in words."""
+"""Sizes, numbers and lists in words."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 def size_text(nbytes: float) -> str:
@@ -10,3 +12,12 @@ def size_text(nbytes: float) -> str:
         size /= 1024
         del units[0]
     return f"{size:.3g} {units[0]}"
+
+
+def count_text(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' if number != 1 else ''}"
+
+
+def some(names: Sequence[str], most: int = 3) -> str:
+    """Return the first of these names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -123,7 +123,9 @@ class ReadinessBook:
             reason="; ".join(reasons + failures),
             heartbeat_age_s=max(ages, default=None),
             versions=versions,
-            partial="; ".join(failures) or "it cannot say why" if partial else "",
+            partial="; ".join(failures) or "a version was not loaded, for a reason that it cannot say"
+            if partial
+            else "",
             stranded=stranded,
             progressed_s=None if waits else min(progressed, default=None),
             step=max((step for step in steps if step >= 0), default=None),
@@ -137,7 +139,7 @@ class ReadinessBook:
         latest, round_ = channel.told.latest, channel.rounds.of(group, replica)
         if round_.partial:
             self._was_ready.pop(key, None)
-            return [f"{channel.config.name}: version {latest} is loaded by a part of its ranks"]
+            return [f"{channel.config.name}: a part of a version may be in the memory of its ranks"]
         if channel.adoption.is_behind(group, replica):
             others = f"the others serve version {channel.adoption.served}"
             return [f"{channel.config.name}: has version {round_.loaded}, {others}"]

@@ -43,10 +43,7 @@ Tree = dict[str, Any]
 def document(status: RunStatus, now: float) -> Tree:
     """Describe a status of the time ``now`` (seconds since 1970)."""
     judged = verdict(status, now)
-    troubles = {
-        one.text: {"level": one.level, "about": one.about, "since": one.since, "until": one.until}
-        for one in judged.troubles
-    }
+    troubles = {one.text: msgspec.structs.asdict(one) for one in judged.troubles}
     run = {**_own(status, now), "lag_s": round(status.event_loop_lag_s, 1), "store": status.store.up}
     return {
         "run": run,

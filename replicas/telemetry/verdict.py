@@ -12,10 +12,10 @@ from typing import Literal
 
 import msgspec
 
+from replicas.common.sizes import count_text, some
 from replicas.core.lives.lifecycle import SETTLED
 from replicas.core.lives.ordering import GOOD, enough
 from replicas.status import WAIT_S, ChannelStatus, GroupStatus, ReplicaState, ReplicaStatus, RunStatus
-from replicas.telemetry.words import count_text, some
 
 Level = Literal["bad", "warn", "note"]
 LATE_S = 5.0

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 
-from replicas.common.sizes import size_text
+from replicas.common.sizes import count_text, size_text
 from replicas.core.base import effects
 from replicas.core.lives.lifecycle import Transition
 from replicas.telemetry import events
@@ -27,15 +25,6 @@ def duration_text(seconds: float) -> str:
     units = [(days, "d"), (hours, "h"), (minutes, "m"), (rest, "s")]
     first = next(index for index, (number, _) in enumerate(units) if number)
     return " ".join(f"{number}{unit}" for number, unit in units[first : first + 2] if number)
-
-
-def count_text(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' if number != 1 else ''}"
-
-
-def some(names: Sequence[str], most: int = 3) -> str:
-    """Return the first of these names, and how many more there are."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def concerns(record: events.Record, target: str) -> bool:

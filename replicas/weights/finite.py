@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import islice
-
 import torch
 
+from replicas.common.sizes import some
 from replicas.core.base.manifest import PartManifest
 from replicas.weights.layout import Places
 
@@ -42,8 +41,7 @@ def overflows(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 def in_words(found: dict[str, int]) -> str:
     """The first tensors of :func:`not_finite` with their numbers, and how many more."""
-    named = ", ".join(f"{name!r} ({count:,})" for name, count in islice(found.items(), NAMED))
-    return named + (f" and {len(found) - NAMED} tensors more" if len(found) > NAMED else "")
+    return some([f"{name!r} ({count:,})" for name, count in found.items()], NAMED)
 
 
 def _chunks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 
@@ -276,13 +276,11 @@ class Read(msgspec.Struct, frozen=True):
 
 Effect = Send | CommitDecision | SweepStore | ReplaceStore | Keep | LetGo | Read | Event
 
-_Ended = TypeVar("_Ended", ReceiptData, SyncRecord)
-
 
 def with_commit(effects: Iterable[Effect], version: int, seconds: float) -> Iterator[Effect]:
     """Add to the effects that follow a decision how long its record took."""
 
-    def longer(ended: _Ended) -> _Ended:
+    def longer(ended: ReceiptData | SyncRecord) -> Any:
         phases = ended.phases | {"commit": seconds}
         return msgspec.structs.replace(ended, seconds=ended.seconds + seconds, phases=phases)
 

@@ -39,7 +39,7 @@ class ReplicaEvent(enum.StrEnum):
     HEARTBEAT_TIMEOUT = "heartbeat_timeout"
     PROGRESS_TIMEOUT = "progress_timeout"
     LOAD_TIMEOUT = "load_timeout"  # it did not load a committed version in time
-    LOAD_FAILED = "load_failed"  # it loaded a version only in part
+    LOAD_FAILED = "load_failed"  # a part of a version may be in its memory
     RESTART = "restart"  # a new generation was requested
     HELD_UP = "held_up"  # its programs have ended, or were killed, but a process of it takes long to die
     STOP = "stop"  # its end was requested

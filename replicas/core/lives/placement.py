@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-_GIB = 1 << 30
+from replicas.common.sizes import count_text, size_text
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,9 +131,9 @@ def _missing(need: Need, offers: Sequence[Offer], taken: Sequence[Share]) -> str
     able = [offer for offer in there if need.has_cpus(offer)]
     if not able:
         most = max(offer.cpus or 0 for offer in there)
-        return f"{_count(need.cpus, 'CPU')} (at most {most} on a node){_having(marks)}"
+        return f"{count_text(need.cpus, 'CPU')} (at most {most} on a node){_having(marks)}"
     if len(able) < len(there):
-        marks.insert(0, _count(need.cpus, "CPU"))
+        marks.insert(0, count_text(need.cpus, "CPU"))
     rooms = [_Room(one, [s for s in taken if s.node == one.node], need.group) for one in able]
     return " and ".join(_wanted(need, rooms, named=len(offers) > 1)) + _having(marks)
 
@@ -146,16 +146,12 @@ def _wanted(need: Need, rooms: Sequence[_Room], *, named: bool) -> list[str]:
     if need.gpus:
         free = [f"{len(room.gpus)} free{f' on {room.offer.node}' if named else ''}" for room in rooms]
         each = f", {need.gpus} on each of {need.parts} nodes" if need.parts > 1 and named else ""
-        wanted.append(f"{_count(need.gpus * need.parts, 'GPU')}{each} ({', '.join(free)})")
+        wanted.append(f"{count_text(need.gpus * need.parts, 'GPU')}{each} ({', '.join(free)})")
     if need.memory_nbytes and not any(room.memory_nbytes >= need.memory_nbytes for room in rooms):
         most = max(room.memory_nbytes for room in rooms)
-        wanted.append(f"{need.memory_nbytes / _GIB:.1f} GiB of memory (at most {most / _GIB:.1f} GiB free)")
+        wanted.append(f"{size_text(need.memory_nbytes)} of memory (at most {size_text(most)} free)")
     return wanted
 
 
 def _having(marks: Sequence[str]) -> str:
     return f" with {', '.join(marks)}" if marks else ""
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' if number != 1 else ''}"

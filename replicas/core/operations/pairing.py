@@ -40,6 +40,7 @@ from itertools import takewhile
 import msgspec
 
 from replicas import errors
+from replicas.common.sizes import some
 from replicas.core.members.member_state import MemberState
 from replicas.core.moving.ground import Ground
 from replicas.core.operations.operation import Operation, Post
@@ -446,9 +447,8 @@ def _miscount(heads: Sequence[Post], root: int, first: Sequence[Member]) -> erro
 def _show(post: Post) -> str:
     """Return the call as text, for messages."""
     message = post.message
-    parts = [f"{segment.dtype}{list(segment.shape)}" for segment in message.segments[:3]]
-    more = f" and {len(message.segments) - 3} more" if len(message.segments) > 3 else ""
+    parts = some([f"{segment.dtype}{list(segment.shape)}" for segment in message.segments])
     root = f" {message.root}" if message.root else ""
     step = f" step={message.step}" if message.step is not None else ""
     op = f" op={message.reduce_op}" if message.kind in ("all_reduce", "reduce", "reduce_scatter") else ""
-    return f"{message.kind}({', '.join(parts)}{more}{root}{op}{step})"
+    return f"{message.kind}({parts}{root}{op}{step})"

@@ -34,6 +34,7 @@ READING_S = 2.0
 """For this long after a publish starts moving, slow manifest readers are not judged."""
 READY_S = 3.0
 """Members of a later attempt have at least this long to get ready."""
+_EVERY_RANK = "call publish on every rank of the source, equally often: not under `if rank == 0`"
 LAST_WORDS_S = 0.4
 """Grace after the deadline: the rank's own error is more specific than ours."""
 
@@ -524,13 +525,11 @@ class Commits:
         ranks = self.publishes.unpacked(publish, max((state.hello.world_size for state in replica), default=1))
         late = [rank for rank in ranks if rank not in {member.rank for member in publish.begun}]
         names = [f"{publish.group}/{publish.replica}/{rank}" for rank in late or ranks]
-        text = f"version {publish.version}: {', '.join(names)} did not "
-        if not late:
-            return errors.DeadlineExceeded(f"{text}pack it within {waited}", phase="pack", members=names)
-        hint = "call publish on every rank of the source, equally often: not under `if rank == 0`"
-        if not any(state.member.rank in late for state in replica):
-            text, hint = f"{text}join, and so did not ", "look into the logs of these ranks"
-        return errors.DeadlineExceeded(f"{text}call publish within {waited}", phase="begin", members=names, hint=hint)
+        joined = any(state.member.rank in late for state in replica)
+        what = "pack it" if not late else "call publish" if joined else "join"
+        text, hint = f"version {publish.version}: {', '.join(names)} did not {what} within {waited}", _EVERY_RANK
+        phase = "begin" if late else "pack"
+        return errors.DeadlineExceeded(text, phase=phase, members=names, hint=hint if late else None)
 
 
 def _snake(name: str) -> str:

@@ -123,8 +123,7 @@ class Publish:
         """Return what is told of its end. ``moved``: with the bytes that were sent."""
         self.note_holders(now)
         transfer, receipt, seconds = self.transfer if moved else None, self.receipt, now - self.began_at
-        failed_in = self.error.phase if self.error is not None else ""
-        phases = receipt.phases if receipt is not None else self.phases(now, failed_in or "")
+        phases = receipt.phases if receipt is not None else self.phases(now, (self.error and self.error.phase) or "")
         held = {member: self.held.get(member, seconds) for member in self.awaited} or self.held
         replicas: dict[str, float] = {}
         for member, held_s in self.held.items():

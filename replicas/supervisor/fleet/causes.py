@@ -16,6 +16,7 @@ from typing import Literal
 
 import msgspec
 
+from replicas.common.sizes import some
 from replicas.config.structs import HealthConfig
 from replicas.coordinator import Readiness
 from replicas.core.lives.lifecycle import ReplicaEvent, RestartReason, Transition
@@ -23,7 +24,6 @@ from replicas.linux.processes import signal_name
 from replicas.status import WAIT_S
 from replicas.supervisor.wire.part_state import ExitReport, LogLoss, RankExit
 from replicas.telemetry.events import Event, LogLinesDropped, RankEnd, ReplicaExited
-from replicas.telemetry.words import some
 
 STOPPED = "stopped"
 """How a generation that was asked to end has ended."""
@@ -66,7 +66,7 @@ class Health:
         if view.progressed_s is not None and view.progressed_s > config.progress_timeout_s:
             return Cause("progress_timeout", f"no progress for {config.progress_timeout_s:g} s")
         if view.partial:
-            return Cause("load_failed", f"it loaded a version only in part: {view.partial}")
+            return Cause("load_failed", f"{view.partial}; a part of it may be in memory")
         # A rank that has left is waited for only if others wait for it.
         overdue = not ready and self.was_ready and (not self.left or view.stranded)
         if overdue and now - self.unready_at > config.load_deadline_s:

@@ -42,6 +42,7 @@ import anyio
 from replicas import errors
 from replicas.common.foreign import one_line
 from replicas.common.patience import PauseClock
+from replicas.common.sizes import some
 from replicas.config.structs import GroupConfig
 from replicas.control.exit_codes import DONE, FAILED, USAGE
 from replicas.core.lives.lifecycle import SETTLED, Transition
@@ -59,7 +60,6 @@ from replicas.supervisor.fleet.handle import ShimHandle
 from replicas.supervisor.fleet.replica import REQUESTED, Replica
 from replicas.supervisor.state.run_state import SavedGroup, ShimRecord
 from replicas.telemetry.events import Drained, Draining, DrainReason, FailedReset, RestartAsked, Scaled
-from replicas.telemetry.words import some
 
 TICK_S = 0.25
 _SETTLE_S = 0.75

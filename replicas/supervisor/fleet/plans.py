@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator, Mapping
 import msgspec
 
 from replicas import errors
+from replicas.common.sizes import size_text
 from replicas.config.structs import Config, GroupConfig
 from replicas.config.values import is_loopback
 from replicas.core.lives.ordering import start_levels
 from replicas.supervisor.agent.machine import Machine, look
 from replicas.supervisor.state.run_state import SavedGroup
 
-_GIB = 1 << 30
 _Graph = Mapping[str, set[str]]
 
 
@@ -54,8 +54,7 @@ def problems(config: Config, machine: Machine) -> list[str]:
     memory = {group.name: group.replicas * (group.resources.memory_nbytes or 0) for group in config.groups.values()}
     total, names = _peak(config, memory)
     if total > machine.memory_nbytes:
-        asked = f"{total / _GIB:.1f} GiB at once ({', '.join(names)})"
-        has = f"{machine.memory_nbytes / _GIB:.1f} GiB"
+        asked, has = f"{size_text(total)} at once ({', '.join(names)})", size_text(machine.memory_nbytes)
         found.append(f"groups.{names[0]}.resources.memory: {asked}, but this machine has {has}")
     for group in config.groups.values():
         place = f"groups.{group.name}.resources"

@@ -18,12 +18,12 @@ import msgspec
 from msgspec.structs import replace
 
 from replicas import errors
+from replicas.common.sizes import some
 from replicas.config.structs import Config, GroupConfig
 from replicas.core.lives.lifecycle import Transition
 from replicas.core.lives.placement import Need, Offer, Share, place
 from replicas.supervisor.agent.machine import Machine
 from replicas.supervisor.fleet.plans import may_grow
-from replicas.telemetry.words import some
 
 _LISTED = 8
 

@@ -78,7 +78,7 @@ def test_no_node_takes_more_than_it_may() -> None:
         ({"labels": {"pool": "x"}}, [node("a", labels={"pool": "y"})], "a node with pool=x"),
         ({"labels": {"pool": "x"}}, [node("a", labels={"pool": "x"}, open=False)], "a node with pool=x that is not "),
         ({"gpus": 2}, [node("a", 1)], "2 GPUs (1 free)"),
-        ({"memory_nbytes": 9 << 30}, [node("a")], "9.0 GiB of memory (at most 8.0 GiB free)"),
+        ({"memory_nbytes": 9 << 30}, [node("a")], "9 GiB of memory (at most 8 GiB free)"),
         (
             {"cpus": 16, "labels": {"p": "x"}},
             [node("a", cpus=32), node("b", labels={"p": "x"}, cpus=8), node("c", labels={"p": "x"}, cpus=12)],

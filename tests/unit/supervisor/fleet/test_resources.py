@@ -72,7 +72,7 @@ def test_groups_that_never_run_at_once_may_use_the_same_gpus() -> None:
 def test_memory_threads_and_limits() -> None:
     big = config(a={"replicas": 2, "resources": {"memory": "33GiB"}}, b={"resources": {"cpu_threads": 9}})
     assert problems(big, EIGHT) == [
-        "groups.a.resources.memory: 66.0 GiB at once (a), but this machine has 64.0 GiB",
+        "groups.a.resources.memory: 66 GiB at once (a), but this machine has 64 GiB",
         "groups.b.resources.cpu_threads: 9 for each rank, but this process may use 8 CPUs",
     ]
     here = Machine(memory_nbytes=1 << 40, limits_refused="no cgroup v2")
