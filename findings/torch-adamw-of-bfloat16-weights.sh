@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # torch 2.13.0: AdamW on bfloat16 weights (no float32 master), lr 1e-6, gradients of random noise: the elements that the
-# first step moved are all that ever move. Expected: other gradients move other elements, so that after 50 steps most of
-# a weight has changed, as it has with float32 weights.
+# first step moved are all that ever move. Expected: other gradients move other elements, so that more and more of them
+# have changed, as with a float32 master.
 #
 # The first step is lr for each element, whatever its gradient; later ones are smaller, as long as gradients keep their
 # scale. So what the first step does not lift over half of bfloat16's spacing at that weight is rounded away for ever.
