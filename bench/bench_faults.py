@@ -95,10 +95,11 @@ async def publish(quick: bool, repetitions: int) -> dict[str, Any]:
     found: dict[str, list[faults_sync.Sample]] = {}
     for small in (True,) if quick else (False, True):
         nbytes = nbytes_of(SMALL if small else FULL)
-        size = f"{nbytes / 1e6:.0f} MB"
-        found[size] = await faults_sync.measure(nbytes, small, repetitions, told)
-        _publish_lines(lines, size, found[size])
-        lines.line()
+        for way in faults_sync.WAYS:
+            of = f"{nbytes / 1e6:.0f} MB, {way}"
+            found[of] = await faults_sync.measure(way, nbytes, small, repetitions, told)
+            _publish_lines(lines, of, found[of])
+            lines.line()
     note = (
         f"Counted from the fault until all that are left have committed; lease {faults_sync.LEASE_S:g} s, deadline "
         f"{faults_sync.DEADLINE_S:g} s.\nBeyond: less the bare time of sending all bytes to those that are left."
@@ -107,23 +108,25 @@ async def publish(quick: bool, repetitions: int) -> dict[str, Any]:
     if failed:
         note += f"\n{failed} publish(es) failed and were made again; the time is that of the one that was committed."
     result = lines.show(f"A fault in the middle of a publish to {faults_sync.TARGETS} targets", note)
-    return result | {"samples": {size: msgspec.to_builtins(samples) for size, samples in found.items()}}
+    return result | {"samples": {of: msgspec.to_builtins(samples) for of, samples in found.items()}}
 
 
-def _publish_lines(lines: Lines, size: str, samples: list[faults_sync.Sample]) -> None:
+def _publish_lines(lines: Lines, of: str, samples: list[faults_sync.Sample]) -> None:
     bare: dict[bool, Spread] = {}
-    lines.add(size, "no fault: to commit", [sample.undisturbed_s for sample in samples])
+    seen = {sample.fault for sample in samples}
+    lines.add(of, "no fault: to commit", [sample.undisturbed_s for sample in samples])
     for of_rank, count in ((True, faults_sync.TARGETS - 1), (False, faults_sync.TARGETS)):
-        names = {fault.name for fault in faults_sync.FAULTS if fault.of_rank == of_rank}
-        bare[of_rank] = Spread([sample.bare_s for sample in samples if sample.fault in names])
-        lines.add(size, f"bare bytes to {count}", bare[of_rank].samples)
-    for fault in faults_sync.FAULTS:
+        names = {fault.name for fault in faults_sync.FAULTS if fault.of_rank == of_rank} & seen
+        if names:
+            bare[of_rank] = Spread([sample.bare_s for sample in samples if sample.fault in names])
+            lines.add(of, f"bare bytes to {count}", bare[of_rank].samples)
+    for fault in (fault for fault in faults_sync.FAULTS if fault.name in seen):
         mine = [sample for sample in samples if sample.fault == fault.name]
         times = Spread([sample.committed_s for sample in mine])
         beyond_s = times.median - bare[fault.of_rank].median if fault.beyond else None
         kept = (times.median if beyond_s is None else beyond_s) < fault.limit_s
         kept = kept and not any(sample.failures for sample in mine)
-        lines.add(size, fault.name, times.samples, bar=f"< {fault.limit_s:g} s", kept=kept, beyond_s=beyond_s)
+        lines.add(of, fault.name, times.samples, bar=f"< {fault.limit_s:g} s", kept=kept, beyond_s=beyond_s)
 
 
 # ------------------------------------------------------------ peers

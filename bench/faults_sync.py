@@ -9,13 +9,18 @@ of a target are known. In each repetition, for each fault, in rotating order and
 another victim each time:
 
 1. an undisturbed publish to all three;
-2. a publish in which the victim is hit when the trainer's sidecar has sent half of what
-   it must send. ``committed`` is when the trainer has its receipt and the version is
-   readable at everyone who is left, counted from the hit;
+2. a publish in which the victim is hit half-way. ``committed`` is when the trainer has
+   its receipt and the version is readable at everyone who is left, counted from the
+   hit;
 3. an undisturbed publish to those who are left. Its phases ``transfer`` and ``verify``
    are the bare time to send them what they may still miss: a bucket that was under way
    when a group broke is worth nothing, so that is all of it;
 4. the victim's place is taken by a new process, which is caught up.
+
+This is done for both *ways*. ``auto`` is the default: targets of one host map the slot,
+and no byte is sent, so half-way is half of the undisturbed time, and sidecars have no
+part in it. With ``transport = "group"`` the bytes go through a process group, and
+half-way is when the trainer's sidecar has sent half of what it must send.
 
 Everyone who is left must end up with the trainer's bytes, and the receipt must name the
 victim, or nobody when only a sidecar was hit; otherwise the run stops.
@@ -35,7 +40,9 @@ from bench.support import Rank, rank, rotated, until
 from replicas import Coordinator
 from replicas.coordinator import GroupShape
 
-__all__ = ["DEADLINE_S", "FAULTS", "LEASE_S", "TARGETS", "Fault", "Sample", "measure"]
+__all__ = ["DEADLINE_S", "FAULTS", "LEASE_S", "TARGETS", "WAYS", "Fault", "Sample", "measure"]
+
+WAYS = ("auto", "group")
 
 TARGETS = 3
 DEADLINE_S = 20.0
@@ -51,6 +58,9 @@ committed in the end."""
 class Fault:
     """``number`` is sent to the target's rank, its sidecars, or both. ``limit_s``: the
     bar; beyond the bare time if so."""
+
+    def happens(self, way: str) -> bool:
+        return way == "group" or not self.of_sidecar
 
     name: str
     number: signal.Signals
@@ -129,7 +139,8 @@ class Place:
 class Fleet:
     """Everyone on the channel, and the publishes between them."""
 
-    def __init__(self, coordinator: Coordinator, places: list[Place], nbytes: int, quick: bool) -> None:
+    def __init__(self, coordinator: Coordinator, places: list[Place], way: str, nbytes: int, quick: bool) -> None:
+        self._way = way
         self._coordinator = coordinator
         self._trainer, *self._targets = places
         self._nbytes = nbytes
@@ -170,12 +181,13 @@ class Fleet:
         left = [place for place in self._targets if place is not victim or not fault.of_rank]
         before = self._retries()
         await asyncio.gather(*(place.rank.ask("receive") for place in self._targets))
-        to_send = (
-            self._nbytes * TARGETS.bit_length()
-        )  # Gloo's tree: the source feeds the 1st, 2nd, 4th, ... of the others
+        # Gloo's tree: the source feeds the 1st, 2nd, 4th, ... of the others
+        to_send = self._nbytes * TARGETS.bit_length() if self._way == "group" else 0
         progress = Progress(self._trainer.server.sidecars)
         await self._trainer.rank.tell("publish", tries=TRIES)
         with ExitStack() as stack:
+            if not to_send:
+                await asyncio.sleep((undisturbed["ended"] - undisturbed["began"]) / 2)
             hit = await progress.reaches(to_send // 2, lambda: self._strike(fault, victim, stack))
             said, *replies = await asyncio.gather(self._trainer.rank.hear(), *(p.rank.hear() for p in left))
         self._check(said, [victim.name] if fault.of_rank else [])
@@ -191,10 +203,10 @@ class Fleet:
         return Sample(
             fault=fault.name,
             victim=number,
-            sent=hit.nbytes / to_send,
+            sent=hit.nbytes / to_send if to_send else 0.0,
             undisturbed_s=undisturbed["ended"] - undisturbed["began"],
             committed_s=ended - hit.at,
-            bare_s=bare["phases"]["transfer"] + bare["phases"]["verify"],
+            bare_s=bare["phases"]["transfer"] + bare["phases"]["verify"] if to_send else 0.0,
             retries={reason: count - before.get(reason, 0) for reason, count in after.items()},
             failures=said["failures"],
         )
@@ -235,27 +247,28 @@ class Fleet:
 
 
 @asynccontextmanager
-async def fleet(servers: list[Forkserver], nbytes: int, quick: bool) -> AsyncIterator[Fleet]:
+async def fleet(servers: list[Forkserver], way: str, nbytes: int, quick: bool) -> AsyncIterator[Fleet]:
     shape = {group: GroupShape(count, heartbeat_timeout_s=LEASE_S) for group, count in (("trainer", 1), ("rollout", 3))}
     settings: dict[str, Any] = {"sources": ["trainer"], "targets": ["rollout"], "slots": SLOTS}
-    settings |= {"transport": "group", "deadline": f"{DEADLINE_S:g}s"}
+    settings |= {"transport": way, "deadline": f"{DEADLINE_S:g}s"}
     groups = [("trainer", 0), *(("rollout", number) for number in range(TARGETS))]
     places = [Place(*identity, server) for identity, server in zip(groups, servers, strict=True)]
     async with Coordinator({"policy": settings}, groups=shape) as coordinator:
         try:
-            yield Fleet(coordinator, places, nbytes, quick)
+            yield Fleet(coordinator, places, way, nbytes, quick)
         finally:
             await asyncio.gather(*(place.end() for place in places))
 
 
-async def measure(nbytes: int, quick: bool, repetitions: int, done: Callable[[Sample], None]) -> list[Sample]:
+async def measure(way: str, nbytes: int, quick: bool, repetitions: int, done: Callable[[Sample], None]) -> list[Sample]:
     """Every fault so many times; ``done`` hears of each. ``quick``: of the small set of
     tensors, which is ``nbytes``."""
     samples: list[Sample] = []
-    async with forkservers(1 + TARGETS) as servers, fleet(servers, nbytes, quick) as group:
+    faults = [fault for fault in FAULTS if fault.happens(way)]
+    async with forkservers(1 + TARGETS) as servers, fleet(servers, way, nbytes, quick) as group:
         await group.assemble()
         for repetition in range(repetitions):
-            for order, fault in enumerate(rotated(FAULTS, repetition)):
+            for order, fault in enumerate(rotated(faults, repetition)):
                 samples.append(await group.hit(fault, (repetition + order) % TARGETS))
                 done(samples[-1])
     return samples
