@@ -51,6 +51,13 @@ def _example(tmp_path: Path, name: str) -> list[str]:
     return sorted(results)
 
 
+def test_every_example_is_run() -> None:
+    elsewhere = ("tests/integration/house/test_handbook.py", "tests/engines/frameworks/test_demo_llm.py")
+    told = "".join((ROOT / path).read_text() for path in elsewhere) + Path(__file__).read_text()
+    folders = [path.name for path in EXAMPLES.iterdir() if any(path.glob("*.py"))]
+    assert [name for name in folders if f'"{name}"' not in told and f"examples/{name}" not in told] == []
+
+
 def test_two_replicas_all_reduce(tmp_path: Path) -> None:
     names = "worker/0/1, worker/1/1"
     assert _example(tmp_path, "two_replicas_all_reduce") == [
@@ -84,6 +91,10 @@ def test_embedding(tmp_path: Path) -> None:
     assert "RESULT version 3 committed" in done.stdout
     kept = spans.read(event_log.read(tmp_path / "events.jsonl"))
     assert [span.attributes["version"] for span in kept.spans() if span.kind == "sync"] == [1, 2, 3]
+    made = _run("-m", "replicas", "report", ".", cwd=tmp_path)  # as its first lines say
+    assert made.returncode == 0, made.stderr
+    (page,) = tmp_path.glob("*.html")
+    assert "rollout" in page.read_text()
 
 
 def test_two_nodes(tmp_path: Path) -> None:

@@ -44,6 +44,11 @@ def test_alerts_and_pages_are_one_to_one() -> None:
     assert re.findall(r"^\| \[(\w+)\]\(\1\.md\) \|", index, re.M) == list(RULES), "in the order of the rules"
 
 
+def test_the_how_to_has_every_alert_once() -> None:
+    table = (ROOT / "docs" / "howto" / "alert.md").read_text()
+    assert sorted(re.findall(r"`(Replicas\w+)`", table)) == sorted(RULES)
+
+
 def test_an_alert_links_to_its_page() -> None:
     urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
     for name, rule in RULES.items():
