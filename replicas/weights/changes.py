@@ -5,29 +5,34 @@ Theory of operation
 
 A step of training changes few elements of a model, and who has the version before needs
 only those. While the slot of that version has not been refilled, both are in shared
-memory under one manifest, and their bytes are compared, tensor by tensor
-(:mod:`replicas.memory.lines`). Only bits count: a NaN is equal to itself, and -0.0
-differs from 0.0.
+memory under one manifest, and their bytes are compared (:mod:`replicas.memory.lines`):
+those of a large tensor together, and those of small neighbours, as a comparison takes
+longer than a small tensor. Only bits count: a NaN is equal to itself, and -0.0 differs
+from 0.0.
 
 **Nobody waits for the base.** It is read without a lock, so its owner may begin to fill
 it with another version at any moment; but it removes its flag first
-(:mod:`replicas.linux.locks`). So the flag is looked at *after* each tensor: if it is
-still there, the base had not been written to when it was compared. Else this tensor and
-all that follow come whole.
+(:mod:`replicas.linux.locks`). So the flag is looked at *after* each comparison: if it
+is still there, the base had not been written to when it was compared. Else these
+tensors and all that follow come whole.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from replicas.core.base.dtypes import item_nbytes
 from replicas.core.base.manifest import Manifest
 from replicas.memory.lines import Lines, changed
 from replicas.weights.copies.copy_pool import helpers_for
-from replicas.weights.copies.tensors import bits
+from replicas.weights.copies.tensors import torch_dtype, typed
+from replicas.weights.layout import places_of
 from replicas.weights.memory.buffers import Buffer
 
 SHARE = 8
@@ -36,10 +41,14 @@ single elements would cost as much."""
 _RUN_NBYTES = 1 << 30
 """Compared in one call, which numbers elements by 32 bits."""
 _WIDTH_MAX = 8
+_GROUPS_KEPT = 8
+"""Tensors of several item sizes take turns in the publisher's order."""
 
 
-def _none() -> torch.Tensor:
-    return torch.empty(0, dtype=torch.int64, device="cpu")
+@cache
+@torch.inference_mode(False)  # for all threads, whatever mode this one is in
+def _none(dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device="cpu")
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +74,24 @@ def all_of(name: str, tensor: torch.Tensor) -> Change:
     return Change(name, tensor, values=tensor.view(-1)[:0])
 
 
+class Group(NamedTuple):
+    """What has changed of neighbouring tensors of one item size.
+
+    :ivar first: number of the first one among the places of the image.
+    :ivar whole: bool of shape ``[tensors]``: all of it, as of :class:`Change`.
+    :ivar bounds: of shape ``[tensors + 1]``: where the changed elements of each begin
+        in the two arrays below, and end; there are none of whole ones.
+    :ivar positions: int64 of shape ``[n]``, of elements in their tensor.
+    :ivar values: the bits of these elements, copied.
+    """
+
+    first: int
+    whole: npt.NDArray[np.bool_]
+    bounds: npt.NDArray[np.intp]
+    positions: npt.NDArray[np.int64]
+    values: npt.NDArray[Any]
+
+
 class Difference:
     """Between an image and the one before it, which may be overwritten meanwhile.
 
@@ -75,13 +102,14 @@ class Difference:
     """
 
     def __init__(self, image: torch.Tensor, manifest: Manifest, base: Buffer | None, sharing: int = 1) -> None:
-        self._base = base
+        self.places = places_of(manifest)
+        self._data, self._manifest, self._base = image[manifest.data_offset :], manifest, base
         self._threads = helpers_for(2 * manifest.data_nbytes, sharing) + 1
-        self._places: dict[str, tuple[int, int, int]] = {}
+        self._known: dict[int, Group] = {}
+        self._starts = np.array([*self.places.starts, manifest.data_nbytes], np.int64)
+        self._run = self._data.numpy()
         if base is not None:
-            for spec, start in zip(manifest.tensors, manifest.offsets, strict=True):
-                self._places[spec.name] = start, start + spec.nbytes, item_nbytes(spec.dtype)
-            self._run, self._old = (one[manifest.data_offset :].numpy() for one in (image, base.readable()))
+            self._old = base.readable()[manifest.data_offset :].numpy()
             self._lines = Lines(self._run, self._old)
 
     def __enter__(self) -> Difference:
@@ -95,32 +123,77 @@ class Difference:
         if base is not None:
             base.close()
 
-    def positions(self, name: str) -> torch.Tensor | None:
-        """Positions of a tensor's changed elements; None: take all of it."""
-        if self._base is None:
-            return None
-        found = self._compared(*self._places[name])
-        if not self._base.unchanged:
+    def groups(self) -> Iterator[Group]:
+        """What has changed, in the order of the bytes; without tensors that are
+        compared alone.
+        """
+        groups = enumerate(self.places.groups)
+        return (self._group(number) for number, (first, last) in groups if last - first > 1)
+
+    def _group(self, number: int) -> Group:
+        if (known := self._known.get(number)) is not None:
+            return known
+        found = self._compared(*self.places.groups[number])
+        if self._base is not None and not self._base.unchanged:
             self._lose()
-            return None
+            found = self._compared(*self.places.groups[number])
+        while len(self._known) >= _GROUPS_KEPT:
+            del self._known[next(iter(self._known))]
+        if len(found.whole) > 1:
+            self._known[number] = found
         return found
 
-    def _compared(self, first: int, last: int, item: int) -> torch.Tensor | None:
-        self._lines.compare(first, last, self._threads)
-        width, parts = min(item, _WIDTH_MAX), [np.empty(0, np.int64)]
-        for start in range(first, last, _RUN_NBYTES):
-            end = min(start + _RUN_NBYTES, last)
-            most = (end - start) // width // SHARE
-            some = changed(self._run, self._old, self._lines.words, start, end, width, most)
-            if some is None:
-                return None
-            parts.append(some[0].astype(np.int64) + (start - first) // width)
-        numbers = np.concatenate(parts)
-        return torch.from_numpy(np.unique(numbers // 2) if item > width else numbers)
+    def _compared(self, first: int, last: int) -> Group:
+        starts, item, alone = self._starts[first : last + 1], self.places.items[first], last - first == 1
+        begin, end, width = int(starts[0]), int(starts[-1]), min(item, _WIDTH_MAX)
+        starts = (starts - begin) // item
+        numbers = None if self._base is None else self._changed(begin, end, width, SHARE if alone else 1)
+        if numbers is None:
+            whole, numbers = np.ones(last - first, np.bool_), np.empty(0, np.int64)
+        else:
+            numbers = np.unique(numbers // 2) if item > width else numbers
+            counts = np.diff(np.searchsorted(numbers, starts))
+            whole = counts > np.diff(starts) // SHARE
+            numbers = numbers[~np.repeat(whole, counts)]
+        bounds = np.searchsorted(numbers, starts)
+        elements = self._run[begin:end].view("<c16" if item > width else f"<u{width}")
+        return Group(first, whole, bounds, numbers - np.repeat(starts[:-1], np.diff(bounds)), elements[numbers])
 
-    def of(self, name: str, tensor: torch.Tensor) -> Change:
-        """The change of a tensor, whose view in the image is given."""
-        found = self.positions(name)
-        if found is None:
-            return all_of(name, tensor)
-        return Change(name, None, found, bits(tensor).view(-1).index_select(0, found).view(tensor.dtype))
+    def _changed(self, begin: int, end: int, width: int, share: int) -> npt.NDArray[np.int64] | None:
+        """None: more than one number in so many has changed."""
+        self._lines.compare(begin, end, self._threads)
+        parts: list[npt.NDArray[np.int64]] = []
+        for start in range(begin, end, _RUN_NBYTES):
+            stop = min(start + _RUN_NBYTES, end)
+            data = self._run, self._old, self._lines.words, start, stop
+            if (some := changed(*data, width, (stop - start) // width // share)) is None:
+                return None
+            parts.append(some[0].astype(np.int64) + (start - begin) // width)
+        return np.concatenate(parts)
+
+    def _found(self, name: str) -> tuple[Group, slice] | None:
+        """Where the changed elements of a tensor are; None: take all of it."""
+        place = self.places.group_of.get(name)
+        if place is None:  # it is empty
+            return None
+        group, number = self._group(place[0]), place[1]
+        return None if group.whole[number] else (group, slice(group.bounds[number], group.bounds[number + 1]))
+
+    def positions(self, name: str) -> torch.Tensor | None:
+        """Positions of a tensor's changed elements; None: take all of it."""
+        found = self._found(name)
+        return None if found is None else torch.from_numpy(found[0].positions[found[1]])
+
+    def of(self, name: str) -> Change:
+        """The change of a tensor."""
+        number = self._manifest.index[name]
+        spec = self._manifest.tensors[number]
+        dtype, found = torch_dtype(spec.dtype), self._found(name)
+        if found is None and (spec.nbytes or self._base is None):
+            with torch.inference_mode(False):  # any thread may write to it
+                return all_of(name, typed(self._data, self._manifest.offsets[number], dtype, spec.shape))
+        if found is None or found[1].start == found[1].stop:
+            return Change(name, None, _none(), _none(dtype))
+        group, some = found
+        positions, values = torch.from_numpy(group.positions[some]), torch.from_numpy(group.values[some])
+        return Change(name, None, positions, values.view(dtype))

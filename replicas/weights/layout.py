@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 
 from replicas.core.base.dtypes import item_nbytes
-from replicas.core.base.manifest import PartManifest, Piece, TensorSpec, packed_offsets
+from replicas.core.base.manifest import Manifest, PartManifest, Piece, TensorSpec, packed_offsets
 from replicas.errors import ManifestMismatch
 from replicas.weights.copies.copying import Step
 from replicas.weights.copies.host_copies import STEP_NBYTES, Cut, Kinds, cuts_of
@@ -77,12 +78,17 @@ def layout(entries: Sequence[Entry], mode: Literal["image", "parts"]) -> PartMan
     return part
 
 
+GROUP_NBYTES = 1 << 20
+"""Small pieces that start and end in the same so many bytes are compared together."""
+
+
 class Places:
     """The byte ranges of a manifest's pieces, in their order, without empty pieces.
 
     :ivar order: each piece's index among the tensors of an image, or the pieces of a
         part.
     :ivar starts: the first byte of each piece.
+    :ivar items: bytes of an element of each piece.
     """
 
     def __init__(self, manifest: PartManifest) -> None:
@@ -98,7 +104,7 @@ class Places:
         self.order = order
         self.starts = [given[number][0] for number in order]
         names = [given[number][1] for number in order]
-        self._items = [item_nbytes(name) for name in names]
+        self.items = [item_nbytes(name) for name in names]
         self.dtypes = [torch_dtype(name) for name in names]
         self.shapes = [given[number][2] for number in order]
         self._counts = [prod(shape) for shape in self.shapes]
@@ -123,6 +129,27 @@ class Places:
         cuts = self._cuts[nbytes] = cuts_of(self.starts, ends, self.shapes, nbytes)
         return cuts
 
+    @cached_property
+    def groups(self) -> list[tuple[int, int]]:
+        """First and last (exclusive) of small neighbours with items of one size; or a
+        piece by itself.
+        """
+
+        def kind(one: int) -> tuple[int, ...]:
+            start, end = self.extent(one)
+            return self.items[one], start // GROUP_NBYTES, (end - 1) // GROUP_NBYTES
+
+        groups = (list(group) for _, group in groupby(range(len(self.order)), key=kind))
+        return [(group[0], group[-1] + 1) for group in groups]
+
+    @cached_property
+    def group_of(self) -> dict[str, tuple[int, int]]:
+        """The group of each tensor of an image, and its number in it; without empty
+        ones.
+        """
+        groups = enumerate(self.groups)
+        return {self.name(one): (number, one - first) for number, (first, last) in groups for one in range(first, last)}
+
     def steps(self, destinations: list[torch.Tensor], sources: list[torch.Tensor], nbytes: int) -> Iterator[Step]:
         """Steps of about ``nbytes``; both lists are in the order of the bytes."""
         for cut in self.cuts(nbytes):
@@ -144,7 +171,7 @@ class Places:
     def extent(self, index: int) -> tuple[int, int]:
         """First byte of piece ``index``, and the byte behind its last."""
         start = self.starts[index]
-        return start, start + self._counts[index] * self._items[index]
+        return start, start + self._counts[index] * self.items[index]
 
     @torch.inference_mode(False)  # any thread may write to the views, whatever mode this one is in
     def views(self, data: torch.Tensor, *, as_bits: bool = True) -> list[torch.Tensor]:
@@ -158,13 +185,33 @@ class Places:
         for dtype, indices in groupby(range(len(self.dtypes)), key=self.dtypes.__getitem__):
             run = list(indices)
             first, last = run[0], run[-1]
-            end = self.starts[last] + self._counts[last] * self._items[last]
+            end = self.starts[last] + self._counts[last] * self.items[last]
             flat = data[self.starts[first] : end].view(dtype)
             parts = flat.split_with_sizes(self._counts[first : last + 1])
             found += [part.view(shape) for part, shape in zip(parts, self.shapes[first : last + 1], strict=True)]
         for index in self.odd if as_bits else ():
             found[index] = bits(found[index])
         return found
+
+
+_KNOWN: OrderedDict[tuple[str, tuple[str, ...]], Places] = OrderedDict()
+"""Of the last manifests, by hash: they are mostly the same from version to version."""
+_KNOWN_MOST = 4
+
+
+def places_of(manifest: Manifest, again: tuple[str, ...] = ()) -> Places:
+    """The places of all tensors, and once more those of the tensors of ``again``."""
+    found = _KNOWN.get((manifest.hash, again))
+    if found is None:
+        pieces = None
+        if again:
+            specs, offsets, index = manifest.tensors, manifest.offsets, manifest.index
+            numbers = *range(len(specs)), *(index[name] for name in again)
+            pieces = tuple(Piece(one, (0,) * len(specs[one].shape), specs[one].shape, offsets[one]) for one in numbers)
+        found = _KNOWN[manifest.hash, again] = Places(PartManifest(manifest.tensors, manifest.aliases, pieces))
+        while len(_KNOWN) > _KNOWN_MOST:
+            _KNOWN.popitem(last=False)
+    return found
 
 
 class Writer:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import prod
 from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from replicas.common.sizes import some
 from replicas.core.base.manifest import Manifest, PartManifest, Piece
 from replicas.errors import ManifestMismatch, ReplicasError
 from replicas.messages.bounds import text_of
@@ -16,7 +21,7 @@ from replicas.weights.changes import Difference
 from replicas.weights.copies import streaming
 from replicas.weights.copies.accelerator import accelerator
 from replicas.weights.copies.copying import copy_pairs, put_elements, run_host, wait_for_devices
-from replicas.weights.copies.host_copies import HostCopies
+from replicas.weights.copies.host_copies import HostCopies, Kinds
 from replicas.weights.copies.tensors import (
     PLAIN,
     alias_of,
@@ -29,12 +34,14 @@ from replicas.weights.copies.tensors import (
     piece_view,
     span_nbytes,
     torch_dtype,
+    typed,
     why_unusable,
     written_as_bits,
 )
 from replicas.weights.feed import Ties, known_values
 from replicas.weights.finite import overflows
-from replicas.weights.layout import Places
+from replicas.weights.layout import Places, places_of
+from replicas.weights.overlaps import check_shared
 
 _T = TypeVar("_T")
 
@@ -117,12 +124,13 @@ def load_image(
     """
     check_modes("load_into")
     targets = _destinations(model)
-    if targets is not None:
-        served = _served(targets, [spec.name for spec in manifest.tensors], manifest.aliases)
-        if _load_runs(targets, served, image, manifest, sharing):
-            return
-    given = model if targets is None else targets
-    load_into(given, views(image, manifest), manifest.aliases, sharing=sharing, on_device=on_device)  # type: ignore[arg-type]  # it checks
+    served = _served(targets, [spec.name for spec in manifest.tensors], manifest.aliases)
+    plain = _plain(targets, served, image, manifest)
+    if plain is not None:
+        run_host(plain.copies, plain.places.cuts, manifest.data_nbytes, sharing)
+        return
+    names, _, pairs = _pairs(targets, views(image, manifest), manifest.aliases)
+    copy_pairs(pairs, sharing=sharing, on_device=on_device, name=names.__getitem__)
 
 
 def load_into(
@@ -146,7 +154,8 @@ def load_into(
         with different values; ``model`` is unchanged. It has changed in part only if
         another thread frees one of its tensors meanwhile.
     """
-    names, _, pairs = _pairs(model, tensors, aliases)
+    check_modes("load_into")
+    names, _, pairs = _pairs(_destinations(model), tensors, aliases)
     copy_pairs(pairs, sharing=sharing, on_device=on_device, name=names.__getitem__)
 
 
@@ -164,14 +173,23 @@ def load_changes(
     A changed tensor of which this rank has a part, or that is not contiguous, is
     written whole.
     """
-    tensors = views(image, manifest)
-    names, sources, pairs = _pairs(model, tensors, manifest.aliases)
+    check_modes("load_into")
+    targets = _destinations(model)
+    served = _served(targets, [spec.name for spec in manifest.tensors], manifest.aliases)
+    plain = _plain(targets, served, image, manifest)
+    if plain is None:
+        names, sources, pairs = _pairs(targets, views(image, manifest), manifest.aliases)
+    else:
+        left = plain.put(difference).tolist()
+        names, sources = ([of(one) for one in left] for of in (plain.names.__getitem__, plain.places.name))
+        pairs = list(map(plain.pair, left))
     whole: list[int] = []
     written: list[torch.Tensor] = []
     for number, (source_name, (target, source)) in enumerate(zip(sources, pairs, strict=True)):
         positions = difference.positions(source_name)
         flat = target.is_contiguous() and source.is_contiguous() and not (target.is_conj() or target.is_neg())
-        if positions is None or (len(positions) and not (flat and source.numel() == tensors[source_name].numel())):
+        shape = manifest.tensors[manifest.index[source_name]].shape
+        if positions is None or (len(positions) and not (flat and source.numel() == prod(shape))):
             whole.append(number)
         elif len(positions):
             put_elements(target, source, positions)
@@ -185,79 +203,107 @@ def load_changes(
     wait_for_devices(written)
 
 
-def _destinations(model: Model) -> dict[str, object] | None:
-    """The tensors to write by name; None: it is no model."""
+def _destinations(model: Model) -> Mapping[str, object]:
+    """The tensors to write by name."""
     if not isinstance(model, (torch.nn.Module, Mapping)) and isinstance(model, Loadable):
         return dict(model.destinations())
-    return known_values(model)
+    targets = known_values(model)
+    if targets is None:
+        text = f"cannot load into a {type(model).__name__}"
+        raise ManifestMismatch(text, hint="give a module or a mapping of tensors")
+    return targets
 
 
 def _pairs(
-    model: Model,
+    targets: Mapping[str, object],
     tensors: Mapping[str, torch.Tensor],
     aliases: Sequence[tuple[str, str]],
 ) -> tuple[list[str], list[str], list[tuple[torch.Tensor, torch.Tensor]]]:
     """The model's names, those of the tensors, and what to write there, all checked."""
-    check_modes("load_into")
-    targets = _destinations(model)
-    if targets is None:
-        text = f"cannot load into a {type(model).__name__}"
-        raise ManifestMismatch(text, hint="give a module or a mapping of tensors")
     served = _served(targets, list(tensors), aliases)
     names, sources = list(served), list(served.values())
     pairs = [_checked(name, targets[name], tensors[source]) for name, source in served.items()]
-    _check_shared(pairs, names)
+    check_shared(pairs, names)
     return names, sources, pairs
 
 
-def _load_runs(
-    targets: Mapping[str, object], served: Mapping[str, str], image: torch.Tensor, manifest: Manifest, sharing: int
-) -> bool:
-    """Load all as runs of bytes, without views; False: they are not that simple."""
+@dataclass(eq=False)
+class _Plain:
+    """A load of tensors of plain types in host memory, all checked.
+
+    :ivar places: those of the image, once for each target, in the order of the bytes.
+    :ivar names: of the targets.
+    :ivar pair: gives a target and what to write there.
+    :ivar runs: which of them are runs of just the bytes to copy; one False more.
+    """
+
+    copies: HostCopies
+    places: Places
+    names: list[str]
+    pair: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+    runs: npt.NDArray[np.bool_]
+
+    def put(self, difference: Difference) -> npt.NDArray[np.intp]:
+        """Copy what has changed of small tensors, which are runs; return the numbers of
+        the others.
+        """
+        theirs, left = difference.places, np.ones(len(self.places.order), np.bool_)
+        begins, ends = (np.searchsorted(self.places.starts, theirs.starts, side) for side in ("left", "right"))
+        for group in difference.groups():
+            whole, item, behind = np.flatnonzero(group.whole), theirs.items[group.first], group.first + len(group.whole)
+            left[begins[group.first] : ends[behind - 1]] = False
+            owners = np.repeat(np.arange(len(group.whole)), np.diff(group.bounds))
+            numbers = np.concatenate([whole, owners]) + group.first
+            skipped = np.concatenate([np.zeros_like(whole), group.positions * item]).astype(np.uintp)
+            sizes = np.where(np.arange(len(numbers)) < len(whole), theirs.kinds.sizes[numbers], np.uintp(item))
+            for more in range(max(ends - begins)):  # the targets of each
+                pieces = begins[numbers] + more
+                kept = (pieces < ends[numbers]) & self.runs[pieces]
+                if kept.any():
+                    self.copies.put(pieces[kept], skipped[kept], sizes[kept])
+        return np.flatnonzero(left | ~self.runs[:-1])
+
+
+def _plain(
+    targets: Mapping[str, object], served: Mapping[str, str], image: torch.Tensor, manifest: Manifest
+) -> _Plain | None:
+    """None: some of them are of other types, or elsewhere, or share memory; or there is
+    no C code.
+    """
     if not image.is_cpu or not streaming.available:
-        return False
+        return None
     names: dict[str, str] = {}
     again = [(source, name) for name, source in served.items() if names.setdefault(source, name) != name]
-    places = _places(manifest, tuple(source for source, _ in again))
-    if len(places.starts) < len(served):  # empty tensors have no place, and must be checked, too
-        return False
+    places = places_of(manifest, tuple(source for source, _ in again))
+    sources = [*(spec.name for spec in manifest.tensors), *(source for source, _ in again)]
     given = [*(names[spec.name] for spec in manifest.tensors), *(name for _, name in again)]
-    values = [targets[given[number]] for number in places.order]
+    placed = [given[number] for number in places.order]
+    values = [targets[name] for name in placed]
     if not set(map(type, values)).issubset(PLAIN):
-        return False
+        return None
     device = accelerator()
     if device is not None and (device.owns(image) or any(map(device.owns, values))):  # type: ignore[arg-type]  # PLAIN holds tensors only
-        return False
-    found = places.kinds.look(values)  # type: ignore[arg-type]  # PLAIN holds tensors only
-    if found is None or not found.runs.all():
-        return False
+        return None
+    dtypes = [value.dtype for value in values]  # type: ignore[attr-defined]  # PLAIN holds tensors only
+    kinds = places.kinds if dtypes == places.dtypes else Kinds(places.shapes, dtypes, places.dtypes)
+    found = kinds.look(values)  # type: ignore[arg-type]  # PLAIN holds tensors only
+    if found is None or found.elsewhere is not None:
+        return None
+    data = image[manifest.data_offset :]
+    piece = cache(lambda one: typed(data, places.starts[one], places.dtypes[one], places.shapes[one]))
+    pair = cache(lambda one: _checked(placed[one], values[one], piece(one)))
+    others = np.flatnonzero(~found.runs).tolist()
+    spans = kinds.sizes.copy()
+    spans[others] = [span_nbytes(target) for target, _ in map(pair, others)]
+    if len(placed) < len(given):  # empty ones have no place
+        for number in set(range(len(given))).difference(places.order):
+            spec = manifest.tensors[manifest.index[sources[number]]]
+            _checked(given[number], targets[given[number]], typed(data, 0, torch_dtype(spec.dtype), spec.shape))
     order = np.argsort(found.addresses)
-    if np.any((found.addresses + places.kinds.sizes)[order][:-1] > found.addresses[order][1:]):  # they overlap
-        return False
-    ours = places.addresses(image[manifest.data_offset :])
-    copies = HostCopies(found, places.kinds, ours, places.starts, list, load=True, name=places.name)
-    run_host(copies, places.cuts, manifest.data_nbytes, sharing)
-    return True
-
-
-_KNOWN: OrderedDict[tuple[str, tuple[str, ...]], Places] = OrderedDict()
-"""Of the last manifests, by hash: they are mostly the same from version to version."""
-_KNOWN_MOST = 4
-
-
-def _places(manifest: Manifest, again: tuple[str, ...]) -> Places:
-    """The places of all tensors, and once more those of the tensors of ``again``."""
-    found = _KNOWN.get((manifest.hash, again))
-    if found is None:
-        pieces = None
-        if again:
-            specs, offsets, index = manifest.tensors, manifest.offsets, manifest.index
-            numbers = *range(len(specs)), *(index[name] for name in again)
-            pieces = tuple(Piece(one, (0,) * len(specs[one].shape), specs[one].shape, offsets[one]) for one in numbers)
-        found = _KNOWN[manifest.hash, again] = Places(PartManifest(manifest.tensors, manifest.aliases, pieces))
-        while len(_KNOWN) > _KNOWN_MOST:
-            _KNOWN.popitem(last=False)
-    return found
+    if np.any((found.addresses + spans)[order][:-1] > found.addresses[order][1:]):  # they overlap
+        return None
+    copies = HostCopies(found, kinds, places.addresses(data), places.starts, piece, load=True, name=placed.__getitem__)
+    return _Plain(copies, places, placed, pair, np.append(found.runs, False))
 
 
 def _served(targets: Mapping[str, object], names: Sequence[str], aliases: Sequence[tuple[str, str]]) -> dict[str, str]:
@@ -266,8 +312,8 @@ def _served(targets: Mapping[str, object], names: Sequence[str], aliases: Sequen
     Targets that are tied come once for each tensor that they get.
     """
     if not aliases and len(targets) == len(names) and (list(targets) == names or targets.keys() == set(names)):
-        storages = set(map(_storage, targets.values()))
-        if None not in storages and len(storages) == len(targets):  # no ties
+        addresses = [one for one in map(_address, targets.values()) if one != 0]
+        if None not in addresses and len(set(addresses)) == len(addresses):  # no ties
             return dict(zip(names, names, strict=True))
     known = dict(zip(names, names, strict=True))
     known |= {alias: target for alias, target in aliases if target in known}
@@ -281,16 +327,19 @@ def _served(targets: Mapping[str, object], names: Sequence[str], aliases: Sequen
     unknown = [name for name in known if name not in first_names]
     missing = [name for name, first in first_names.items() if first not in given]
     if unknown or missing:
-        parts = [f"{what}: {_some(some)}" for what, some in (("missing", missing), ("unknown", unknown)) if some]
+        found_names = {"missing": [*map(repr, missing)], "unknown": [*map(repr, unknown)]}
+        parts = [f"{what}: {some(names, 5)}" for what, names in found_names.items() if names]
         text = f"the weights do not fit the model ({'; '.join(parts)})"
         raise ManifestMismatch(text, hint="rename them, or load them by hand")
     return {name: source for (_, source), name in found.items()}
 
 
-def _storage(value: object) -> int | None:
-    """The storage of a plain tensor, by which ties are known; None: another value."""
+def _address(value: object) -> int | None:
+    """Of a plain tensor: tied ones have the same. 0: it has no memory, and is tied to
+    none; None: another value.
+    """
     plain = type(value) in PLAIN and isinstance(value, torch.Tensor) and value.layout is torch.strided
-    return value.untyped_storage()._cdata if plain else None  # type: ignore[attr-defined]  # plain: a tensor
+    return value.data_ptr() if plain else None  # type: ignore[attr-defined]  # plain: a tensor
 
 
 def _checked(name: str, value: object, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -335,83 +384,3 @@ def _pair(name: str, value: object, source: torch.Tensor) -> tuple[torch.Tensor,
     elif target.dtype == source.dtype and (target.is_conj() or target.is_neg() or not is_copied(source.dtype)):
         return written_as_bits(target, source)
     return target, source
-
-
-_Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""Targets and the elements to write there."""
-
-
-def _check_shared(pairs: _Pairs, names: Sequence[str]) -> None:
-    """Raise ManifestMismatch if two targets share memory and get different values for
-    it.
-    """
-    spans = [
-        (str(one.device), one.data_ptr(), one.data_ptr() + span_nbytes(one), number)
-        for number, (one, _) in enumerate(pairs)
-        if one.numel()
-    ]
-    spans.sort()
-    group: list[int] = []
-    device, behind = "", 0
-    for where, start, end, number in spans:
-        if where != device or start >= behind:
-            _check_group(group, pairs, names)
-            group, device, behind = [], where, 0
-        group.append(number)
-        behind = max(behind, end)
-    _check_group(group, pairs, names)
-
-
-def _check_group(group: Sequence[int], pairs: _Pairs, names: Sequence[str]) -> None:
-    """Check targets of which each begins within those before it."""
-    distinct: dict[object, int] = {}
-    for number in group if len(group) > 1 else ():
-        one = pairs[number][0]
-        first = distinct.setdefault((one.data_ptr(), one.shape, one.stride(), one.itemsize), number)
-        if first != number and not torch.equal(_stored(*pairs[first]), _stored(*pairs[number])):
-            raise _differing(names[first], names[number])
-    if len(distinct) < 2:
-        return
-    # Write all to memory that is laid out as theirs: then each must still be there.
-    numbers = list(distinct.values())
-    targets = {number: pairs[number][0] for number in numbers}
-    base = min(one.data_ptr() for one in targets.values())
-    end = max(one.data_ptr() + span_nbytes(one) for one in targets.values())
-    memory = torch.empty(end - base, dtype=torch.uint8, device="cpu")
-
-    def place(number: int) -> torch.Tensor:
-        one = targets[number]
-        strides = *(stride * one.itemsize for stride in one.stride()), 1
-        return memory.as_strided((*one.shape, one.itemsize), strides, one.data_ptr() - base)
-
-    for number in numbers:
-        place(number).copy_(_stored(*pairs[number]))
-    for number in numbers:
-        given = _stored(*pairs[number])
-        if torch.equal(place(number), given):
-            continue
-        for other in numbers[numbers.index(number) + 1 :]:
-            place(number).copy_(given)
-            place(other).copy_(_stored(*pairs[other]))
-            if not torch.equal(place(number), given):
-                raise _differing(names[number], names[other])
-
-
-def _stored(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """The bytes of each element of ``source`` as they will lie in ``target``; uint8 of
-    shape ``[*target.shape, target.itemsize]``, on the CPU.
-    """
-    given = source.to(device="cpu", dtype=target.dtype)
-    if target.is_neg():
-        given = -given
-    return given.reshape(-1).view(torch.uint8).view(*given.shape, given.itemsize)
-
-
-def _differing(one: str, other: str) -> ManifestMismatch:
-    text = f"{one!r} and {other!r} share memory in the model, and their values in the version differ"
-    return ManifestMismatch(text, hint="load into tensors of their own, or publish them tied")
-
-
-def _some(names: Sequence[str], limit: int = 5) -> str:
-    shown = ", ".join(repr(name) for name in names[:limit])
-    return f"{shown} and {len(names) - limit} more" if len(names) > limit else shown

@@ -312,7 +312,9 @@ class Packer:
             views = partial(self._destinations, manifest, places, slot)
             if device is None and sources.elsewhere is None:
                 ours = places.addresses(slot.data)
-                host = HostCopies(sources, planned.kinds, ours, places.starts, views, load=False, name=places.name)
+                host = HostCopies(
+                    sources, planned.kinds, ours, places.starts, lambda one: views()[one], load=False, name=places.name
+                )
                 fill: Callable[[Copies], object] = partial(_copy_on_host, host, places)
             else:
                 with torch.no_grad():
@@ -372,7 +374,7 @@ class Staged:
             found = places.kinds.look(sources)
             assert found is not None  # private copies
             host = HostCopies(
-                *(found, places.kinds, places.addresses(data), places.starts, lambda: places.views(data)),
+                *(found, places.kinds, places.addresses(data), places.starts, places.views(data).__getitem__),
                 load=False,
                 name=places.name,
             )

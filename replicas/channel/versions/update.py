@@ -271,13 +271,14 @@ class Update:
         if slot.buffer.device:
             return (all_of(name, tensor) for name, tensor in self)
         found = self._changes(self._of_this(slot.buffer.private), slot.sharing)
-        return (replace(change, name=name) for name, change in each_name(found, self.manifest.aliases))
+        named = each_name(found, self.manifest.aliases)
+        return (change if change.name == name else replace(change, name=name) for name, change in named)
 
     def _changes(self, image: torch.Tensor, sharing: int) -> Iterator[tuple[str, Change]]:
         with Difference(image, self.manifest, open_base(self._owner, self._base, self.manifest), sharing) as difference:
-            for name, tensor in views(image, self.manifest).items():
+            for spec in self.manifest.tensors:
                 self._open_slot()
-                yield name, difference.of(name, tensor)
+                yield spec.name, difference.of(spec.name)
 
     def load_into(self, model: Model, *, changed_only: bool = False) -> None:
         """Copy every tensor into ``model``'s parameters and persistent buffers.

@@ -157,7 +157,7 @@ def copy_host(
     addresses = np.array([one.data_ptr() for one in ours], dtype=np.uintp)
     ends = np.cumsum(kinds.sizes)
     starts = (ends - kinds.sizes).tolist()
-    copies = HostCopies(found, kinds, addresses, starts, lambda: ours, load=load, name=name)
+    copies = HostCopies(found, kinds, addresses, starts, ours.__getitem__, load=load, name=name)
     run_host(copies, partial(cuts_of, starts, ends.tolist(), kinds.shapes), sum(kinds.sizes.tolist()), sharing)
 
 

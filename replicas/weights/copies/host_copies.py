@@ -214,7 +214,7 @@ class HostCopies:
 
     :param ours: the address of each piece.
     :param starts: the byte at which each piece counts as starting, as in ``cuts``.
-    :param views: gives the pieces as tensors, for what is no run.
+    :param piece: gives a piece as a tensor, for what is no run.
     :param kinds: of the tensors that were found.
     :param load: copy to the tensors; False: from them.
     :param name: tells the name of a piece's tensor.
@@ -226,13 +226,13 @@ class HostCopies:
         kinds: Kinds,
         ours: Addresses,
         starts: Sequence[int],
-        views: Callable[[], Sequence[torch.Tensor]],
+        piece: Callable[[int], torch.Tensor],
         *,
         load: bool,
         name: Callable[[int], str],
     ) -> None:
         self._found, self._kinds, self._ours, self._starts = found, kinds, ours, starts
-        self._views, self._load, self._name = views, load, name
+        self._piece, self._load, self._name = piece, load, name
         self.runs = bool(found.runs.all())
         """Nothing is to be copied by torch."""
 
@@ -295,6 +295,30 @@ class HostCopies:
                 raise self._unusable(cut, f"cannot be copied: {type(error).__name__}: {text_of(error)}") from error
         raise self._unusable(cut, "changes while it is copied")
 
+    def put(self, pieces: npt.NDArray[np.intp], skipped: Addresses, sizes: Addresses) -> None:
+        """Copy ``sizes`` bytes behind the first ``skipped`` ones of each of these
+        pieces, which are runs. A tensor that is none any more is copied whole.
+
+        :raises ManifestMismatch: as :meth:`copy`.
+        """
+        found, least = self._found, pieces.min()
+        touched = np.flatnonzero(np.bincount(pieces - least)) + least
+        tensors = [found.tensors[number] for number in touched.tolist()]
+        for _ in range(TIMES):
+            if not found.runs[touched].all():
+                for number in touched.tolist():
+                    self.copy(Cut(0, 0, number, number + 1))
+                return
+            check = streaming.still_there(tensors, found.addresses[touched], found.needed[touched])
+            try:
+                streaming.copy_runs(check, found.addresses[pieces] + skipped, self._ours[pieces] + skipped, sizes)
+            except MemoryMoved:
+                self._look_again(slice(int(touched[0]), int(touched[-1]) + 1))
+            else:
+                _written(tensors)
+                return
+        raise self._unusable(Cut(0, 0, int(touched[0]), int(touched[-1]) + 1), "changes while it is copied")
+
     def _unusable(self, cut: Cut, why: str) -> ManifestMismatch:
         """The error for a tensor of the step: one without memory, else the first."""
         tensors = self._found.tensors
@@ -319,10 +343,9 @@ class HostCopies:
 
     def _copy_others(self, cut: Cut, numbers: npt.NDArray[np.intp]) -> None:
         """By torch, and private memory: with casts and strides."""
-        pieces = self._views()
         pairs: list[_Pair] = []
         for index in (numbers + cut.first).tolist():
-            tensor, piece = cut.rows_of(self._alias(index)), cut.rows_of(pieces[index])
+            tensor, piece = cut.rows_of(self._alias(index)), cut.rows_of(self._piece(index))
             if not is_copied(tensor.dtype):  # not every torch copies it: ours may be integers already
                 piece = piece.view(tensor.dtype)
             if self._load and tensor.dtype == piece.dtype:

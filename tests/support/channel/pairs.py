@@ -35,7 +35,7 @@ class Pair:
 
     def found(self) -> dict[str, Change]:
         with self.difference() as difference:
-            return {name: difference.of(name, tensor) for name, tensor in self.new.items()}
+            return {name: difference.of(name) for name in self.new}
 
     def load(self, model: Any) -> None:
         with self.difference() as difference:
