@@ -44,7 +44,7 @@ from typing import Any
 
 from starlette.routing import Match, Route
 
-__all__ = ["ALWAYS", "GATE", "HEADER", "READYZ", "Gate", "GatePage", "owner_of"]
+__all__ = ["ALWAYS", "GATE", "HEADER", "READYZ", "SHUT", "Gate", "GatePage", "owner_of"]
 
 GATE = "REPLICAS_GATE"
 """Internal: path of the page by which a follower opens and shuts its server's gate."""
@@ -52,6 +52,9 @@ HEADER = "x-replicas-gate"
 """Header that carries the secret of a control request."""
 READYZ = "/readyz"
 """The gate's own page: 200 while it is open, else 503."""
+
+SHUT = "no version has been loaded yet, or the last load failed"
+"""What a shut gate answers."""
 
 ALWAYS = ("/health", "/metrics")
 """Paths that are answered while the gate is shut, too."""
@@ -181,7 +184,7 @@ class Gate:
         elif self._page.is_open or kind in ("control", "always") or self._may_control(scope):
             await self._app(scope, receive, send)
         else:
-            await _refuse(scope, send, 503, "no version has been loaded yet, or the last load failed")
+            await _refuse(scope, send, 503, SHUT)
 
     def _find_kind(self, path: str, root_path: str) -> str:
         """Return the sort of route that Starlette finds for this path."""

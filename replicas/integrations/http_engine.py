@@ -17,7 +17,8 @@ from replicas import errors
 from replicas.engine import Engine
 from replicas.integrations import engine_health
 from replicas.integrations.engine_health import EngineHealth, Spent
-from replicas.integrations.engine_server import API, EngineServer
+from replicas.integrations.engine_server import API, EngineServer, NotDone
+from replicas.integrations.gate import READYZ, SHUT
 
 __all__ = ["ENGINE_TIMEOUT_S", "HttpEngine"]
 
@@ -77,6 +78,8 @@ class HttpEngine(Engine):
             if time.monotonic() > until:
                 raise self.lost(f"{self.server.url} was not healthy within {timeout_s:.0f} s")
             time.sleep(START_BEAT_S)
+        if self.has_gate:
+            self._prove_gate()
         self.look_up()
         process = self._process
         if process is None and self.server.local_port is not None:
@@ -97,6 +100,21 @@ class HttpEngine(Engine):
             self.server, is_gone, self.watched, while_loading=(self.api,), limit_s=limit_s, spent=spent
         )
         self._health.__enter__()
+
+    def _prove_gate(self) -> None:
+        """Ask without the secret: a release may start a front end without the gate.
+
+        :raises replicas.errors.UsageError: the gate, which is shut, did not answer.
+        """
+        try:
+            EngineServer(self.server.url).call("GET", READYZ)
+        except NotDone as refused:
+            if SHUT in refused.message:
+                return
+        raise errors.UsageError(
+            f"{self.server.url} serves without the gate: its control routes are open, and it answers before a version",
+            hint="start a release of the server that this package knows, with its front end in Python",
+        )
 
     def look_up(self) -> None:
         """Learn the server's name and workers.

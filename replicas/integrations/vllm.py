@@ -66,6 +66,8 @@ logger = logging.getLogger("replicas.integrations.vllm")
 
 BACKEND = "replicas"
 API_KEY = "VLLM_API_KEY"
+RUST_FRONT_END = "VLLM_USE_RUST_FRONTEND"
+"""vLLM 0.33 has a front end in Rust, off by default, which takes no middleware."""
 QUIET_OPTION = "--disable-access-log-for-endpoints"
 QUIET = (0, 32)
 """The first release that is known to have it."""
@@ -234,9 +236,20 @@ def _api_key(rest: Sequence[str]) -> str:
 
 
 def _refuse_odd_addresses(rest: Sequence[str]) -> None:
-    """:raises UsageError: options by which the server listens where nobody finds it."""
+    """:raises UsageError: options by which the server listens where nobody finds it, or
+    where the gate does not stand."""
+    if os.environ.get(RUST_FRONT_END, "0") not in ("", "0"):
+        raise errors.UsageError(
+            f"serve: {RUST_FRONT_END} is set, and the gate runs in vLLM's front end in Python alone",
+            hint="unset it; or start vLLM on loopback yourself, and follow it with replicas.integrations.vllm.follow",
+        )
     for option in rest:
         name = option.partition("=")[0].replace("_", "-")
+        if name in ("--grpc", "--grpc-port"):
+            raise errors.UsageError(
+                f"serve: {name} is not supported: the gate refuses requests over HTTP alone",
+                hint="leave it out: requests and control go over HTTP",
+            )
         if name == "--uds" or name.startswith("--ssl-"):
             raise errors.UsageError(
                 f"serve: {name} is not supported: follower, router and probes speak plain HTTP on a TCP port",
@@ -324,6 +337,7 @@ def _vllm(host: str, port: int, rest: Sequence[str], gate: GatePage, scratch: Pa
         "TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir()) / f"torchinductor_{_user()}"),
         **os.environ,
         "VLLM_SERVER_DEV_MODE": "1",
+        RUST_FRONT_END: "0",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": str(int("--enable-lora" in rest)),
         "TMPDIR": str(scratch),
         GATE: gate.path,

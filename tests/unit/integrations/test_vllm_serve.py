@@ -13,7 +13,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -26,9 +28,9 @@ from replicas import errors
 from replicas.config.structs import GroupConfig
 from replicas.engine import following
 from replicas.integrations import router, vllm
-from replicas.integrations.gate import GatePage
+from replicas.integrations.gate import SHUT, GatePage
 from replicas.integrations.shared import serving
-from replicas.integrations.vllm_verbs import release_of
+from replicas.integrations.vllm_verbs import VllmEngine, release_of
 from replicas.linux.processes import start_time
 from tests.support.waits import eventually
 
@@ -70,6 +72,75 @@ def test_a_user_that_has_no_name_can_serve(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_an_address_that_nobody_finds_is_refused_with_a_remedy(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert vllm.main(["serve", "model", option, "x"]) == 1
     assert "put a proxy with TLS in front" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [["--grpc"], ["--grpc-port", "1"], ["--grpc_port=1"]])
+def test_a_way_past_the_gate_is_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert vllm.main(["serve", "model", *options]) == 1
+    assert "the gate refuses requests over HTTP alone" in capsys.readouterr().err
+
+
+def test_a_front_end_that_takes_no_gate_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """vLLM 0.33 has one in Rust, off by default."""
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    assert vllm.main(["serve", "model"]) == 1
+    assert "VLLM_USE_RUST_FRONTEND is set" in capsys.readouterr().err
+
+
+def test_the_front_end_is_that_of_the_gate_whatever_the_default_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started: list[Mapping[str, str]] = []
+
+    @contextlib.contextmanager
+    def child(name: str, command: Sequence[str], variables: Mapping[str, str]) -> Iterator[None]:
+        started.append(variables)
+        yield
+
+    monkeypatch.delenv("VLLM_USE_RUST_FRONTEND", raising=False)
+    monkeypatch.setattr(vllm, "child", child)
+    with vllm._vllm("127.0.0.1", 1, [], Mock(path="gate"), tmp_path):
+        assert started[0]["VLLM_USE_RUST_FRONTEND"] == "0"
+
+
+class _Answers(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        status, body = (200, b"") if self.path == "/health" else self.server.ready  # type: ignore[attr-defined]  # set below
+        self.send_response(status)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *given: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("ready", "has_gate"),
+    [
+        ((503, b'{"error": {"message": "replicas: %s", "code": 503}}' % SHUT.encode()), True),
+        ((404, b'{"detail": "Not Found"}'), False),
+        ((200, b""), False),
+    ],
+)
+def test_a_server_without_the_gate_is_not_followed(ready: tuple[int, bytes], has_gate: bool) -> None:
+    """Whatever a release does with the option by which it takes the gate."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Answers) as server:
+        server.ready = ready  # type: ignore[attr-defined]  # for the handler
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        found: list[str] = []
+        verbs = VllmEngine(f"http://127.0.0.1:{server.server_port}", secret="secret")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(verbs, "look_up", lambda: found.append("looked up"))
+            with contextlib.nullcontext() if has_gate else pytest.raises(errors.UsageError, match="without the gate"):
+                verbs.wait_until_up(10.0)
+        verbs.close()
+        server.shutdown()
+        thread.join()
+    assert found == (["looked up"] if has_gate else [])
 
 
 HOSTS = ["127.0.0.1", *(["::1"] if Path("/proc/net/if_inet6").exists() else [])]
