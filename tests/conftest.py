@@ -65,8 +65,6 @@ MINUTES = {
 }
 """Of files that take a minute and more, alone on two idle cores: a start of vLLM or
 SGLang takes most of one. All others count as half of one."""
-SLOW_S = 0.25
-"""A unit test that takes longer is marked so; one that is not, and does, is named."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -125,9 +123,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if turn is not None:
         ran = {report.nodeid.partition("::")[0] for report in terminalreporter.getreports("")}
         terminalreporter.write_line(f"part {turn[0]} of {turn[1]}: {' '.join(sorted(ran))}")
-    for report in terminalreporter.getreports("passed"):
-        if "tests/unit/" in report.nodeid and report.duration > SLOW_S and "slow" not in report.keywords:
-            terminalreporter.write_line(f"slow, and not marked: {report.nodeid} took {report.duration:.2f} s")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

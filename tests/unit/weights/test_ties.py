@@ -1,6 +1,6 @@
 """Names that share memory, at either end: each gets its tensor, or nothing is written.
 
-Covers: weights/loading.py.
+Covers: weights/loading.py, weights/overlaps.py.
 """
 
 from __future__ import annotations
