@@ -372,6 +372,8 @@ class HostCopies:
             tensor = self._found.tensors[index].detach()
         if tensor.shape != self._kinds.shapes[index] or tensor.dtype is not self._kinds.dtypes[index]:
             raise MemoryMoved
+        if not streaming.available and why_unusable(tensor):  # torch would read, or write, memory that has gone
+            raise MemoryMoved
         return tensor
 
     def _look_again(self, some: slice) -> None:

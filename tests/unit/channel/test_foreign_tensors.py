@@ -20,6 +20,7 @@ from replicas.channel.operations.scratch import Scratch, segments_of, write_segm
 from replicas.core.base.manifest import segment_layout
 from replicas.errors import ManifestMismatch, UsageError
 from replicas.messages.bounds import shown
+from replicas.weights.copies import streaming
 from replicas.weights.copies.tensors import check_modes
 from replicas.weights.feed import Feed, Shard
 from replicas.weights.loading import load_into
@@ -176,9 +177,13 @@ def test_tensors_freed_after_the_call_are_named_before_any_is_written() -> None:
 
 @pytest.mark.parametrize("change", ["freed", "swapped", "of another dtype"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_what_changes_between_the_plan_and_the_copy(change: str, dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize("compiled", [True, False])
+def test_what_changes_between_the_plan_and_the_copy(
+    change: str, dtype: torch.dtype | None, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A publish waits for a slot in between. Memory of this size is unmapped when it is
     freed: a late read of it would end the process."""
+    monkeypatch.setattr(streaming, "available", compiled and streaming.available)
     weights = {"a": torch.nn.Parameter(torch.ones(1 << 20)), "b": torch.nn.Parameter(torch.ones(7))}
     packer, feed = Packer(), Feed(weights, dtype=dtype)
     manifest = packer.plan(feed)
