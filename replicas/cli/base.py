@@ -35,6 +35,8 @@ app = typer.Typer(
 
 _PIPED_COLUMNS = 400
 """Width of tables where no terminal shows them: no row is cut."""
+_OLD_RANK = re.compile(r"([^/]+/\d+)\.(\d+)")
+"""``group/index.rank``, as ``logs`` wrote a rank up to release 0.2."""
 _NEGATIVE = re.compile(r"-\d+")
 
 
@@ -63,9 +65,14 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _TARGET: dict[str, Any] = {"metavar": "TARGET", "help": "A group, or GROUP/INDEX.", "autocompletion": _complete_target}
 TargetArgument = Annotated[str, typer.Argument(**_TARGET)]
 OptionalTarget = Annotated[str | None, typer.Argument(**_TARGET)]
+OptionalRanks = Annotated[
+    str | None, typer.Argument(**{**_TARGET, "help": "A group, GROUP/INDEX or GROUP/INDEX/RANK."})
+]
 GroupArgument = Annotated[
     str, typer.Argument(metavar="GROUP", help="The name of a group.", autocompletion=_complete_group)
 ]
+
+_OPTIONAL = (OptionalTarget, OptionalRanks)
 
 _CONFIG: dict[str, Any] = {"metavar": "CONFIG", "help": "The run's TOML file. Default: the run below this folder."}
 _FIRST = {"config": Annotated[Path | None, typer.Argument(**_CONFIG)]}
@@ -104,8 +111,8 @@ def command(*, failed: int = UNAVAILABLE) -> Callable[[Callable[..., None]], Cal
                 parameters += [one.replace(name=key, annotation=kind, default=None) for key, kind in options.items()]
             else:
                 parameters.append(one)
-        targets = [one.name for one in parameters if one.annotation in (TargetArgument, OptionalTarget, GroupArgument)]
-        optional = [one.name for one in parameters if one.annotation == OptionalTarget]
+        targets = [one.name for one in parameters if one.annotation in (TargetArgument, GroupArgument, *_OPTIONAL)]
+        optional = [one.name for one in parameters if one.annotation in _OPTIONAL]
 
         @functools.wraps(body)
         def run(**values: Any) -> None:
@@ -114,7 +121,8 @@ def command(*, failed: int = UNAVAILABLE) -> Callable[[Callable[..., None]], Cal
                     _config_first(values, optional[0])
                 if options:
                     values["place"] = place_of(**{option: values.pop(option) for option in options})
-                for target in (values[name] for name in targets):
+                for name in targets:
+                    target = values[name] = slashed(values[name])
                     if target is not None and target.endswith(".toml"):
                         raise UsageError(
                             f'"{target}" is no group or replica', hint="write CONFIG after it, or -c CONFIG"
@@ -130,6 +138,11 @@ def command(*, failed: int = UNAVAILABLE) -> Callable[[Callable[..., None]], Cal
         return run
 
     return decorate
+
+
+def slashed(target: str | None) -> str | None:
+    """A target with its rank, if it has one, as ``group/index/rank``."""
+    return target if target is None else _OLD_RANK.sub(r"\1/\2", target)
 
 
 def _config_first(values: dict[str, Any], target: str) -> None:

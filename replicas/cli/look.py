@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from replicas.cli import render
-from replicas.cli.base import Json, OptionalTarget, Screen, ThisRun, command, json_text, patience
+from replicas.cli.base import Json, OptionalRanks, Screen, ThisRun, command, json_text, patience, slashed
 from replicas.cli.find_run import NotTrusted, RunAddress, RunEndWatcher, lives, trusted
 from replicas.cli.slurm import queued
 from replicas.common.decoding import MALFORMED
@@ -88,7 +88,7 @@ def _watch(place: RunAddress, end: RunEndWatcher, interval_s: float, *, as_json:
 @command()
 def logs(
     *,
-    target: OptionalTarget = None,
+    target: OptionalRanks = None,
     place: ThisRun,
     rank: Annotated[int | None, typer.Option("--rank", "-r", min=0, help="Only this rank of each replica.")] = None,
     generation: Annotated[
@@ -105,7 +105,7 @@ def logs(
 ) -> None:
     """Print the output of a replica, a group or all programs, also after the run's end.
 
-    Lines of several ranks begin with GROUP/INDEX.RANK.
+    Lines of several ranks begin with GROUP/INDEX/RANK.
     """
     selection = Selection(
         target=target,
@@ -169,7 +169,7 @@ def _print_lines(found: Iterator[tuple[LogLine, bool]], *, as_json: bool) -> Non
         if as_json:
             text = ascii_controls(msgspec.json.encode(line).decode())
         elif terminal:
-            prefix = f"{line.replica}.{line.rank}| " if many else ""
+            prefix = f"{line.replica}/{line.rank}| " if many else ""
             text = b"".join(readable(f"{line.text}\n".encode(), prefix.encode(), _LINE_NBYTES)).decode().rstrip("\n")
         else:
             text = prefixed(line) if many else line.text
@@ -181,7 +181,10 @@ def events(
     *,
     place: ThisRun,
     target: Annotated[
-        str | None, typer.Option("--target", "-t", metavar="TARGET", help="Only events of a group, or of GROUP/INDEX.")
+        str | None,
+        typer.Option(
+            "--target", "-t", metavar="TARGET", help="Only events of a group, GROUP/INDEX or GROUP/INDEX/RANK."
+        ),
     ] = None,
     follow: Follow = False,
     after: Annotated[int | None, typer.Option(metavar="N", min=0, help="Only events with a number above N.")] = None,
@@ -201,6 +204,7 @@ def events(
     """
     if unknown := set(types or ()) - set(TYPES):
         raise UsageError(f"no event has the type {min(unknown)}{nearest(min(unknown), TYPES)}")
+    target = slashed(target)
     first = 0.0 if since is None else moment(since, now=time.time())
     console = Screen(soft_wrap=True)
 

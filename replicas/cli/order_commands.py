@@ -14,6 +14,7 @@ from rich.text import Text
 from replicas.cli.base import (
     GroupArgument,
     Json,
+    OptionalRanks,
     OptionalTarget,
     Screen,
     TargetArgument,
@@ -155,15 +156,22 @@ def reload(*, place: ThisRun, as_json: Json = False) -> None:
 
 
 @command(failed=FAILED)
-def stacks(*, target: OptionalTarget = None, place: ThisRun, as_json: Json = False) -> None:
+def stacks(*, target: OptionalRanks = None, place: ThisRun, as_json: Json = False) -> None:
     """Print the stack of every thread of the ranks."""
-    found: dict[str, str] = _send(place, StacksOrder(target=target), "asking").result or {}
+    replica, rank = target, None
+    if target is not None and target.count("/") == 2:
+        replica, _, rank = target.rpartition("/")
+    found: dict[str, str] = _send(place, StacksOrder(target=replica), "asking").result or {}
+    if rank is not None:  # texts of the whole replica say why it has none
+        found = {name: text for name, text in found.items() if name == target or not name.startswith(f"{replica}/")}
+        if not found:
+            raise UsageError(f'no rank "{target}" runs', hint=f"list its other ranks with: replicas stacks {replica}")
     if as_json:
         print(json_text(found))
         return
     console = Screen(soft_wrap=True)
     for name, text in found.items():
-        console.rule(Text(name, style="bold"), align="left")
+        console.print(Text(name, style="bold"))
         console.print(text.rstrip("\n"))
 
 

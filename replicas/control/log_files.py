@@ -52,15 +52,15 @@ class LogLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def prefixed(line: LogLine) -> str:
-    """A line with its origin: ``group/replica.rank| text``."""
-    return f"{line.replica}.{line.rank}| {line.text}"
+    """A line with its origin: ``group/replica/rank| text``."""
+    return f"{line.replica}/{line.rank}| {line.text}"
 
 
 class Selection(msgspec.Struct, frozen=True, kw_only=True):
     """Which lines to read. None selects all, but of the generations only the newest.
 
-    ``target``: ``group`` or ``group/index``. ``lines``: this many last lines of each
-    rank. ``since``: seconds since 1970.
+    ``target``: ``group``, ``group/index`` or ``group/index/rank``. ``lines``: this many
+    last lines of each rank. ``since``: seconds since 1970.
     """
 
     target: str | None = None
@@ -69,8 +69,9 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
     lines: int | None = None
     since: float | None = None
 
-    def takes(self, group: str, index: str) -> bool:
-        return self.target in (None, group, f"{group}/{index}")
+    def takes(self, group: str, index: str, rank: int) -> bool:
+        named = self.target in (None, group, f"{group}/{index}", f"{group}/{index}/{rank}")
+        return named and self.rank in (None, rank)
 
 
 def _parts(path: Path) -> list[Path]:
@@ -348,12 +349,11 @@ class LogFollower:
     def _find(self) -> Iterator[tuple[Path, str, int, int]]:
         for group in sorted(_folders(self._logs)):
             for replica in _folders(group):
-                if self._selection.takes(group.name, replica.name):
-                    for generation in self._generations(replica):
-                        for path in _entries(replica / f"gen-{generation}"):
-                            rank = _RANK.fullmatch(path.name)
-                            if rank is not None and self._selection.rank in (None, int(rank[1])):
-                                yield path, f"{group.name}/{replica.name}", generation, int(rank[1])
+                for generation in self._generations(replica):
+                    for path in _entries(replica / f"gen-{generation}"):
+                        rank = _RANK.fullmatch(path.name)
+                        if rank is not None and self._selection.takes(group.name, replica.name, int(rank[1])):
+                            yield path, f"{group.name}/{replica.name}", generation, int(rank[1])
 
     def _generations(self, replica: Path) -> list[int]:
         found = sorted(int(path.name[4:]) for path in _folders(replica) if path.name[4:].isdecimal())

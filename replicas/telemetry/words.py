@@ -28,8 +28,9 @@ def duration_text(seconds: float) -> str:
 
 
 def concerns(record: events.Record, target: str) -> bool:
-    """Return True if the event is about this group, this ``group/index``, or all."""
-    who = subject(record.event)
+    """Return True if the event is about this group, ``group/index``, rank, or all."""
+    member = getattr(record.event, "member", None)
+    who = subject(record.event) if member is None else member.name
     return not who or who == target or who.startswith(f"{target}/") or target.startswith(f"{who}/")
 
 

@@ -176,7 +176,7 @@ class OutputLog:
 
     @property
     def prefix(self) -> str:
-        return f"{self._replica}.{self.source.title.removeprefix('rank-')}"
+        return f"{self._replica}/{self.source.title.removeprefix('rank-')}"
 
     @property
     def due(self) -> float | None:

@@ -129,13 +129,20 @@ def test_every_kind_of_event_has_its_group_where_it_is_looked_for() -> None:
 
 @pytest.mark.parametrize(
     ("target", "concerned"),
-    [("a", [True, True, False, True]), ("a/0", [True, False, False, True]), ("b", [False, False, True, True])],
+    [
+        ("a", [True, True, False, True, True]),
+        ("a/0", [True, False, False, True, True]),
+        ("a/0/0", [True, False, False, False, True]),
+        ("a/0/1", [True, False, False, True, True]),
+        ("b", [False, False, True, False, True]),
+    ],
 )
 def test_whom_an_event_concerns(target: str, concerned: list[bool]) -> None:
     told: list[events.Event] = [
         transition(),
         transition(replica=1),
         transition(group="b"),
+        effects.MemberLost("policy", Member("a", 0, 1, "x"), ""),
         events.RunEnded(exit_code=0),
     ]
     assert [concerns(events.Record(1, 0.0, event), target) for event in told] == concerned

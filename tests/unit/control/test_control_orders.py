@@ -432,7 +432,8 @@ def logged(tmp_path: Path) -> Run:
 async def test_logs_as_text_and_as_json(logged: Run) -> None:
     text = await read(logged, "/logs?target=a&lines=1")
     assert text.headers["content-type"] == "text/plain; charset=utf-8"
-    assert text.text == "a/0.0| two\na/0.1| two\n"
+    assert text.text == "a/0/0| two\na/0/1| two\n"
+    assert (await read(logged, "/logs?target=a/0/1")).text == "one of a/0/gen-2/rank-1\ntwo\n"
     assert (await read(logged, "/logs?target=b/0")).text == "one of b/0/gen-1/rank-0\ntwo\n"
     json = await read(logged, "/logs?target=a/0&rank=0&generation=1&json=1")
     assert [msgspec.json.decode(line) for line in json.content.splitlines()] == [

@@ -89,7 +89,7 @@ def test_logs_and_stacks_of_all_nodes(tmp_path: Path) -> None:
             return found.stdout + found.stderr
 
         eventually(lambda: said("logs").count("up") == 3, "a line of each replica")
-        assert sorted(said("logs").splitlines()) == ["a/0.0| up", "a/1.0| up", "b/0.0| up"]
+        assert sorted(said("logs").splitlines()) == ["a/0/0| up", "a/1/0| up", "b/0/0| up"]
         assert said("logs", "a/1") == "up\n"
         assert "there is no log of c" in said("logs", "c")
         stacks = said("stacks", "a")

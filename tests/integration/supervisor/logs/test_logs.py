@@ -251,7 +251,7 @@ def test_a_terminal_that_nobody_reads_holds_nobody_up(tmp_path: Path) -> None:
             assert len(one.log().splitlines()) == 20_002
             assert fcntl.fcntl(theirs, fcntl.F_GETFL) == flags
             shown = os.read(ours, 1 << 16)
-        assert shown.startswith(b"a/0.0| hello \x1b[31mred\x1b[0m\r\na/0.0| \xef\xbf\xbd\r\na/0.0| line 0 xx")
+        assert shown.startswith(b"a/0/0| hello \x1b[31mred\x1b[0m\r\na/0/0| \xef\xbf\xbd\r\na/0/0| line 0 xx")
     finally:
         os.close(ours)
         os.close(theirs)

@@ -75,13 +75,13 @@ def test_nested_bars_are_pictures_of_one_thing() -> None:
     ],
 )
 def test_a_terminal_gets_text_and_colours_and_nothing_else(line: bytes, shown: str) -> None:
-    assert readable(line + b"\n", b"a/0.1| ", 100) == [f"a/0.1| {shown}\n".encode()]
+    assert readable(line + b"\n", b"a/0/1| ", 100) == [f"a/0/1| {shown}\n".encode()]
 
 
 @given(st.binary(max_size=300).filter(lambda b: b"\n" not in b), st.integers(60, 120))
 @settings(max_examples=20, deadline=None)
 def test_no_line_on_a_terminal_is_too_long_or_not_utf8(line: bytes, limit: int) -> None:
-    (shown,) = readable(line + b"\n", b"a/0.1| ", limit)
+    (shown,) = readable(line + b"\n", b"a/0/1| ", limit)
     assert len(shown) <= limit
     assert shown.endswith(b"\n")
     shown.decode()

@@ -178,7 +178,7 @@ def test_a_worker_of_torchrun_is_named_by_its_guard(tmp_path: Path) -> None:
     pipe.write(b"2\nhello\n")
     assert log.read(0, 0.0) == b"hello\n"
     assert (tmp_path / "rank-12.log").read_bytes() == b"hello\n"
-    assert log.prefix == "a/0.12"
+    assert log.prefix == "a/0/12"
     pipe.write(RANK_MARK + b"x\n" + RANK_MARK + b"3\n")  # its own words, by whatever chance
     log.read(0, 0.0)
     assert (tmp_path / "rank-12.log").read_bytes() == b"hello\n" + RANK_MARK + b"x\n" + RANK_MARK + b"3\n"
@@ -268,14 +268,14 @@ def test_a_file_as_stderr_that_is_full_costs_lines_only(tmp_path: Path) -> None:
         tee = Tee(file.fileno(), "a/0")
         with file_size_limit(30):
             for number in range(5):
-                tee.show(b"some line %d\n" % number, "a/0.0")
+                tee.show(b"some line %d\n" % number, "a/0/0")
         assert not tee.waiting
         assert (tee.dropped, tee.why_dropped) == (4, "File too large")
-        tee.show(b"more\n", "a/0.0")
+        tee.show(b"more\n", "a/0/0")
     lines = path.read_text().split("\n")
-    assert lines[0] == "a/0.0| some line 0"
+    assert lines[0] == "a/0/0| some line 0"
     assert "a/0| (4 lines are only in the log: File too large)" in lines[1]
-    assert lines[2] == "a/0.0| more"
+    assert lines[2] == "a/0/0| more"
 
 
 def test_a_pump_that_dies_at_the_end_is_replaced_until_its_time_is_over(
@@ -312,7 +312,7 @@ def test_a_terminal_that_nobody_reads_costs_lines_and_no_time() -> None:
     tee = Tee(writer, "a/0")
     line = b"x" * 99 + b"\n"
     for _ in range(100):
-        tee.show(line * 100, "a/0.0")
+        tee.show(line * 100, "a/0/0")
     shown = b""
     while tee.waiting:
         shown += os.read(reader, 1 << 16)
@@ -323,7 +323,7 @@ def test_a_terminal_that_nobody_reads_costs_lines_and_no_time() -> None:
         shown += part
     lines = shown.decode().splitlines()
     dropped = [int(one.split("(")[1].split()[0]) for one in lines if "are only in the log" in one]
-    whole = [one for one in lines if one == "a/0.0| " + "x" * 99]
+    whole = [one for one in lines if one == "a/0/0| " + "x" * 99]
     assert len(whole) + len(dropped) == len(lines)
     assert len(whole) + sum(dropped) == 10_000
     assert tee.dropped == sum(dropped) > 5000
