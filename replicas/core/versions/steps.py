@@ -2,7 +2,8 @@
 
 They grow with the versions. A trainer that restarts without its checkpoint goes on with
 the next version and an early step: its untrained weights are committed and loaded like
-any others. That cannot be refused here, since it may be meant; it is told, once.
+any others. That cannot be refused here, since it may be meant; it is told, once. A
+trainer that has loaded its checkpoint says so with ``meta["resumed"] = True``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def number_in(meta: Mapping[str, object] | None, key: str) -> int | float | None
 class Steps:
     """Watches the steps of one channel's committed versions.
 
-    :ivar reached: the highest so far, or since they last passed it.
+    :ivar reached: the highest so far, since a resume, or since they last passed it.
     :ivar fell: how they fell below it; None: they have not, or have passed it again.
     """
 
@@ -35,7 +36,7 @@ class Steps:
         step = number_in(meta, "step")
         if step is None:
             return None
-        if self.reached is None or step >= self.reached:
+        if self.reached is None or step >= self.reached or (meta or {}).get("resumed") is True:
             self.reached, self.fell = step, None
             return None
         if self.fell is not None:

@@ -29,6 +29,14 @@ def test_a_fall_is_told_once_until_the_steps_have_come_that_far_again() -> None:
     assert number_in(None, "step") is None
 
 
+def test_a_trainer_that_has_loaded_its_checkpoint_has_not_lost_it() -> None:
+    steps = Steps("policy")
+    metas: list[dict[str, object]] = [{"step": 17}, {"step": 10, "resumed": True}, {"step": 11}, {"step": 12}]
+    assert [steps.committed(version, meta) for version, meta in enumerate(metas, 1)] == [None] * 4
+    assert steps.reached == 12
+    assert steps.committed(5, {"step": 0, "resumed": False}) == StepFell("policy", 5, 0, 12)
+
+
 @pytest.mark.slow
 def test_it_is_an_event_a_line_of_the_log_and_a_part_of_the_status(caplog: pytest.LogCaptureFixture) -> None:
     with FakeRun() as run:
