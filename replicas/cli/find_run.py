@@ -213,12 +213,11 @@ class RunEndWatcher:
 
     :param state_dir: of the run; None: it is remote, and only its silence can be
         judged.
-    :raises Disconnected: it is not running.
+    :param pid: of its supervisor.
     """
 
-    def __init__(self, state_dir: Path | None) -> None:
-        self._state_dir = state_dir
-        self._pid = 0 if state_dir is None else read_endpoint(state_dir).pid
+    def __init__(self, state_dir: Path | None, pid: int = 0) -> None:
+        self._state_dir, self._pid = state_dir, pid
         self._silent_since: float | None = None
 
     def answered(self) -> None:
@@ -375,7 +374,14 @@ class RunAddress:
             return False
 
     def end(self) -> RunEndWatcher:
-        return RunEndWatcher(None if self.endpoint is not None else self.state_dir)
+        """Watch for the end of the run.
+
+        :raises Disconnected: it is not running.
+        """
+        if self.endpoint is not None:
+            return RunEndWatcher(None)
+        pid = self._supervisor().pid
+        return RunEndWatcher(self.state_dir, pid)
 
     def token(self) -> str:
         """The token with which a program joins.

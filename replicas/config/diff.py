@@ -8,6 +8,7 @@ from operator import attrgetter
 
 import msgspec
 
+from replicas.common.sizes import size_text
 from replicas.config.structs import Config, GroupConfig
 
 _RESTARTING = ("nproc_per_node", "nnodes", "command", "launcher", "resources", "placement", "env", "cwd")
@@ -82,8 +83,8 @@ def _refusals(old: Config, new: Config) -> Iterator[str]:
     for path in _FIXED:
         before, after = attrgetter(path)(old), attrgetter(path)(new)
         if before != after:
-            name = path.replace("max_nbytes", "max_size")
-            change = f" ({before} -> {after})" if "." in path else ""
+            name = path.replace("max_nbytes", "max_size").removesuffix("_s")
+            change = f" ({_text(path, before)} -> {_text(path, after)})" if "." in path else ""
             yield f"{name} cannot change while the run lives{change}: {_REMEDY}"
     for name in old.groups.keys() & new.groups.keys():
         if old.groups[name].external != new.groups[name].external:
@@ -94,6 +95,15 @@ def _refusals(old: Config, new: Config) -> Iterator[str]:
     limits = ("memory_nbytes", "max_processes")
     if (limited := _asking(new, *limits)) and not _asking(old, *limits):
         yield f"groups.{limited[0]}.resources: limits need control groups that are made at the start: {_REMEDY}"
+
+
+def _text(path: str, value: object) -> str:
+    """A setting as the file has it, with its unit."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float | int) and path.endswith(("_s", "_nbytes")):
+        return f"{value:g} s" if path.endswith("_s") else size_text(value)
+    return str(value)
 
 
 def _asking(config: Config, *resources: str) -> list[str]:

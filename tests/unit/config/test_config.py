@@ -268,6 +268,10 @@ def test_a_command_that_does_not_exist(folder: Path) -> None:
     assert group_problems(folder, command=["no-such-program"], launcher="exec") == (
         f'{where} "no-such-program" is not on PATH; install it, or give its path',
     )
+    assert group_problems(folder, command=["train.py --steps 3", "-v"]) == (
+        f'{where} "train.py --steps 3" does not exist; each argument is a word of its own: '
+        'command = ["train.py", "--steps", "3", "-v"]',
+    )
     (folder / "data").touch(mode=0o644)
     assert group_problems(folder, command=["./data"]) == (f'{where} "./data" is not executable; run chmod +x on it',)
 

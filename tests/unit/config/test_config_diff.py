@@ -86,19 +86,21 @@ def test_settings_of_the_run_apply() -> None:
 
 def test_what_cannot_change_is_named() -> None:
     after = config(
-        run={"name": "y", "state_dir": "/tmp/y", "events_max_size": "1MiB"},
+        run={"name": "y", "state_dir": "/tmp/y", "events_max_size": "1MiB", "adopt": "2m"},
         store={"port": 1},
         control={"listen": "127.0.0.1:0"},
-        cluster={"carry_port": 7100},
+        cluster={"carry_port": 7100, "lease": "20s"},
         channels={"p": {"peers": ["a"]}},
     )
     end = ": end the run and start it again"
     assert diff(config(), after).refused == (
         f"run.name cannot change while the run lives (x -> y){end}",
         f"run.state_dir cannot change while the run lives (/.replicas/x -> /tmp/y){end}",
-        f"run.events_max_size cannot change while the run lives (67108864 -> 1048576){end}",
+        f"run.events_max_size cannot change while the run lives (64 MiB -> 1 MiB){end}",
+        f"run.adopt cannot change while the run lives (0 s -> 120 s){end}",
         f"store cannot change while the run lives{end}",
         f"control cannot change while the run lives{end}",
+        f"cluster.lease cannot change while the run lives (10 s -> 20 s){end}",
         f"cluster.carry_port cannot change while the run lives (0 -> 7100){end}",
         f"channels cannot change while the run lives{end}",
     )
