@@ -14,12 +14,11 @@ from replicas.cli.find_run import ENDPOINT_FILE, NotTrusted, read_endpoint, star
 from replicas.common.sizes import size_text
 from replicas.config.structs import Config
 from replicas.control.socket import SOCKET_FILE
-from replicas.linux.processes import command_line, processes, start_time
-from replicas.linux.sockets import Listener, listeners
+from replicas.linux.processes import start_time
+from replicas.linux.sockets import Listener, holder, listeners
 from replicas.messages.bounds import CARRY_PORTS as PORTS
 from replicas.supervisor.agent.checks import Demand, Finding, examine_machine, family
 from replicas.supervisor.agent.machine import Machine, look
-from replicas.supervisor.cleanup.inventory import descriptors
 from replicas.supervisor.fleet.plans import notes, problems
 from replicas.supervisor.state.leftovers import lock_holders
 from replicas.supervisor.state.run_state import RunState
@@ -95,7 +94,7 @@ def _ports(config: Config, ours: Collection[int]) -> Iterator[Finding]:
     listening = [one for one, _ in listeners()]
     names = tuple(f"process {pid} (" for pid in ours)
     for key, host, port in wanted:
-        holders = [_holder(f"socket:[{one.inode}]") for one in listening if one.port == port]
+        holders = [holder(one.inode) for one in listening if one.port == port]
         if not port:
             yield Finding("ports", "ok", f"{key}: any free one")
         elif not holders:
@@ -114,7 +113,7 @@ def _carriers(first: int, listening: Collection[Listener]) -> Finding:
         text = "cluster.carry_port: any free one; where a firewall is between nodes, set it, and open these ports"
         return Finding("ports", "ok", text)
     ports = range(first, min(first + PORTS, 1 << 16))
-    holders = {one.port: _holder(f"socket:[{one.inode}]") for one in listening if one.port in ports}
+    holders = {one.port: holder(one.inode) for one in listening if one.port in ports}
     others = {port: holder for port, holder in sorted(holders.items()) if "replicas.carry.carrier" not in holder}
     text = f"cluster.carry_port: {len(ports) - len(others)} of the ports {first} to {ports[-1]} are for carriers here"
     if not others:
@@ -122,11 +121,3 @@ def _carriers(first: int, listening: Collection[Listener]) -> Finding:
     text += f"; {', '.join(f'{port} is held by {holder}' for port, holder in others.items())}"
     remedy = f"end these programs, or set cluster.carry_port so that the {PORTS} ports from it on are free"
     return Finding("ports", "note" if len(others) < len(ports) else "problem", text, remedy)
-
-
-def _holder(target: str) -> str:
-    """The first process found with a descriptor for ``target``."""
-    for pid in processes():
-        if target in descriptors(pid):
-            return f"process {pid} ({command_line(pid) or 'gone'})"
-    return "a process that has just ended, or cannot be looked into (another user's, or in another container)"

@@ -17,6 +17,7 @@ from replicas.common.foreign import one_line
 from replicas.common.sizes import count_text, size_text
 from replicas.config.structs import ChannelConfig, ChannelRole, Config, GroupConfig, ResourcesConfig
 from replicas.core.lives.ordering import GOOD, enough, least_left
+from replicas.messages.bounds import CONTROL_PORT
 from replicas.status import ChannelStatus, GroupStatus, NodeStatus, PublishStatus, ReplicaStatus, RunStatus
 from replicas.telemetry.events import Record
 from replicas.telemetry.verdict import BEHIND_S, LATE_S
@@ -61,11 +62,13 @@ def plan(config: Config) -> RenderableType:
     replicas = sum(group.replicas for group in groups)
     ranks = sum(group.replicas * group.world_size for group in groups)
     control = f"[{config.control.host}]" if ":" in config.control.host else config.control.host
+    usual = f"{CONTROL_PORT} (another one where that is in use)"
+    port = usual if config.control.port is None else config.control.port or "(any free port)"
     facts = [
         ("run", config.run.name),
         ("over when", f"{', '.join(config.run.stop_when)} finished" if config.run.stop_when else "stopped by a signal"),
         ("state in", str(config.run.state_dir)),
-        ("control", f"{control}:{config.control.port or '(any free port)'}"),
+        ("control", f"{control}:{port}"),
         ("store", f"{config.store.bind}, port {config.store.port or '(any free one)'}"),
         ("in all", ", ".join(map(count_text, (len(config.groups), replicas, ranks), ("group", "replica", "rank")))),
     ]

@@ -35,7 +35,7 @@ from replicas.config.structs import (
 from replicas.config.tables import in_order_of
 from replicas.config.values import NAMED_MAX, Place, nearest, no_text, show
 from replicas.errors import BadConfig, UsageError
-from replicas.messages.bounds import RANKS_MAX, encodable, shown
+from replicas.messages.bounds import CONTROL_PORT, RANKS_MAX, encodable, shown
 
 _LONGEST_SOCKET_PATH = 107
 _LONGEST_STRING = (128 << 10) - 1
@@ -281,6 +281,10 @@ def _check_command(place: Place, group: GroupConfig) -> None:
     program = group.command[0]
     if program == "-m":
         return
+    if " " in program and not os.path.isfile(group.cwd / program) and shutil.which(program) is None:  # noqa: PTH113
+        words = ", ".join(f'"{word}"' for word in [*program.split(), *group.command[1:]])
+        place.problem(f'"{program}" does not exist; each argument is a word of its own: command = [{words}]')
+        return
     is_path = program.endswith(".py") or "/" in program
     if is_path and not os.path.isfile(group.cwd / program):  # noqa: PTH113  # as above
         where = "" if Path(program).is_absolute() else f" in {group.cwd}"
@@ -384,7 +388,8 @@ def _cross_check(place: Place, config: Config, mapping: Mapping[str, Any]) -> No
         channel_checks.slots(here, channel, {group.name: group.replicas for group in groups if not group.external})
         if channel.staging == "device":
             channel_checks.device_staging(here.at("staging"), channel, config)
-    fixed = {config.control.port: "control.listen"} if config.control.port else {}
+    listens = CONTROL_PORT if config.control.port is None else config.control.port
+    fixed = {listens: "control.listen"} if listens else {}
     for table, key, port in (
         ("store", "port", config.store.port),
         ("cluster", "carry_port", config.cluster.carry_port),

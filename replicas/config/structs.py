@@ -110,13 +110,13 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ControlConfig(msgspec.Struct, frozen=True, kw_only=True):
-    listen: ClassVar[Annotated[str, forms.listen, AsKey(default='"127.0.0.1:9477"')]]
+    listen: ClassVar[Annotated[str, forms.listen, AsKey(default='"127.0.0.1:9477", or a free port if that is in use')]]
     """The sessions of members, the HTTP API and the metrics listen here; port 0: one of
     the system's choice. Set the host when ranks run on other machines, the port when
-    two runs share a machine.
+    others, such as a Prometheus, must know it.
     """
     host: str = "127.0.0.1"
-    port: int = 9477
+    port: int | None = None
     tls: Literal["auto", "on", "off"] = "auto"
     """The control port speaks TLS; "auto": unless it is on loopback. Set "off" when the
     network encrypts and authenticates by itself, such as a mesh.

@@ -47,6 +47,7 @@ class _Listens(NamedTuple):
 
     host: str
     port: int
+    any_port: bool
     key: PortKey | None
     routes: Sequence[BaseRoute]
     live: Callable[[], bool] | None
@@ -72,6 +73,7 @@ class Coordinator:
         replica of one rank.
     :param host: address of the control port: sessions of members, and HTTP pages.
     :param port: number of the control port; 0 lets the kernel choose.
+    :param any_port: let it choose, too, where ``port`` is in use.
     :param store_bind: the only address on which the master TCPStore listens.
     :param store_port: its port; 0 lets the kernel choose.
     :param carry_port: members of other hosts pull versions at this port or one of the
@@ -87,8 +89,7 @@ class Coordinator:
     :param epochs: newest epoch of each channel under an earlier coordinator of the run;
         epoch numbers continue from there.
     :param routes: further Starlette routes to serve.
-    :param live: result of ``GET /livez``, also under a flood of connections; None: no
-        such page, unless ``routes`` has one.
+    :param live: result of ``GET /livez``, also under a flood; None: see ``routes``.
     :raises errors.BadConfig: the channels are not valid, by the rules of a config file.
     :raises errors.UsageError: another argument is not valid.
     """
@@ -101,6 +102,7 @@ class Coordinator:
         run: str = "embedded",
         host: str = "127.0.0.1",
         port: int = 0,
+        any_port: bool = False,
         store_bind: str = "127.0.0.1",
         store_port: int = 0,
         carry_port: int = 0,
@@ -136,7 +138,7 @@ class Coordinator:
         self._decisions = DecisionLog(None if home is None else home / "decisions.jsonl")
         try:
             port_key = _port_key(host, tls, certificate, key, home)
-            self._listens = _Listens(host, port, port_key, pages, live)
+            self._listens = _Listens(host, port, arguments.flag("any_port", any_port), port_key, pages, live)
             self.tokens: Tokens = _tokens(token, port_key, host)
             """The valid tokens by role; routes of the caller may ask it."""
         except BaseException:
@@ -174,7 +176,7 @@ class Coordinator:
         """
         own_loop.require("a coordinator")
         try:
-            listener = bind_listener(self._listens.host, self._listens.port)
+            listener = bind_listener(self._listens.host, self._listens.port, or_any=self._listens.any_port)
         except BaseException:
             self._decisions.close()
             raise

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import ipaddress
 import socket
 import ssl
@@ -38,6 +39,7 @@ from replicas.coordinator.newcomers import NotYet
 from replicas.coordinator.sessions import MemberSession
 from replicas.coordinator.visits import KEY, REQUEST_TIMEOUT_S, STALL_TIMEOUT_S, Pages, PortRules, Visit
 from replicas.coordinator.websocket import CLOSE_TIMEOUT_S, TOO_BIG, Ended, SocketRoute, WebSocket, quiet
+from replicas.linux.sockets import why_not
 from replicas.messages import Hello, MemberFrame, Refused, ServerFrame, WireError, decode_member_frame, encode
 from replicas.messages.bounds import FRAME_NBYTES
 from replicas.trust.tokens import Tokens
@@ -208,8 +210,11 @@ def _handle(engine: Engine, session: MemberSession, data: bytes) -> None:
         raise _Refusal("out_of_order", text, POLICY_VIOLATION)
 
 
-def bind_listener(host: str, port: int) -> socket.socket:
-    """A listening socket; WorldError if the address is not ours, or the port in use."""
+def bind_listener(host: str, port: int, *, or_any: bool = False) -> socket.socket:
+    """A listening socket; WorldError if the address is not ours, or the port in use.
+
+    :param or_any: take any free port then.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # The protocol is explicit because asyncio sets TCP_NODELAY only on sockets with
     # IPPROTO_TCP. Without it a commit and the next grant are 40 ms apart (Nagle against
@@ -228,10 +233,12 @@ def bind_listener(host: str, port: int) -> socket.socket:
         raise
     except OSError as exc:
         listener.close()
-        raise errors.WorldError(
-            f"control: cannot listen on {host}:{port}: {exc.strerror}",
-            hint="choose another [control] listen, or port 0 to let the kernel choose",
-        ) from exc
+        why = why_not(exc, port)
+        if not or_any or exc.errno != errno.EADDRINUSE:
+            hint = "choose another [control] listen, or leave it out: the run then takes any free port"
+            raise errors.WorldError(f"control: cannot listen on {host}:{port}: {why}", hint=hint) from exc
+        listener = bind_listener(host, 0)
+        log.warning("control: listening on port %d, as %d is taken: %s", listener.getsockname()[1], port, why)
     listener.setblocking(False)
     return listener
 

@@ -38,7 +38,7 @@ import msgspec
 from replicas.common.decoding import MALFORMED
 from replicas.linux import inherited
 from replicas.linux.processes import die_with_parent
-from replicas.linux.sockets import tcp_socket
+from replicas.linux.sockets import tcp_socket, why_not
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -132,7 +132,9 @@ def serve(control: socket.socket, bind: str, port: int) -> int:
     try:
         listener = listen(bind, port)
     except OSError as exc:
-        reply = Reply(0, error=f"cannot listen on {bind}:{port}: {exc.strerror}", hint=_HINTS.get(exc.errno or 0, ""))
+        reply = Reply(
+            0, error=f"cannot listen on {bind}:{port}: {why_not(exc, port)}", hint=_HINTS.get(exc.errno or 0, "")
+        )
         control.sendall(encode(reply) + b"\n")
         return 2
     try:

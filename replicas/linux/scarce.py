@@ -5,10 +5,43 @@ from __future__ import annotations
 import errno
 import os
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 SCARCE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 """Transient errors: they do not say whether two processes can share memory."""
+
+
+@contextmanager
+def naming_limits() -> Iterator[None]:
+    """Name the limit of processes that a fork, or the start of a thread, has met.
+
+    Around each of them, or as a decorator of a function that does so.
+
+    :raises OSError: EAGAIN, with that limit and the remedy.
+    """
+    try:
+        yield
+    except (BlockingIOError, RuntimeError) as error:
+        if isinstance(error, BlockingIOError) or lacks_threads(error):
+            raise OSError(errno.EAGAIN, no_process()) from error
+        raise
+
+
+def lacks_threads(error: BaseException) -> bool:
+    """True if no thread could be started (process limit); Python has no type for it."""
+    return isinstance(error, RuntimeError) and "can't start new thread" in str(error)
+
+
+def no_process() -> str:
+    """Why there is no further process or thread, and the remedy."""
+    most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    user = "" if most == resource.RLIM_INFINITY else f"user {os.getuid()} may have {most} (ulimit -u), or "
+    return (
+        f"no further process or thread: {user}the control group has its pids.max, or the machine its kernel.threads-max: "
+        "raise that limit (in a unit of systemd LimitNPROC= and TasksMax=), or start fewer replicas"
+    )
 
 
 def limit(error: OSError) -> tuple[str, str]:

@@ -9,6 +9,7 @@ TCP port of this machine, ``/proc/net/tcp`` tells the user of the listening proc
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import os
 import socket
@@ -18,6 +19,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+from replicas.linux.processes import command_line, descriptors, processes
 
 _CREDENTIALS = struct.Struct("3i")
 _ROUND_TRIP = struct.Struct("<68xI")
@@ -97,6 +100,20 @@ def listeners() -> Iterator[tuple[Listener, int]]:
                     yield Listener(str(ipaddress.ip_address(packed)), int(port, 16), int(inode)), int(uid)
         except (FileNotFoundError, PermissionError):  # no IPv6, or a sandbox that does not show it
             continue
+
+
+def holder(inode: int) -> str:
+    """The first process found with this socket, in words."""
+    for pid in processes():
+        if f"socket:[{inode}]" in descriptors(pid):
+            return f"process {pid} ({command_line(pid) or 'gone'})"
+    return "a process that has just ended, or cannot be looked into (another user's, or in another container)"
+
+
+def why_not(error: OSError, port: int) -> str:
+    """The error of a bind in words, with the processes that have the port."""
+    found = {holder(one.inode) for one, _ in listeners() if one.port == port} if error.errno == errno.EADDRINUSE else ()
+    return f"{error.strerror}{' by ' if found else ''}{', '.join(sorted(found))}"
 
 
 def foreign(uids: frozenset[int] | None, owners: frozenset[int] | None) -> bool:

@@ -40,6 +40,8 @@ REASONS_MAX = 64
 TEXT_NBYTES = 4 * TEXT_LENGTH + 256
 """The same in UTF-8, with what says that it was cut."""
 
+CONTROL_PORT = 9477
+"""The control port of a run whose config names none, where it is free."""
 CARRY_PORTS = 64
 """A carrier takes a fixed port, or the first free one of those behind it."""
 FRAME_NBYTES = 8 * 2**20

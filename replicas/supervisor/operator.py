@@ -30,6 +30,7 @@ import time
 import traceback
 from collections.abc import Coroutine, Iterator, MutableMapping
 from contextlib import AsyncExitStack, contextmanager
+from pathlib import Path
 
 import anyio
 
@@ -40,6 +41,7 @@ from replicas.common.tasks import kept
 from replicas.config.structs import Config
 from replicas.control.exit_codes import CUT, DONE, PREEMPTED, SUPERVISED, USAGE
 from replicas.linux import inherited
+from replicas.linux.scarce import naming_limits
 from replicas.status import RunStatus
 from replicas.supervisor.console import Console
 from replicas.supervisor.state.state import AlreadySupervised
@@ -74,12 +76,12 @@ def supervise(config: Config, surroundings: Surroundings = Surroundings()) -> in
     faulthandler.enable()  # systemd's watchdog ends a hung supervisor with SIGABRT: the journal then has its stacks
     console = Console()
     try:
-        with console.logging():
+        with console.logging(), naming_limits():
             return anyio.run(_supervise, config, console, surroundings)
     except AlreadySupervised as error:
         console.say(str(error))
         return SUPERVISED
-    except errors.WorldError as error:
+    except (errors.WorldError, BlockingIOError) as error:
         console.say(str(error))
         return USAGE
     finally:
@@ -116,7 +118,8 @@ async def _supervise(config: Config, console: Console, surroundings: Surrounding
     finally:
         notifier.close()
     words = f": {supervisor.fleet.words_of_cut}" if code == CUT else ""
-    say(f"run {config.run.name}: {'left as it is' if supervisor.detached else 'over'}, exit code {code}{words}")
+    end = "left as it is" if supervisor.detached else "over"
+    say(f"run {config.run.name}: {end}, exit code {code}{words}; its output: replicas logs{_named(config)}")
     return code
 
 
@@ -132,6 +135,14 @@ def _invitations(supervisor: Supervisor) -> Iterator[str]:
             }
             listed = " ".join(f"{name}={shlex.quote(str(value))}" for name, value in variables.items())
             yield f"{group.name}: its programs, which others start, join with {listed}"
+
+
+def _named(config: Config) -> str:
+    """The config as an argument of a command in this folder."""
+    source = config.source
+    if source is None:
+        return ""
+    return f" {shlex.quote(source.name if source.parent == Path.cwd() else str(source))}"
 
 
 class _Terminal:

@@ -151,7 +151,8 @@ class Supervisor:
             certificate=config.control.certificate,
             key=config.control.key,
             host=config.control.host,
-            port=config.control.port or self._nodes.port_before,
+            port=config.control.port or self._nodes.port_wanted,
+            any_port=not config.control.port,
             store_bind=config.store.bind,
             store_port=config.store.port,
             carry_port=config.cluster.carry_port,
@@ -244,6 +245,7 @@ class Supervisor:
         events.on_rotate = self.save
         self.state.write(endpoint=coordinator.endpoint, tokens=coordinator.tokens, socket=self._context.door)
         self.spawn(self._nodes.tend)
+        self.spawn(self._end_with_run)
         self._nodes.go_on()
         if saved is not None and self._nodes.adopting:
             self._resume(saved)
@@ -290,6 +292,9 @@ class Supervisor:
             # without the block's error, which must be raised as it is: not in a group
             await self._stack.__aexit__(None, None, None)
 
+    async def _end_with_run(self) -> None:
+        await self.run_until_done()  # a program that only follows the events waits for their end
+
     def _conclude(self) -> None:
         """Write the run's last event, once, and end all who follow the events."""
         if self._reporting.events.finished:
@@ -325,9 +330,7 @@ class Supervisor:
     # ------------------------------------------------------------ commands
 
     async def run_until_done(self) -> int:
-        """Wait until the run is over, drained or left, and end what still runs.
-
-        :meth:`events` ends with it.
+        """Wait until the run is over, drained or left, and what still runs has ended.
 
         :return: the exit code: 0, 1 for a failure, 4 if processes were killed as they
             had not ended in time or were left behind, 75 after a preemption.
@@ -542,7 +545,7 @@ class Supervisor:
         return {one: {"token": found.text(one), "old_is_valid": found.both_valid(one)} for one in chosen}
 
     def events(self, after: int | None = None) -> AsyncIterator[Record]:
-        """Follow all events until the run is over (:meth:`run_until_done` returns).
+        """Follow all events until the run is over and no process of it is left.
 
         :param after: begin after the :class:`~replicas.telemetry.events.Record` with
             this number, as far back as the file of events goes; 0: with the oldest.
@@ -635,7 +638,7 @@ class Supervisor:
         return self._reporting.scrape(accept, client)
 
     def live(self) -> bool:
-        """Return True if the store is up, and the event loop lags by less than 10 s."""
+        """True if the store is up, and the event loop lags by less than 10 s."""
         return self.coordinator.store_up and self.coordinator.loop_lag_s < _STUCK_LOOP_S
 
     # ------------------------------------------------------------ what its parts ask
@@ -648,10 +651,7 @@ class Supervisor:
         self._reporting.say(text)
 
     def emit(self, event: Event) -> None:
-        """Pass an event to the event file, its followers and the counters.
-
-        All events of the run go through here.
-        """
+        """Pass an event, as all of the run, to the file, its followers and counters."""
         self._reporting.emit(event)
         self._context.look()
 

@@ -7,11 +7,9 @@ asked. Standard library only.
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Callable, Iterable
 
-from replicas.linux.processes import start_time
+from replicas.linux.processes import descriptors, start_time
 from replicas.supervisor.wire.part_state import Belongings
 
 _FIRST_S = 5.0
@@ -57,16 +55,3 @@ class Stocktaking:
         self._look_at = now + _INTERVAL_S
         changed, self._last = found != self._last, found
         return found if changed else None
-
-
-def descriptors(pid: int) -> list[str]:
-    """Targets of the process's descriptors; of another user's process, none."""
-    targets: list[str] = []
-    try:
-        with os.scandir(f"/proc/{pid}/fd") as entries:
-            for entry in entries:
-                with contextlib.suppress(OSError):  # closed meanwhile
-                    targets.append(os.readlink(entry.path))  # noqa: PTH115  # hundreds of them
-    except (FileNotFoundError, PermissionError, ProcessLookupError):
-        return targets
-    return targets

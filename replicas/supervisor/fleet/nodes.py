@@ -19,7 +19,6 @@ import asyncio
 import contextlib
 import itertools
 import os
-import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self
@@ -36,7 +35,7 @@ from replicas.core.lives.lease_times import BEAT_S, outlives_s
 from replicas.core.lives.placement import Share
 from replicas.linux import cgroups
 from replicas.linux.cgroups import LIMITS
-from replicas.linux.sockets import tcp_socket
+from replicas.messages.bounds import CONTROL_PORT
 from replicas.status import NodeStatus
 from replicas.supervisor.agent.checks import Demand, Finding
 from replicas.supervisor.agent.messages import Examine, Examined
@@ -198,19 +197,12 @@ class Nodes:
     # ------------------------------------------------------------ adoption
 
     @property
-    def port_before(self) -> int:
-        """The control port of an earlier supervisor, if it is free; 0: any will do."""
+    def port_wanted(self) -> int:
+        """The control port to try first where the config names none; 0: any will do."""
         saved = self._context.state.saved
-        if saved is None or not saved.port:
-            return 0
-        host = self._context.config.control.host
-        with tcp_socket(host) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, saved.port))
-            except OSError:
-                return 0
-        return saved.port
+        if saved is not None and saved.port:
+            return saved.port  # agents look for the supervisor there
+        return CONTROL_PORT if self._context.config.control.port is None else 0
 
     def adopted(self, config: Config) -> Adopted | None:
         """The generations that go on; None: nothing does. Others' shims are ended."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import urllib.error
@@ -120,13 +121,18 @@ def test_an_operators_day(run: Run, replicas: Cli) -> None:
     assert run.status().groups[1].replicas[0].state == "drained"
     assert replicas("restart", "b") == "b: starting again\n"
     assert replicas("reset-failed") == "nothing had failed; restart budgets are full\n"
-    out = replicas("stacks", "a")
-    assert out.startswith("a/0/0 ")
+    assert replicas("stacks", "a").startswith("a/0/0\n")
+    for rank in ("b/0/0", "b/0.0"):  # as logs print it, and as they did
+        assert list(json.loads(replicas("stacks", rank, "--json"))) == ["b/0/0"]
+        assert replicas("logs", rank, "-n", "0") == ""
+        assert "ready" in replicas("events", "-t", rank)
+    replicas("stacks", "b/0/7", code=exit_codes.USAGE)
+    assert 'no rank "b/0/7" runs' in replicas.err
     assert list(json.loads(replicas("stacks", "--json"))) == ["a/0/0", "b/0/0"]
 
     assert replicas("logs", "a/0", "-g", "1", "-r", "0").startswith("tick 0\ntick 1\n")
-    eventually(lambda: replicas("logs", "a", "-n", "1").startswith("a/0.0| tick "), "a line after the stacks")
-    assert replicas("logs", "--since", "1h").startswith("a/0.0| tick 0\na/0.0| tick 1\n")
+    eventually(lambda: replicas("logs", "a", "-n", "1").startswith("a/0/0| tick "), "a line after the stacks")
+    assert replicas("logs", "--since", "1h").startswith("a/0/0| tick 0\na/0/0| tick 1\n")
     line = json.loads(replicas("logs", "a/0", "-n", "1", "--json").splitlines()[-1])  # another may have come meanwhile
     assert (line["replica"], line["rank"]) == ("a/0", 0)
     events = [decode(line.encode()) for line in replicas("events", "--json").splitlines()]
@@ -149,26 +155,43 @@ def test_an_operators_day(run: Run, replicas: Cli) -> None:
     assert replicas("drain") == "the run is over\n"
     assert run.wait() == 0
     run.assert_nothing_left()
-    replicas("status", code=exit_codes.UNAVAILABLE)
-    assert 'run "test" is not running' in replicas.err
+    for words in (["status"], ["drain"], ["detach"], ["status", "--watch"]):
+        replicas(*words, code=exit_codes.UNAVAILABLE)
+        assert 'run "test" is not running: it ended at ' in replicas.err
     assert isinstance(decode(replicas("events", "--json").splitlines()[-1].encode()).event, RunEnded)
     assert replicas("logs", "a/0", "-n", "1", "-f").startswith("tick ")  # it ends, as nothing more can come
 
 
-def test_a_run_is_started_in_the_background_and_waited_for(tmp_path: Path, replicas: Cli) -> None:
+def test_two_runs_are_started_in_the_background_and_waited_for(tmp_path: Path, replicas: Cli) -> None:
     """``replicas run & replicas wait``, without a look at what the first one prints."""
-    config = tmp_path / "run.toml"
-    config.write_text(f'schema_version = 1\n[run]\nname = "test"\n{group("a", SLEEPS)}')
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen([*COMMAND, "run", str(config)], stderr=subprocess.PIPE, text=True, env=env) as process:
-        try:
+    with contextlib.ExitStack() as stack:
+        started = []
+        for name in ("first", "second"):
+            config = tmp_path / f"{name}.toml"
+            config.write_text(f'schema_version = 1\n[run]\nname = "{name}"\n{group("a", SLEEPS)}')
+            words, env = [*COMMAND, "run", config.name], {**os.environ, "PYTHONPATH": str(ROOT)}
+            process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=env, cwd=tmp_path)
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            started.append((name, config, process))
+        endpoints = set()
+        for _, config, _ in started:
             assert replicas("wait", "--ready", "-c", str(config)) == "the run: ready\n"
+            endpoints.add(json.loads(replicas("status", "-c", str(config), "--json"))["endpoint"])
+        assert len(endpoints) == 2
+        said = ""
+        for name, _, process in started:
             process.terminate()
             lines = process.communicate(timeout=60)[1].splitlines()
-            assert lines[0].endswith(" replicas: run test: starting")
+            assert lines[0].endswith(f" replicas: run {name}: starting")
+            assert lines[-1].endswith(
+                f" replicas: run {name}: over, exit code 0; its output: replicas logs {name}.toml"
+            )
             assert process.returncode == 0, lines
-        finally:
-            process.kill()
+            said += "\n".join(lines)
+        assert re.search(
+            r"control: listening on port \d+, as 9477 is taken: Address already in use by process \d+ \(", said
+        )
 
 
 HELPFUL = [

@@ -26,6 +26,7 @@ from replicas.coordinator.server import REFUSED_MAX
 from replicas.core.base.effects import CommitDecision, MemberLost
 from replicas.core.base.manifest import PartManifest, TensorSpec
 from replicas.core.versions.fetching import pieces
+from replicas.linux.processes import command_line
 from replicas.messages.identity import ProcessIdentity
 from tests.support.channel.members import Client
 
@@ -291,19 +292,19 @@ async def test_a_port_in_use() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        port = taken.getsockname()[1]
+        port, holder = taken.getsockname()[1], f"process {os.getpid()} ({command_line(os.getpid())})"
         with pytest.raises(errors.WorldError) as control:
             async with Coordinator(CHANNELS, port=port):
                 pass
         assert str(control.value) == (
-            f"control: cannot listen on 127.0.0.1:{port}: Address already in use "
-            "(choose another [control] listen, or port 0 to let the kernel choose)"
+            f"control: cannot listen on 127.0.0.1:{port}: Address already in use by {holder} "
+            "(choose another [control] listen, or leave it out: the run then takes any free port)"
         )
         with pytest.raises(errors.WorldError) as store:
             async with Coordinator(CHANNELS, store_port=port):
                 pass
         assert str(store.value) == (
-            f"store: cannot listen on 127.0.0.1:{port}: Address already in use "
+            f"store: cannot listen on 127.0.0.1:{port}: Address already in use by {holder} "
             "(choose another [store] port, or 0 to let the kernel choose)"
         )
 

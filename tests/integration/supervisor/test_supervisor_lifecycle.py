@@ -3,6 +3,7 @@ refuses."""
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import time
@@ -133,7 +134,10 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
         ):
             with running(tmp_path, group("a", "pass"), head=head) as run:
                 assert run.wait() == 2
-                assert f"{word}: cannot listen on 127.0.0.1:{port}: Address already in use" in run.lines[-1]
+                assert (
+                    f"{word}: cannot listen on 127.0.0.1:{port}: Address already in use by process {os.getpid()} ("
+                    in run.lines[-1]
+                )
                 run.assert_nothing_left()
 
 

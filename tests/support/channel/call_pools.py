@@ -319,6 +319,7 @@ POOLS: dict[str, dict[str, Pool]] = {
         "run": [],
         "host": ["::1", "localhost"],
         "port": [65536],
+        "any_port": [True],
         "store_bind": ["::1"],
         "store_port": [-1],
         "carry_port": [65536, 7100],

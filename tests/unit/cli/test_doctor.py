@@ -67,9 +67,9 @@ def test_a_supervisor_that_starts_has_its_run(tmp_path: Path, monkeypatch: pytes
 )
 def test_ports_of_carriers(monkeypatch: pytest.MonkeyPatch, first: int, taken: int, state: str, words: str) -> None:
     """Those of other carriers are where they belong."""
-    holders = {f"socket:[{number}]": "process 7 (nginx)" for number in range(taken)}
+    holders = dict.fromkeys(range(taken), "process 7 (nginx)")
     monkeypatch.setattr(
-        cli_checks, "_holder", lambda target: holders.get(target, "process 8 (python -m replicas.carry.carrier --fd 3)")
+        cli_checks, "holder", lambda inode: holders.get(inode, "process 8 (python -m replicas.carry.carrier --fd 3)")
     )
     listening = [Listener("0.0.0.0", first + number, number) for number in range(max(taken, 3))]
     found = cli_checks._carriers(first, [*listening, Listener("0.0.0.0", 80, 0)])

@@ -37,7 +37,12 @@ def test_a_key_is_known_and_told(key: Key) -> None:
         ("run.name", "name", "required", "at most 63 letters, digits, '-', '_' and '.'"),
         ("run.stop_when", "list of group names", "empty", "at most 256"),
         ("run.events_max_size", "size", '"64MiB"', "4,096 bytes to 1 EiB"),
-        ("control.listen", '"host:port"', '"127.0.0.1:9477"', "one host; port 0 to 65535"),
+        (
+            "control.listen",
+            '"host:port"',
+            '"127.0.0.1:9477", or a free port if that is in use',
+            "one host; port 0 to 65535",
+        ),
         ("groups.NAME.replicas", "whole number", "1", "1 to 100,000"),
         ("groups.NAME.restart.window", "duration", '"10m"', "above 0 to 1,000,000,000 s"),
         ("groups.NAME.restart.no_progress_cycles", "whole number", "3", "0 to 1,000,000"),
