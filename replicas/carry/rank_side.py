@@ -14,6 +14,7 @@ from replicas.carry import wire
 from replicas.common.logs import Log
 from replicas.linux.helper_process import HelperDied, HelperProcess
 from replicas.linux.helpers import apart, python_module
+from replicas.linux.scarce import naming_limits
 from replicas.messages import HolderAddress
 from replicas.trust.certificate import certificate_hash
 
@@ -266,6 +267,7 @@ class Carrier(HelperProcess):
         return False
 
 
+@naming_limits()
 def _spawn(host: str, port: int) -> tuple[socket.socket, subprocess.Popen[bytes]]:
     ours, theirs = socket.socketpair()
     try:

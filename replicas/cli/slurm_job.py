@@ -37,6 +37,7 @@ from replicas.control.exit_codes import BUG, DONE, FAILED, UNAVAILABLE
 from replicas.errors import ReplicasError, UsageError, WorldError
 from replicas.linux import private
 from replicas.linux.processes import die_with_parent, send_signal, signal_name
+from replicas.linux.scarce import naming_limits
 from replicas.supervisor.operator import supervise
 from replicas.supervisor.supervisor import Supervisor
 from replicas.supervisor.surroundings import Surroundings, invitation, on_cluster
@@ -326,7 +327,8 @@ def _forked(work: Callable[[], int], last: signal.Signals) -> int:
     Call it while this process has no other thread.
     """
     parent = os.getpid()
-    pid = os.fork()
+    with naming_limits():
+        pid = os.fork()
     if pid:
         return pid
     code = BUG

@@ -22,6 +22,7 @@ from replicas.common.patience import PauseClock
 from replicas.common.tasks import cancelled, kept
 from replicas.coordinator.store_process import Reply, Request
 from replicas.linux.helpers import apart, python_module
+from replicas.linux.scarce import naming_limits
 
 log = Log("replicas.store")
 
@@ -89,11 +90,12 @@ class StoreWatcher:
         # no long look-ups of this host's name, and no threads: it computes nothing
         environment = {**os.environ, "RES_OPTIONS": "timeout:1 attempts:1", "OMP_NUM_THREADS": "1"}
         try:
-            self._process = await asyncio.create_subprocess_exec(
-                *python_module("replicas.coordinator.store_process", *words),
-                pass_fds=[theirs.fileno()],
-                **apart(environment),
-            )
+            with naming_limits():
+                self._process = await asyncio.create_subprocess_exec(
+                    *python_module("replicas.coordinator.store_process", *words),
+                    pass_fds=[theirs.fileno()],
+                    **apart(environment),
+                )
         except BaseException:
             ours.close()
             raise

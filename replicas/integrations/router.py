@@ -37,6 +37,7 @@ from replicas import environ, errors
 from replicas.cli.client import Client
 from replicas.integrations.engine_server import host_and_port
 from replicas.linux.processes import die_with_parent
+from replicas.linux.scarce import naming_limits
 from replicas.status import RunStatus
 
 __all__ = ["WorkerList", "keep", "main", "ready_urls"]
@@ -168,7 +169,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(number, lambda *_: stop.set())
     parent = os.getpid()
     command = [sys.executable, "-m", "vllm_router.launch_router", "--host", options.host, "--port", str(options.port)]
-    process = subprocess.Popen([*command, *rest], preexec_fn=lambda: die_with_parent(parent))
+    with naming_limits():
+        process = subprocess.Popen([*command, *rest], preexec_fn=lambda: die_with_parent(parent))
 
     def is_gone() -> str:
         code = process.poll()

@@ -43,6 +43,7 @@ from replicas import __version__, environ
 from replicas.common.logs import end_process
 from replicas.linux import frames, inherited, place
 from replicas.linux.processes import die_with_parent, name_process, send_signal
+from replicas.linux.scarce import naming_limits
 from replicas.linux.sockets import SocketAddress, peer_uid
 from replicas.sidecar import wire
 
@@ -133,7 +134,8 @@ class ForkServer:
     def _fork(self, client: _Client, number: int, channel: int) -> None:
         server = os.getpid()
         try:
-            child = os.fork()
+            with naming_limits():
+                child = os.fork()
         except OSError as error:
             frames.write_packet(client.sock, wire.ForkFailed(number, str(error)))
             return

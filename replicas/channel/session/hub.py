@@ -39,6 +39,7 @@ from replicas.channel.session.pending import Failures, Promise
 from replicas.channel.session.session import Session
 from replicas.common.logs import Log
 from replicas.linux.helper_process import HelperDied
+from replicas.linux.scarce import lacks_threads, no_process
 from replicas.memory.beacon import find
 from replicas.messages.bounds import text_of
 from replicas.messages.identity import Member
@@ -408,8 +409,8 @@ class Hub:
 
     def _broken(self, error: BaseException) -> None:
         logger.error("%s: the channel ends because of a bug", self.name, exc_info=error)
-        if _lacks_threads(error):
-            error = self.error(errors.NoCapacity, text_of(error))
+        if lacks_threads(error):
+            error = self.error(errors.NoCapacity, no_process())
         elif not isinstance(error, errors.InternalError):
             error = errors.InternalError(f"{type(error).__name__}: {text_of(error)}", channel=self.name)
         self._end(error)
@@ -437,15 +438,12 @@ def as_wire_error(error: BaseException, *, channel: str, phase: str, version: in
         kind = errors.WorldError
     elif "after shutdown" in text or "interpreter shutdown" in text:  # concurrent.futures has no type for it
         kind, text = errors.Gone, f"the process is ending, and {phase} cannot go on"
-    elif isinstance(error, (MemoryError, torch.OutOfMemoryError)) or _lacks_threads(error):
+    elif isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         kind = errors.NoCapacity
+    elif lacks_threads(error):
+        kind, text = errors.NoCapacity, no_process()
     elif isinstance(error, torch.AcceleratorError):
         kind, text = errors.WorldError, f"the GPU has failed, and this process cannot use it any more: {text}"
     else:
         kind, text = errors.InternalError, f"{type(error).__name__}: {text}"
     return wire.WireError.of(kind(text, channel=channel, phase=phase, version=version))
-
-
-def _lacks_threads(error: BaseException) -> bool:
-    """True if no thread could be started (process limit); Python has no type for it."""
-    return isinstance(error, RuntimeError) and "can't start new thread" in str(error)

@@ -57,6 +57,7 @@ from replicas.channel.session.pending import Promise, SessionEnd
 from replicas.common.logs import Log
 from replicas.common.tasks import cancelled
 from replicas.common.waits import locked
+from replicas.linux.scarce import naming_limits
 from replicas.linux.sockets import SocketAddress
 from replicas.messages.bounds import text_of
 from replicas.sidecar.rank_side.forkserver_client import Forkserver, OtherRelease, Unbound
@@ -102,10 +103,12 @@ class SessionLoop:
     def begin(self) -> SessionLoop:
         """Start the thread, whose owner an interrupt in the constructor would lose."""
         try:
-            self._thread.start()
-        except RuntimeError as error:
+            with naming_limits():
+                self._thread.start()
+        except OSError as error:
             self.loop.close()
-            raise errors.NoCapacity(f"the session thread cannot be started: {error}", phase="join") from error
+            text = f"the session thread cannot be started: {error.strerror}"
+            raise errors.NoCapacity(text, phase="join") from error
         return self
 
     def _run(self) -> None:

@@ -23,6 +23,7 @@ from replicas import environ, errors
 from replicas.engine import PauseMode, VerifyLoad
 from replicas.engine.following import MIN_SERVING
 from replicas.linux.processes import descendants, die_with_parent, is_below, signal_each
+from replicas.linux.scarce import naming_limits
 
 __all__ = ["Child", "add_following", "child", "held_port", "scratch_folder", "stopped_by_signals", "url_of"]
 
@@ -168,7 +169,8 @@ def child(kind: str, command: Sequence[str], variables: Mapping[str, str]) -> It
     it is killed: it is gone or frozen, and would wait for its own requests at its
     end."""
     parent = os.getpid()
-    process = subprocess.Popen(command, env=dict(variables), preexec_fn=lambda: die_with_parent(parent))
+    with naming_limits():
+        process = subprocess.Popen(command, env=dict(variables), preexec_fn=lambda: die_with_parent(parent))
     server = Child(process, kind)
     try:
         yield server

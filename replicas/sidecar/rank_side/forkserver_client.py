@@ -45,6 +45,7 @@ from replicas.common.tasks import is_set_within
 from replicas.linux import frames, place
 from replicas.linux.helpers import apart, python_module
 from replicas.linux.processes import pid_of, send_signal
+from replicas.linux.scarce import naming_limits
 from replicas.linux.sockets import SocketAddress, peer_uid
 from replicas.linux.stalls import LOOK_INTERVAL_S, StallWatch, work_of
 from replicas.sidecar import wire
@@ -356,6 +357,7 @@ class Forkserver:
         self._pending.clear()
 
 
+@naming_limits()
 def _start_helper() -> tuple[socket.socket, subprocess.Popen[bytes]]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:

@@ -35,6 +35,7 @@ from replicas.common.logs import Log
 from replicas.linux.helpers import apart, python_module
 from replicas.linux.place import lasting
 from replicas.linux.processes import Child, room_for_mark
+from replicas.linux.scarce import naming_limits
 from replicas.linux.sockets import SocketAddress
 from replicas.linux.stalls import LOOK_INTERVAL_S, StallWatch
 from replicas.supervisor.agent.shim_process import base_environment
@@ -46,6 +47,7 @@ AGAIN = Backoff(0.1, 6.4)
 Starter = Callable[[Mapping[str, str], int, int], subprocess.Popen[bytes]]
 
 
+@naming_limits()
 def start_forkserver(environment: Mapping[str, str], listener: int, ready: int) -> subprocess.Popen[bytes]:
     """Start a forkserver on a socket that listens; its output is that of this process.
 

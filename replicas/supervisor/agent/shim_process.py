@@ -23,6 +23,7 @@ from replicas.common.patience import PAUSE_S, Silence
 from replicas.linux import cgroups, private
 from replicas.linux.helpers import apart, python_module
 from replicas.linux.processes import MARK, SHIM, command_line, send_signal, signal_name
+from replicas.linux.scarce import naming_limits
 from replicas.supervisor.cleanup.sweeping import UNSEEN, Sweep, by_mark
 from replicas.supervisor.logs.pump import is_pump
 from replicas.supervisor.wire import orders
@@ -96,6 +97,7 @@ class ShimProcess:
                 raise OSError(errno.EMSGSIZE, text) from None
             raise
 
+    @naming_limits()
     def _spawn(self, control: int, lock: int | None) -> subprocess.Popen[bytes]:
         """Start the shim, maybe with a lock, in a session of its own."""
         with ExitStack() as stack:

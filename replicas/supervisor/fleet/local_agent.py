@@ -27,6 +27,7 @@ from replicas.common.tasks import is_set_within
 from replicas.core.lives.lease_times import BEAT_S, FROZEN_S
 from replicas.linux.helpers import apart, python_module
 from replicas.linux.processes import send_signal
+from replicas.linux.scarce import naming_limits
 from replicas.supervisor.fleet.cluster import Cluster
 from replicas.supervisor.state.run_state import ProcessRecord
 
@@ -94,6 +95,7 @@ class LocalAgent:
             os.close(pidfd)
         return False
 
+    @naming_limits()
     def _spawn(self) -> None:
         self._popen = subprocess.Popen(
             python_module(AGENT, "--parent", str(os.getpid()), *self._arguments),

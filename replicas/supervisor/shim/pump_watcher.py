@@ -24,6 +24,7 @@ from replicas.common.backoff import Backoff
 from replicas.common.child import ChildLife
 from replicas.common.patience import Patience
 from replicas.linux.processes import send_signal
+from replicas.linux.scarce import naming_limits
 from replicas.supervisor.logs.log_file import remove_old_generations
 from replicas.supervisor.logs.pump import COMM, OutputLog, Pump, waiting_nbytes
 from replicas.supervisor.shim.log_pipes import LogPipes
@@ -87,7 +88,8 @@ class PumpWatcher:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         try:
-            pid = os.fork()
+            with naming_limits():
+                pid = os.fork()
         except OSError as error:
             ours.close()
             theirs.close()

@@ -15,6 +15,7 @@ from typing import Any
 from replicas.linux import cgroups, private
 from replicas.linux.helpers import apart, interpreter, python_module
 from replicas.linux.processes import Child
+from replicas.linux.scarce import naming_limits
 from replicas.supervisor.shim.log_pipes import LogPipes
 from replicas.supervisor.wire import guard, orders
 from replicas.supervisor.wire.guard import GUARD, pack
@@ -58,6 +59,7 @@ class Starter:
         if self._spec.cgroup:
             cgroups.enter(Path(self._spec.cgroup), child.pid)
 
+    @naming_limits()
     def _spawn(self, command: list[str], log: str, **options: Any) -> Child:
         out, err = self._pipes.streams(log)
         return Child(subprocess.Popen(command, stdout=out, stderr=err, **options))

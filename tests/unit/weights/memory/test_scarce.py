@@ -5,12 +5,14 @@ Covers: linux/scarce.py, weights/memory/left.py.
 
 from __future__ import annotations
 
+import ast
 import errno
 import os
 import resource
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -84,6 +86,38 @@ def test_each_limit_has_its_name(number: int, made: dict[str, Any], text: str, m
     monkeypatch.setattr(mappings, "reopen", refuse)
     with pytest.raises(errors.NoCapacity, match=f"64 B of shared memory cannot be mapped: .*: .*{text}"):
         mappings.map_private(0, 64)
+
+
+@pytest.mark.parametrize("error", [BlockingIOError(errno.EAGAIN, "Try again"), RuntimeError("can't start new thread")])
+def test_the_limit_of_processes_has_its_name(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: {resource.RLIMIT_NPROC: (77, 77)}[kind])
+    text = r"user \d+ may have 77 \(ulimit -u\), or the control group .*: raise that limit"
+    with pytest.raises(OSError, match=text), scarce.naming_limits():
+        raise error
+    with pytest.raises(RuntimeError, match="another"), scarce.naming_limits():
+        raise RuntimeError("another")
+
+
+STARTS = ("subprocess.Popen", "os.fork", "asyncio.create_subprocess_exec")
+
+
+def bare_starts(node: ast.AST, *, named: bool = False) -> Iterator[str]:
+    """Calls that start a process outside of ``naming_limits``."""
+    contexts = [*getattr(node, "decorator_list", ()), *(item.context_expr for item in getattr(node, "items", ()))]
+    named = named or any(ast.unparse(one) == "naming_limits()" for one in contexts)
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in STARTS and not named:
+        yield ast.unparse(node.func)
+    for child in ast.iter_child_nodes(node):
+        yield from bare_starts(child, named=named)
+
+
+@pytest.mark.slow
+def test_each_start_of_a_process_names_that_limit() -> None:
+    root = Path(scarce.__file__).parents[1]
+    texts = {path.relative_to(root): path.read_text() for path in root.rglob("*.py")}
+    starting = {path: text for path, text in texts.items() if any(f"{one}(" in text for one in STARTS)}
+    bare = [f"{path}: {one}" for path, text in starting.items() for one in bare_starts(ast.parse(text))]
+    assert bare == ["linux/smi.py: subprocess.Popen"], "that one tells of the driver's tool alone"
 
 
 @contextmanager
