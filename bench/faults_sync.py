@@ -18,9 +18,9 @@ another victim each time:
 4. the victim's place is taken by a new process, which is caught up.
 
 This is done for both *ways*. ``auto`` is the default: targets of one host map the slot,
-and no byte is sent, so half-way is half of the undisturbed time, and sidecars have no
-part in it. With ``transport = "group"`` the bytes go through a process group, and
-half-way is when the trainer's sidecar has sent half of what it must send.
+and no byte is sent, so half-way is in the middle of the trainer's copy, and sidecars
+have no part in it. With ``transport = "group"`` the bytes go through a process group,
+and half-way is when the trainer's sidecar has sent half of what it must send.
 
 Everyone who is left must end up with the trainer's bytes, and the receipt must name the
 victim, or nobody when only a sidecar was hit; otherwise the run stops.
@@ -187,10 +187,11 @@ class Fleet:
         await self._trainer.rank.tell("publish", tries=TRIES)
         with ExitStack() as stack:
             if not to_send:
-                await asyncio.sleep((undisturbed["ended"] - undisturbed["began"]) / 2)
+                await asyncio.sleep(undisturbed["phases"]["pack"] / 2)
             hit = await progress.reaches(to_send // 2, lambda: self._strike(fault, victim, stack))
             said, *replies = await asyncio.gather(self._trainer.rank.hear(), *(p.rank.hear() for p in left))
-        self._check(said, [victim.name] if fault.of_rank else [])
+        lost = [victim.name] if fault.of_rank else []
+        self._check(said, lost if to_send else said["lost"] and lost)  # before it moves, nobody is lost on the way
         ended = max(said["committed"], *(reply["readable"] for reply in replies))
         await self._equal(left)
         if fault.of_rank:
