@@ -106,7 +106,6 @@ class Difference:
         self._data, self._manifest, self._base = image[manifest.data_offset :], manifest, base
         self._threads = helpers_for(2 * manifest.data_nbytes, sharing) + 1
         self._known: dict[int, Group] = {}
-        self._starts = np.array([*self.places.starts, manifest.data_nbytes], np.int64)
         self._run = self._data.numpy()
         if base is not None:
             self._old = base.readable()[manifest.data_offset :].numpy()
@@ -144,7 +143,7 @@ class Difference:
         return found
 
     def _compared(self, first: int, last: int) -> Group:
-        starts, item, alone = self._starts[first : last + 1], self.places.items[first], last - first == 1
+        starts, item, alone = self.places.edges[first : last + 1], self.places.items[first], last - first == 1
         begin, end, width = int(starts[0]), int(starts[-1]), min(item, _WIDTH_MAX)
         starts = (starts - begin) // item
         numbers = None if self._base is None else self._changed(begin, end, width, SHARE if alone else 1)

@@ -11,6 +11,7 @@ from math import prod
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from replicas.core.base.dtypes import item_nbytes
@@ -130,6 +131,11 @@ class Places:
         return cuts
 
     @cached_property
+    def edges(self) -> npt.NDArray[np.int64]:
+        """``starts`` as an array, and the end of the last piece."""
+        return np.array([*self.starts, self.extent(-1)[1] if self.order else 0], np.int64)
+
+    @cached_property
     def groups(self) -> list[tuple[int, int]]:
         """First and last (exclusive) of small neighbours with items of one size; or a
         piece by itself.
@@ -162,7 +168,7 @@ class Places:
 
     def addresses(self, data: torch.Tensor) -> Addresses:
         """Of each piece in ``data``."""
-        return np.array(self.starts, dtype=np.uintp) + np.uintp(data.data_ptr())
+        return self.edges[:-1].astype(np.uintp) + np.uintp(data.data_ptr())
 
     def name(self, index: int) -> str:
         """Of the tensor of piece ``index``."""

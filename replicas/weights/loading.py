@@ -248,7 +248,7 @@ class _Plain:
         the others.
         """
         theirs, left = difference.places, np.ones(len(self.places.order), np.bool_)
-        begins, ends = (np.searchsorted(self.places.starts, theirs.starts, side) for side in ("left", "right"))
+        begins, ends = (np.searchsorted(self.places.edges[:-1], theirs.edges[:-1], side) for side in ("left", "right"))
         for group in difference.groups():
             whole, item, behind = np.flatnonzero(group.whole), theirs.items[group.first], group.first + len(group.whole)
             left[begins[group.first] : ends[behind - 1]] = False
@@ -256,7 +256,7 @@ class _Plain:
             numbers = np.concatenate([whole, owners]) + group.first
             skipped = np.concatenate([np.zeros_like(whole), group.positions * item]).astype(np.uintp)
             sizes = np.where(np.arange(len(numbers)) < len(whole), theirs.kinds.sizes[numbers], np.uintp(item))
-            for more in range(max(ends - begins)):  # the targets of each
+            for more in range(int((ends - begins).max())):  # the targets of each
                 pieces = begins[numbers] + more
                 kept = (pieces < ends[numbers]) & self.runs[pieces]
                 if kept.any():
