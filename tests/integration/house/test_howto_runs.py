@@ -60,8 +60,9 @@ class Embedded:
         (folder / "rollout.py").write_text(ROLLOUT)
         (folder / "trainer.py").write_text(TRAINER)
         groups = {
-            name: {"launcher": "exec", "command": [str(folder / f"{name}.py")]} for name in ("trainer", "rollout")
+            name: {"launcher": "exec", "command": [str(folder / f"{name}.py")]} for name in ("rollout", "trainer")
         }
+        groups["trainer"] |= {"depends_on": ["rollout"]}
         self.config = {
             "schema_version": 1,
             "run": {"name": "embedded", "state_dir": str(folder / "run"), "stop_when": ["trainer"]},
