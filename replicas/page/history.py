@@ -22,7 +22,7 @@ from replicas.telemetry.tracks import Mark, Span, parts
 from replicas.telemetry.words import in_words, routine
 
 EVENTS = 200
-"""Events that the page lists."""
+"""Events that the page lists of each kind: routine ones push out no others."""
 WHOLE = 2400
 """Spans and marks of one kind that the page gets at first, of all tracks together."""
 LEAST = 6
@@ -44,7 +44,8 @@ class History:
         self._told = after
         self._spans = Spans()
         self._whole = whole
-        self._events: deque[Record] = deque(maxlen=EVENTS)
+        self._events: dict[bool, deque[Record]] = {one: deque(maxlen=EVENTS) for one in (False, True)}
+        """By whether they are routine."""
 
     @property
     def spans(self) -> Spans:
@@ -55,7 +56,7 @@ class History:
         began = time.thread_time()
         for record in records:
             self._spans.feed(record)
-            self._events.append(record)
+            self._events[routine(record.event)].append(record)
             self.seq = record.seq
         return time.thread_time() - began
 
@@ -82,14 +83,14 @@ class History:
             yield "spans", {key(span): self._span(span) for span in kept}
         for some in marks.values():
             yield "marks", {_mark_key(mark): _mark(mark) for mark in some}
-        yield "events", self._told_events(self._events)
+        yield "events", self._told_events(self._listed())
 
     def changes(self) -> Tree:
         """The merge patch from the last call on; empty: nothing is new."""
         if self.seq == self._told:
             return {}
         spans, marks = self._spans.changed(self._told)
-        events = [record for record in self._events if record.seq > self._told]
+        events = [record for record in self._listed() if record.seq > self._told]
         self._told = self.seq
         return {
             "spans": {key(span): self._span(span) for span in spans},
@@ -107,6 +108,9 @@ class History:
     def _most(self) -> int | None:
         """Spans of one kind that the page has of a track; None: all that are kept."""
         return None if self._whole else max(LEAST, WHOLE // max(1, self._spans.tracks))
+
+    def _listed(self) -> list[Record]:
+        return sorted((*self._events[False], *self._events[True]), key=lambda record: record.seq)
 
     def _told_events(self, records: Iterable[Record]) -> Tree:
         return {f"e{record.seq}": _event(record, whole=self._whole) for record in records}

@@ -111,6 +111,16 @@ async def test_a_kill_and_its_recovery_are_shown_live(chromium: Chromium) -> Non
         await tab.until("document.querySelector('.syncs').innerText.includes('rollout/1/0')", 2.0)
 
 
+async def test_a_kill_is_listed_however_many_versions_come_after_it(chromium: Chromium) -> None:
+    run = a_run()
+    async with served(run) as url, opened(chromium, url) as tab:
+        kill(run, 1)
+        for version in range(2, 120):
+            commit(run, version)
+        await tab.until("document.querySelector('#verdict').innerText.includes('rollout/1 has ended')")
+        await tab.until("document.querySelector('.events').innerText.includes('was killed by SIGKILL')")
+
+
 async def test_who_holds_up_a_version_is_named(chromium: Chromium) -> None:
     run = a_run()
     run.tell(

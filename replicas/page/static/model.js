@@ -1,6 +1,6 @@
 // The document of the run, kept up to date by merge patches, and what is looked up in it.
 
-const EVENTS = 200;
+const EVENTS = 200; // of each kind: routine ones push out no others
 const MOST = 100; // spans of one kind and track; fewer of each where there are many tracks
 const TIMES = { sync: 3, marks: 2 };
 
@@ -29,7 +29,7 @@ export class Model {
     this.fixed = fixed;
     this.tracks = new Map(); // track -> kind -> spans, the oldest first
     this.markers = new Map(); // track -> marks, the oldest first
-    this.events = [];
+    [this.routine, this.unusual] = [[], []]; // events, the oldest first
     this.#oldest = Infinity;
     this.#grow(doc);
     if (found.now) this.#clock(found.now);
@@ -71,7 +71,11 @@ export class Model {
       if (!this.markers.has(mark.track)) this.markers.set(mark.track, []);
       put(this.markers.get(mark.track), mark, (one) => one.key === key, kept("marks"));
     }
-    for (const event of Object.values(events)) put(this.events, event, (one) => one.seq === event.seq, EVENTS);
+    for (const event of Object.values(events)) {
+      const kind = event.routine ? this.routine : this.unusual;
+      put(kind, event, (one) => one.seq === event.seq, EVENTS);
+    }
+    this.events = [...this.routine, ...this.unusual].sort((a, b) => a.seq - b.seq);
   }
 
   spans(track, kind) {

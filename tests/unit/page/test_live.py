@@ -311,6 +311,16 @@ def test_changes_are_told_once() -> None:
     assert patch["spans"] == {}
 
 
+def test_routine_events_push_out_no_others() -> None:
+    found = History()
+    found.feed([record(1, Scaled(group="a", before=1, after=2))])
+    found.feed(record(seq, ReplicaLoaded("policy", "rollout", 0, seq, 0.1)) for seq in range(2, 2 * past.EVENTS))
+    events = list(found.whole()["events"].values())
+    assert [one["seq"] for one in events] == [1, *range(past.EVENTS, 2 * past.EVENTS)]
+    assert "routine" not in events[0]
+    assert events[-1]["routine"]
+
+
 def test_a_viewer_is_told_the_largest_ways_of_bytes_and_a_report_all() -> None:
     pulled = {f"a/{index}/0": {"t/0/0": index + 1} for index in range(60)}
     sync = SyncRecord(version=1, outcome="committed", seconds=1.0, nbytes=5, pulled=pulled, phases={"pack": 0.25})
