@@ -1,7 +1,8 @@
 """What a build does beside packing files.
 
 ``replicas/weights/copies/streaming.c`` is compiled where there is a C compiler; without
-one the package works, and copies slower. And the README, whose links are relative to
+one the package works, and copies slower. A wheel has the folder ``services``, which
+``replicas --services`` finds. And the README, whose links are relative to
 the repository, gets absolute ones for the package index.
 """
 
@@ -51,6 +52,8 @@ class StreamingCopies(BuildHookInterface):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         root = Path(self.root)
+        if version != "editable":  # an installation in place finds them beside the package
+            build_data["force_include"][str(root / "services")] = "replicas/services"
         if not compiled(root / SOURCE, root / LIBRARY):
             return
         build_data["artifacts"].append(str(LIBRARY))

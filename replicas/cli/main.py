@@ -56,10 +56,24 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+_SERVICES_HELP = "Print the folder of alert rules, Grafana board and unit files, and exit."
+
+
+def _print_services(wanted: bool) -> None:
+    if wanted:
+        package = Path(replicas.__file__).parent
+        found = package / "services"  # of a wheel; a clone has it beside the package
+        print(found if found.is_dir() else package.with_name("services"))
+        raise typer.Exit
+
+
 @app.callback()
 def _options(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+    services: Annotated[
+        bool, typer.Option("--services", help=_SERVICES_HELP, callback=_print_services, is_eager=True)
     ] = False,
 ) -> None:
     """Options before the command."""

@@ -22,8 +22,9 @@ def commands() -> dict[str, Any]:
 def body() -> str:
     intro = markdown(
         """``replicas COMMAND ...``. Every command has ``-h`` and ``--help``; ``replicas
-        --version`` prints the version; ``replicas --install-completion`` teaches the shell
-        the commands, groups and replicas. Exit codes: `exit-codes.md`. ``python -m
+        --version`` prints the version; ``replicas --services`` prints the folder with alert
+        rules, Grafana board and unit files; ``replicas --install-completion`` teaches the
+        shell the commands, groups and replicas. Exit codes: `exit-codes.md`. ``python -m
         replicas.supervisor CONFIG`` is ``replicas run CONFIG``."""
     )
     return "\n\n".join([intro, *(_entry(name, command) for name, command in commands().items())])

@@ -19,7 +19,18 @@ import re
 from collections.abc import Iterable
 from email import message_from_string
 
-__all__ = ["relative_links", "requirements", "wrong_in_sdist"]
+__all__ = ["SERVICE_FILES", "relative_links", "requirements", "wrong_in_sdist"]
+
+SERVICE_FILES = (
+    "agent/replicas-agent@.service",
+    "grafana/boards/replicas.json",
+    "grafana/compose.yaml",
+    "kubernetes/supervisor.yaml",
+    "supervisor/alerts.yml",
+    "supervisor/prometheus.yml",
+    "supervisor/replicas@.service",
+)
+"""What the documentation names, and each installation has (``replicas --services``)."""
 
 _NEEDED = ("README.md", "LICENSE", "hatch_build.py", "replicas/weights/copies/streaming.c")
 

@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.support.release import relative_links, requirements, wrong_in_sdist
+from tests.support.release import SERVICE_FILES, relative_links, requirements, wrong_in_sdist
 from tests.support.root import ROOT
 
 DIST = ROOT / "dist"
@@ -146,6 +146,9 @@ def main() -> None:
         check_import(python, folder)
         shown = run(USER / "bin" / "replicas", "--help", cwd=folder)
         need([] if "replicas [OPTIONS] COMMAND" in shown else [f"replicas --help says: {shown}"])
+        services = Path(run(USER / "bin" / "replicas", "--services", cwd=folder).strip())
+        need([f"{one} is not in {services}" for one in SERVICE_FILES if not (services / one).is_file()])
+        need([] if services.is_relative_to(USER) else [f"replicas --services names {services}"])
         run(USER / "bin" / "replicas", "report", "--demo", cwd=folder)
         say("replicas --help, report --demo: work without torch")
         check_program(python, folder)

@@ -48,6 +48,7 @@ from replicas.supervisor.state.run_state import AgentRecord, RunState, Saved
 from replicas.telemetry import events as happened
 from replicas.telemetry.event_log import EventLog
 from replicas.telemetry.words import duration_text
+from tests.support.release import SERVICE_FILES
 
 CONFIG = """
 schema_version = 1
@@ -420,6 +421,10 @@ def test_events_leave_out_what_each_version_brings(folder: Path, capsys: pytest.
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--services"]) == 0
+    folder = Path(capsys.readouterr().out.strip())
+    for name in SERVICE_FILES:
+        assert (folder / name).is_file(), name
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("replicas ")
 
