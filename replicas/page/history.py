@@ -26,6 +26,8 @@ EVENTS = 200
 WHOLE = 2400
 """Spans and marks of one kind that the page gets at first, of all tracks together."""
 LEAST = 6
+REPORT = 20_000
+"""Spans of one kind, and marks, that a report keeps of a track; three times the syncs."""
 _WAYS = 24
 """Ways of bytes of one sync that are told one by one, the largest first."""
 _DROPPED = {"moved_to", "pulled", "channel", "trace"}
@@ -42,7 +44,7 @@ class History:
     def __init__(self, after: int = 0, *, whole: bool = False) -> None:
         self.seq = after
         self._told = after
-        self._spans = Spans()
+        self._spans = Spans(REPORT) if whole else Spans()
         self._whole = whole
         self._events: dict[bool, deque[Record]] = {one: deque(maxlen=EVENTS) for one in (False, True)}
         """By whether they are routine."""
@@ -96,13 +98,13 @@ class History:
             "spans": {key(span): self._span(span) for span in spans},
             "marks": {_mark_key(mark): _mark(mark) for mark in marks},
             "events": self._told_events(events),
-            **self.rest(),
+            **self.rest({span.track for span in spans}),
         }
 
-    def rest(self) -> Tree:
-        """What is in no part: how much is kept no longer, and how much on the page."""
-        folded = {track: one.count for (track, kind), one in self._spans.folded.items() if kind == "sync"}
-        return {"folded": folded} | ({"kept": self._most} if self._most else {})
+    def rest(self, tracks: set[str] | None = None) -> Tree:
+        """Return how many spans these tracks have had, and how many the page keeps."""
+        totals = {track: kinds for track, kinds in self._spans.totals().items() if tracks is None or track in tracks}
+        return {"totals": totals} | ({"kept": self._most} if self._most else {})
 
     @property
     def _most(self) -> int | None:

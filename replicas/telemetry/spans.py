@@ -125,6 +125,14 @@ class Spans:
         """How many tracks have spans."""
         return len({track for track, _ in self._kept})
 
+    def totals(self) -> dict[str, dict[str, int]]:
+        """Return how many spans each track has had of each kind, with folded ones."""
+        found: dict[str, dict[str, int]] = {}
+        for (track, kind), kept in self._kept.items():
+            folded = self.folded.get((track, kind))
+            found.setdefault(track, {})[kind] = len(kept) + (folded.count if folded is not None else 0)
+        return found
+
     def marks(self) -> list[Mark]:
         return sorted((mark for one in self._marks.values() for mark in one), key=lambda mark: mark.seq)
 

@@ -358,6 +358,17 @@ async def test_two_hundred_replicas_and_many_versions_are_readable(chromium: Chr
         await tab.until("document.querySelectorAll('.lane a.name').length === 11")
 
 
+async def test_versions_that_are_kept_no_longer_are_one_band(chromium: Chromium) -> None:
+    run = a_run(1)
+    for version in range(2, 330):
+        commit(run, version)
+    async with served(run) as url, opened(chromium, url) as tab:
+        for track, text in (("channel policy", "older version"), ("replica rollout/0", "older version")):
+            await tab.until(f"document.querySelector('[data-lane=\"{track}\"] .older')")
+            title = await tab.js(f"document.querySelector('[data-lane=\"{track}\"] .older title').textContent")
+            assert text in title
+
+
 async def test_a_report_works_without_a_network(chromium: Chromium, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     records = recorded(1_790_000_000.0)

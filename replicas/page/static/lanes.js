@@ -227,10 +227,23 @@ export class Lanes {
     const width = this.#width;
     const x = (at) => Math.min(Math.max(((at - first) / (last - first)) * width, -3), width + 3);
     const kind = track.split(" ")[0];
-    const parts = kind === "channel" ? this.#syncs(track, first, last, x)
-      : kind === "node" ? this.#states(track, "node", first, last, x, 9, 11)
-        : [...this.#versions(track, first, last, x), ...this.#states(track, "state", first, last, x, 4, 11), this.#late(track, x)];
+    const older = (of, y, height, text) => this.#older(track, of, x, y, height, text);
+    const parts = kind === "channel" ? [older("sync", 7, 15, "older version"), older("operation", 7, 15, "older collective"), ...this.#syncs(track, first, last, x)]
+      : kind === "node" ? [older("node", 9, 11, "older state"), ...this.#states(track, "node", first, last, x, 9, 11)]
+        : [older("version", 17, 9, "older version"), older("state", 4, 11, "older state"), ...this.#versions(track, first, last, x), ...this.#states(track, "state", first, last, x, 4, 11), this.#late(track, x)];
     draw(element, h("svg", { width, height: LANE, "aria-hidden": "true" }, parts, this.#glyphs(track, first, last, x)));
+  }
+
+  /** One band for the spans that are no longer kept here, up to the first that is. */
+  #older(track, kind, x, y, height, text) {
+    const number = this.model.older(track, kind);
+    const until = this.model.spans(track, kind)[0]?.start;
+    if (!number || until === undefined) return null;
+    const from = x(this.model.doc.run.started ?? this.model.began);
+    const width = Math.max(x(until) - from, 0);
+    const said = count(number, text);
+    return h("g", { key: `older ${kind}` }, h("rect", { x: from, y, width, height, class: "older" }, h("title", null, `${said}, not drawn one by one`)),
+      width > 7 * said.length + 8 ? h("text", { x: Math.max(from, 0) + 4, y: y + height - 2, class: "statetext" }, said) : null);
   }
 
   #states(track, kind, first, last, x, y, height) {

@@ -24,7 +24,7 @@ export class Model {
 
   /** Take a whole document. `fixed`: it is of a run that is over, and time stands still. */
   replace(found, fixed = false) {
-    const doc = { run: {}, verdict: {}, groups: {}, replicas: {}, channels: {}, nodes: {}, folded: {}, ...found };
+    const doc = { run: {}, verdict: {}, groups: {}, replicas: {}, channels: {}, nodes: {}, totals: {}, ...found };
     this.doc = doc;
     this.fixed = fixed;
     this.tracks = new Map(); // track -> kind -> spans, the oldest first
@@ -57,7 +57,7 @@ export class Model {
 
   /** Keep about as much as a page that is opened now gets, so that one that stays open does not grow. */
   #grow({ spans = {}, marks = {}, events = {} }) {
-    const kept = (kind) => Math.min(MOST, this.doc.kept ?? MOST) * (TIMES[kind] ?? 1);
+    const kept = (kind) => this.fixed ? Infinity : Math.min(MOST, this.doc.kept ?? MOST) * (TIMES[kind] ?? 1);
     for (const [key, span] of Object.entries(spans)) {
       span.key = key;
       this.#oldest = Math.min(this.#oldest, span.start);
@@ -76,6 +76,11 @@ export class Model {
       put(kind, event, (one) => one.seq === event.seq, EVENTS);
     }
     this.events = [...this.routine, ...this.unusual].sort((a, b) => a.seq - b.seq);
+  }
+
+  /** How many spans of the kind are older than those that are kept here. */
+  older(track, kind) {
+    return Math.max((this.doc.totals[track]?.[kind] ?? 0) - this.spans(track, kind).length, 0);
   }
 
   spans(track, kind) {
@@ -118,7 +123,8 @@ export class Model {
 
 /** Put a thing into a list, in place of the same one if that is there, else at its end. */
 function put(list, thing, same, most) {
-  for (let at = list.length - 1; at >= 0 && at > list.length - 1 - most; at--) {
+  // a report's document is taken once, whole: nothing in it is there twice
+  for (let at = most === Infinity ? -1 : list.length - 1; at >= 0 && at > list.length - 1 - most; at--) {
     if (same(list[at])) {
       list[at] = thing;
       return;

@@ -89,7 +89,7 @@ function table(model, channel, redraw) {
   const open = opened.has(channel.name);
   const shown = all.slice(-(open ? MANY : FEW)).reverse();
   const most = Math.max(...shown.map((one) => one.end - one.start), 1e-6);
-  const folded = model.doc.folded?.[`channel ${channel.name}`];
+  const folded = model.older(`channel ${channel.name}`, "sync");
   return h("div", { key: "syncs" },
     h("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": `Syncs of ${channel.name}` }, h("table", { class: "syncs" },
       h("thead", null, h("tr", null, h("th", null, "version"), h("th", null, "at"), h("th", { class: "wide" }, "phases"), h("th", null, "took"), h("th", null, "size"),

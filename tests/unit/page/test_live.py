@@ -311,6 +311,19 @@ def test_changes_are_told_once() -> None:
     assert patch["spans"] == {}
 
 
+def test_a_viewer_is_told_how_many_spans_there_were_and_a_report_has_them_all() -> None:
+    viewed, reported = History(), History(whole=True)
+    for seq in range(1, 501):
+        for found in (viewed, reported):
+            found.feed([record(seq, ReplicaLoaded("policy", "rollout", 0, seq, 0.1))])
+    assert viewed.whole()["totals"] == reported.whole()["totals"] == {"replica rollout/0": {"version": 500}}
+    assert len(viewed.whole()["spans"]) == 100
+    assert len(reported.whole()["spans"]) == 500
+    viewed.changes()
+    viewed.feed([record(501, Scaled(group="a", before=1, after=2))])
+    assert viewed.changes()["totals"] == {}, "of tracks that changed alone"
+
+
 def test_routine_events_push_out_no_others() -> None:
     found = History()
     found.feed([record(1, Scaled(group="a", before=1, after=2))])
