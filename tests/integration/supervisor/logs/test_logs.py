@@ -235,7 +235,7 @@ def test_lines_of_all_replicas_come_whole_and_with_their_names(tmp_path: Path) -
         name, bar, text = line.partition("| ")
         if bar:
             shown.setdefault(name, []).append(text)
-    assert shown == {f"a/{index}.0": [f"{n} {'x' * n}" for n in range(600)] for index in range(3)}
+    assert shown == {f"a/{index}/0": [f"{n} {'x' * n}" for n in range(600)] for index in range(3)}
 
 
 def test_a_terminal_that_nobody_reads_holds_nobody_up(tmp_path: Path) -> None:
