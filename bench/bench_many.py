@@ -7,6 +7,10 @@ one process, with a coordinator on a thread. "plain" is a Python loop of ``copy_
 the same tensors, beside it in each repetition; ``publish`` is the call, "to loaded" the
 time from it until the rollout has loaded and reported. The loop runs twice for "to
 loaded": publish and load each copy once. "first" is the first time, which lays out.
+
+"changed only" is ``load_into(changed_only=True)`` and "changes" a walk over
+``changes()``, in CPU time, beside "all" and "walk" of the same version; they take
+turns to be first. An element of every tenth tensor changes from version to version.
 """
 
 from __future__ import annotations
@@ -21,12 +25,24 @@ from typing import Any
 import torch
 
 import replicas
-from bench.support import Bar, busy_ratio, machine, run_bench, show, write
+from bench.support import Bar, busy_ratio, machine, rotated, run_bench, show, write
 from replicas.coordinator import Coordinator
 
 SETS = {"1,000 of 1 KiB": (1000, 256), "200,000 of 256 B": (200_000, 64)}
 WAIT_S = 120.0
 BARS = {("1,000 of 1 KiB", "to loaded"): 12.0, ("200,000 of 256 B", "load_into"): 5.0}
+
+
+_WAYS: dict[str, Callable[[replicas.Update, dict[str, torch.Tensor]], object]] = {
+    "all": lambda update, model: update.load_into(model),
+    "changed only": lambda update, model: update.load_into(model, changed_only=update.base > 0),
+    "walk": lambda update, _: all(tensor is not None for _, tensor in update),
+    "changes": lambda update, _: all(change is not None for change in update.changes()),
+}
+SLOWER = 1.1
+"""No slower than a load of all of it, but for the noise."""
+CPU_US = 5.0
+"""A load of all of it, each tensor."""
 
 
 def _plain(targets: dict[str, torch.Tensor], sources: dict[str, torch.Tensor]) -> None:
@@ -45,12 +61,12 @@ def _measure(coordinator: Any, count: int, numel: int, repetitions: int) -> dict
     whole = torch.randn(count, numel)
     weights = {f"t{number}": whole[number].clone() for number in range(count)}
     model = {name: torch.zeros_like(value) for name, value in weights.items()}
-    found: dict[str, list[float]] = {name: [] for name in ("plain", "publish", "load_into", "to loaded")}
+    found: dict[str, list[float]] = {name: [] for name in ("plain", "publish", "load_into", "to loaded", *_WAYS)}
     with (
         replicas.join("policy", group="trainer", replica=0, rank=0, world_size=1, **where) as trainer,
         replicas.join("policy", group="rollout", replica=0, rank=0, world_size=1, **where) as rollout,
     ):
-        for _ in range(repetitions + 1):
+        for repetition in range(repetitions + 1):
             found["plain"].append(_timed(lambda: _plain(model, weights)))
             waiting = rollout.receive()
             began = time.perf_counter()
@@ -59,6 +75,16 @@ def _measure(coordinator: Any, count: int, numel: int, repetitions: int) -> dict
             with waiting.wait(WAIT_S) as update:
                 found["load_into"].append(_timed(lambda update=update: update.load_into(model)))  # type: ignore[misc]
             found["to loaded"].append(time.perf_counter() - began)
+            pending.wait(WAIT_S)
+            for value in list(weights.values())[::10]:
+                value[0] += 1
+            waiting = rollout.receive()
+            pending = trainer.publish(weights, new_manifest=True)
+            with waiting.wait(WAIT_S) as update:
+                for what in rotated(list(_WAYS), repetition):
+                    began = time.process_time()
+                    _WAYS[what](update, model)
+                    found[what].append(time.process_time() - began)
             pending.wait(WAIT_S)
             assert all(torch.equal(model[name], weights[name]) for name in list(weights)[::97])
             for value in weights.values():
@@ -84,6 +110,13 @@ async def main() -> None:
             rows.append([name, what, *(f"{one / count * 1e6:.2f}" for one in (median, times[0])), f"{ratio:.1f}"])
             if (most := BARS.get((name, what))) is not None:
                 bars.append(Bar(f"{name}: {what} takes at most {most:g} x plain", ratio, ratio <= most))
+        each = {what: statistics.median(found[what][1:]) / count * 1e6 for what in _WAYS}
+        bars.append(
+            Bar(f"{name}: a load of all takes at most {CPU_US:g} us of CPU each", each["all"], each["all"] <= CPU_US)
+        )
+        for what, whole in {"changed only": "all", "changes": "walk"}.items():
+            ratio = each[what] / each[whole]
+            bars.append(Bar(f"{name}: {what} takes no longer than {whole}", ratio, ratio <= SLOWER))
     show("many tensors", ("tensors", "", "us each", "first", "x plain"), rows)
     print(*(bar.line() for bar in bars), sep="\n")
     write("bench_many", {"machine": machine(), "busy_before": busy, "samples": samples})
