@@ -78,7 +78,7 @@ def _watch(place: RunAddress, end: RunEndWatcher, interval_s: float, *, as_json:
             if as_json:
                 print(ascii_controls(msgspec.json.encode(answer).decode()), flush=True)
             elif live is not None:
-                live.update(render.run_status(answer), refresh=True)
+                live.update(render.watched(answer, time.time(), *console.size), refresh=True)
             else:
                 console.print(render.run_status(answer))
         if not as_json:

@@ -221,7 +221,7 @@ def _parties(parties: Iterable[ChannelRole]) -> str:
     return ", ".join(f"{party.group} ({party.ranks})" for party in parties)
 
 
-def run_status(status: RunStatus) -> RenderableType:
+def _title(status: RunStatus) -> Text:
     ready = ("ready", "bold green") if status.ready else ("not ready", "bold yellow")
     title = Text.assemble((status.run, "bold"), "  ", ready, f"  {status.endpoint}  pid {status.pid}")
     title.append(f"  up {duration_text(status.uptime_s)}")
@@ -229,9 +229,18 @@ def run_status(status: RunStatus) -> RenderableType:
         title.append(f"  over, exit code {status.exit_code}", style="bold")
     if not status.store.up:
         title.append("  store down", style="bold red")
+    return title
+
+
+def _notes(status: RunStatus) -> list[Text]:
+    notes = (words for channel in status.channels for words in (_fallen(channel), _mixed(channel)) if words)
+    return [Text(words, style="bold red") for words in notes]
+
+
+def run_status(status: RunStatus) -> RenderableType:
     replicas = [replica for group in status.groups for replica in group.replicas]
     parts: list[RenderableType] = [
-        title,
+        _title(status),
         _Table("Groups", _GROUP_STATE, map(_group_state_row, status.groups)),
         _Table("Replicas", _REPLICA_STATE, map(_replica_row, replicas)),
     ]
@@ -239,8 +248,7 @@ def run_status(status: RunStatus) -> RenderableType:
         parts.append(_Table("Nodes", _NODE_STATE, map(_node_row, status.nodes)))
     if status.channels:
         parts.append(_Table("Channels", _CHANNEL_STATE, map(_channel_state_row, status.channels)))
-        notes = [words for channel in status.channels for words in (_fallen(channel), _mixed(channel)) if words]
-        parts += [Text(words, style="bold red") for words in notes]
+        parts += _notes(status)
     return Group(*parts)
 
 
@@ -253,13 +261,25 @@ def top_lines(status: RunStatus, now: float, width: int) -> list[Text]:
     replicas = sorted((one for group in status.groups for one in group.replicas), key=_is_well)
     tables: list[tuple[Sequence[str], Iterable[Sequence[str | Text]]]] = [
         (_TOP_GROUP, (row[:5] for row in map(_group_state_row, status.groups))),
-        (_TOP_REPLICA, map(_top_row, replicas)),
     ]
     if status.channels:
         tables.append((_TOP_CHANNEL, (_top_channel_row(one, replicas, now) for one in status.channels)))
+    tables.append((_TOP_REPLICA, map(_top_row, replicas)))
     if len(status.nodes) > 1 or any(not node.local for node in status.nodes):
         tables.append((_NODE_STATE, map(_node_row, status.nodes)))
     return [line for columns, rows in tables for line in _lines(columns, rows, width)]
+
+
+def watched(status: RunStatus, now: float, width: int, height: int) -> Group:
+    """Return what fits a screen: groups and channels, then replicas, ill ones first."""
+    title = _title(status)
+    title.truncate(width, overflow="ellipsis")
+    lines = [title, *_notes(status), *top_lines(status, now, width)]
+    if len(lines) >= height:
+        shown = max(height - 2, 1)  # the last line is the cursor's
+        more = f"{count_text(len(lines) - shown, 'more line')}: `replicas top` scrolls"
+        lines[shown:] = [Text(_cut(more, width), style="dim")]
+    return Group(*lines)
 
 
 def _lines(columns: Sequence[str], rows: Iterable[Sequence[str | Text]], width: int) -> Iterator[Text]:

@@ -27,7 +27,7 @@ WHOLE = 2400
 """Spans and marks of one kind that the page gets at first, of all tracks together."""
 LEAST = 6
 REPORT = 20_000
-"""Spans of one kind, and marks, that a report keeps of a track; three times the syncs."""
+"""Spans of one kind, and marks, that a report keeps of a track; of syncs thrice."""
 _WAYS = 24
 """Ways of bytes of one sync that are told one by one, the largest first."""
 _DROPPED = {"moved_to", "pulled", "channel", "trace"}

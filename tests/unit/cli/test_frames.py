@@ -9,6 +9,7 @@ import time
 from collections import deque
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -171,3 +172,19 @@ def test_a_pipe_gets_whole_lines(capsys: pytest.CaptureFixture[str], monkeypatch
     monkeypatch.delenv("COLUMNS", raising=False)
     Screen().print(render.run_status(a_status()))
     assert LONG in capsys.readouterr().out
+
+
+def test_watched_shows_channels_and_ill_replicas_first_on_a_small_screen() -> None:
+    status = a_status(50)
+    ill = msgspec.structs.replace(status.groups[0].replicas[47], state="failed")
+    group = msgspec.structs.replace(status.groups[0], replicas=(*status.groups[0].replicas[:47], ill))
+    status = msgspec.structs.replace(status, groups=(group,))
+    console = screen(80, 24)
+    lines = console.render_lines(render.watched(status, 110.0, 80, 24), pad=False)
+    text = ["".join(segment.text for segment in line).rstrip() for line in lines]
+    assert len(text) == 23
+    assert all(len(line) <= 80 for line in text)
+    assert any(line.startswith("policy ") for line in text)
+    first = next(at for at, line in enumerate(text) if line.startswith("replica "))
+    assert {line.split()[0] for line in text[first + 1 : first + 4]} == {f"rollout-server/{one}" for one in (2, 4, 47)}
+    assert text[-1].endswith("`replicas top` scrolls")
