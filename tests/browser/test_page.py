@@ -369,6 +369,21 @@ async def test_versions_that_are_kept_no_longer_are_one_band(chromium: Chromium)
             assert text in title
 
 
+async def test_ill_replicas_are_first_and_only_trouble_has_past_trouble(chromium: Chromium) -> None:
+    run = a_run(6)
+    tracks = "document.querySelectorAll('[data-lane^=\"replica rollout/\"]')"
+    lanes = f"[...{tracks}].map((one) => one.dataset.lane.slice(-1)).join('')"
+    async with served(run) as url, opened(chromium, url) as tab:
+        kill(run, 4)
+        await tab.until(f"{lanes} === '401235'")
+        run.tell(moved("rollout", 4, ReplicaEvent.BACKOFF_ELAPSED, "backoff", "starting", generation=2))
+        run.tell(moved("rollout", 4, ReplicaEvent.READY, "starting", "ready", generation=2, start_s=1.0))
+        run.tell(moved("rollout", 2, ReplicaEvent.STOPPED, "ready", "drained"))
+        await tab.until(f"{lanes} === '012345'")
+        await tab.js("document.querySelector('.tick input').click()")
+        await tab.until(f"{lanes} === '4'")
+
+
 async def test_a_report_works_without_a_network(chromium: Chromium, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     records = recorded(1_790_000_000.0)

@@ -170,12 +170,14 @@ export class Lanes {
     const { doc } = this.model;
     const rows = [];
     for (const channel of Object.values(doc.channels)) {
-      if (this.#wanted(`channel ${channel.name}`, "", true))
+      if (this.#wanted(`channel ${channel.name}`, "", !this.#wrong(`channel ${channel.name}`)))
         rows.push(this.#row(`channel ${channel.name}`, channel.name, "channel", this.#channelMeta(channel)));
     }
     for (const group of Object.values(doc.groups)) {
       const all = this.model.replicasOf(group.name);
-      const shown = all.filter((one) => this.#wanted(one.name, one.state, one.state === "ready" && !one.beat));
+      const well = (one) => (one.state === "ready" || RESTS.has(one.state)) && !one.beat;
+      const shown = all.filter((one) => this.#wanted(one.name, one.state, well(one) && !this.#wrong(`replica ${one.name}`)))
+        .sort((a, b) => well(a) - well(b)); // ill ones first, else by number
       if (!shown.length && (all.length || this.onlyTrouble || this.filter)) continue;
       rows.push(h("div", { class: "band", key: `g ${group.name}` }, h("a", { href: to("group", group.name) }, group.name),
         h("span", { class: "muted" }, ` ${states(all)}${shown.length < all.length ? ` · ${shown.length} shown` : ""}`)));
@@ -188,6 +190,14 @@ export class Lanes {
     }
     if (!rows.length) rows.push(h("p", { class: "muted none", key: "none" }, this.filter || this.onlyTrouble ? "No lane is like that." : "Nothing has started yet."));
     return rows;
+  }
+
+  /** Whether something went wrong on this track in the shown time. */
+  #wrong(track) {
+    const [first, last] = this.range;
+    const within = (start, end) => end >= first && start <= last;
+    return this.model.marks(track).some((one) => within(one.at, one.at) && (one.tone === "error" || one.tone === "alarm" || (one.kind === "exit" && one.name === "failed")))
+      || this.model.spans(track, "sync").some((one) => one.outcome !== "committed" && within(one.start, one.end));
   }
 
   #wanted(name, state, well) {
