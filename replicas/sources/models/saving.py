@@ -99,10 +99,27 @@ def arrangements(model: Any, forms: Mapping[str, Form]) -> dict[str, Arrangement
         text = "hf: this release of transformers does not say how a checkpoint is named"
         raise errors.UsageError(text, hint="install transformers 5.19 or newer") from error
     try:
-        return record(lambda tensors: revert_weight_conversion(model, tensors), forms)
+        rows = record(lambda tensors: revert_weight_conversion(model, tensors), forms)
+        _check_names(rows, forms)
     except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         text = f"hf: transformers cannot name the checkpoint of {type(model).__name__}: {error}"
         raise errors.UsageError(text, hint=_IN_MEMORY) from error
+    return rows
+
+
+def _check_names(rows: Mapping[str, Arrangement], forms: Mapping[str, Form]) -> None:
+    """Refuse a name that is a part of a pattern, as transformers 5.19 gives to the
+    experts of a gpt-oss that was dequantised, and a tensor that another one of the same
+    name has replaced.
+
+    :raises ValueError: the text names the tensor.
+    """
+    pattern = next((name for name in rows if set(name) & set("$^*+?()[]|\\")), None)
+    if pattern is not None:
+        raise ValueError(f"it gives the name {pattern!r}")
+    lost = forms.keys() - {name for row in rows.values() for name in row.inputs}
+    if lost:
+        raise ValueError(f"it leaves out {min(lost)!r}")
 
 
 def kept_names(model: Any, names: Iterable[str], dtype: torch.dtype) -> set[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -669,3 +670,23 @@ def _lines_of(source: Any, stop: int | None) -> int:
     finally:
         sys.settrace(before)
     return lines
+
+
+@pytest.mark.parametrize(
+    ("named", "text"),
+    [
+        (lambda name: name.replace("weight", "weight$"), r"gives the name 'model\.embed_tokens\.weight\$'"),
+        (lambda name: re.sub(r"layers\.\d", "layers.0", name), r"leaves out 'model\.layers\.0"),
+    ],
+    ids=["pattern", "one name of two layers"],
+)
+def test_names_that_transformers_mixes_up_are_refused(named: Any, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers 5.19 names the experts of a gpt-oss that was dequantised."""
+    from transformers import core_model_loading
+
+    def renamed(_: object, tensors: dict[str, Any]) -> dict[str, Any]:
+        return {named(name): tensor for name, tensor in tensors.items()}
+
+    monkeypatch.setattr(core_model_loading, "revert_weight_conversion", renamed)
+    with pytest.raises(errors.UsageError, match=f"cannot name the checkpoint of LlamaForCausalLM: it {text}"):
+        hf(make("Llama")).metadata()
