@@ -104,7 +104,7 @@ def test_a_session_thread_that_cannot_be_started_is_a_lack_of_capacity(monkeypat
 
     monkeypatch.setattr(module, "_current", None)
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    with pytest.raises(errors.NoCapacity, match="no further process or thread: .*raise that limit"):
+    with pytest.raises(errors.NoCapacity, match=r"no further process or thread: .*raise that limit"):
         session_loop()
     wire = as_wire_error(RuntimeError("can't start new thread"), channel="policy", phase="pack")
     assert wire.kind == "NoCapacity"

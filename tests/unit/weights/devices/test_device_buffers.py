@@ -7,6 +7,7 @@ Covers: weights/copies/accelerator.py, weights/devices/device_buffers.py.
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Iterator
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from replicas import environ
+from replicas.common.sizes import size_text
 from replicas.core.base.manifest import Manifest, TensorSpec
 from replicas.errors import Gone, NoCapacity, Preflight, UsageError, WorldError
 from replicas.memory.kept import MemoryHolder
@@ -261,7 +263,7 @@ def test_a_device_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
         arena.acquire(2, MANIFEST)
     reader = arena.borrow(slot.place, 1)
     arena.close()
-    with pytest.raises(NoCapacity, match=f"{nbytes} bytes"):
+    with pytest.raises(NoCapacity, match=re.escape(size_text(nbytes))):
         Buffer.allocate(1, "test", device=GPU)
     reader.close()
 
