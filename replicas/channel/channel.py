@@ -39,7 +39,6 @@ from replicas.weights.feed import Feed
 from replicas.weights.writable import WritableSlot
 
 logger = Log("replicas.channel")
-
 CLOSE_TIMEOUT_S = 12.0
 
 

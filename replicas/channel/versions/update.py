@@ -270,9 +270,8 @@ class Update:
         slot = self._open_slot()
         if slot.buffer.device:
             return (all_of(name, tensor) for name, tensor in self)
-        found = self._changes(self._of_this(slot.buffer.private), slot.sharing)
-        named = each_name(found, self.manifest.aliases)
-        return (change if change.name == name else replace(change, name=name) for name, change in named)
+        found = each_name(self._changes(self._of_this(slot.buffer.private), slot.sharing), self.manifest.aliases)
+        return (change if change.name == name else replace(change, name=name) for name, change in found)
 
     def _changes(self, image: torch.Tensor, sharing: int) -> Iterator[tuple[str, Change]]:
         with Difference(image, self.manifest, open_base(self._owner, self._base, self.manifest), sharing) as difference:
