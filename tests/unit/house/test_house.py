@@ -93,7 +93,6 @@ LONG = {
     "channel/channel.py": 476,
     "supervisor/shim/shim.py": 455,
     "core/operations/pairing.py": 454,
-    "channel/session/hub.py": 453,
     "weights/memory/arena.py": 454,
     "coordinator/engine.py": 451,
 }
