@@ -142,7 +142,8 @@ def _named(config: Config) -> str:
     source = config.source
     if source is None:
         return ""
-    return f" {shlex.quote(source.name if source.parent == Path.cwd() else str(source))}"
+    here = Path(source.name)  # this folder may be gone: then no path in it exists
+    return f" {shlex.quote(source.name if here.exists() and here.samefile(source) else str(source))}"
 
 
 class _Terminal:

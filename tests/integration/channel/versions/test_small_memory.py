@@ -88,7 +88,7 @@ async def test_a_version_that_does_not_fit_a_target_breaks_nothing(cgroup: Path,
             else:
                 message = (await receipt(LARGE_NBYTES)).reasons["rollout/0/0"]
                 assert message.startswith("the buffer 'replicas-policy-")
-                assert "needs 805" in message
+                assert "needs 768 MiB" in message
                 assert " of cgroup " in message
                 assert "leaves " in message
             assert await publish(SMALL_NBYTES) == int(await target.stdout.readline())
