@@ -25,7 +25,7 @@ from replicas.sources.models.unwrapping import copy_modules
 
 __all__ = ["merge_in_slices"]
 
-SLICE_NBYTES = 8 << 20
+SLICE_NBYTES = 2 << 20
 """Of the weights in one slice. A slice has two experts at least: PEFT treats one like a
 layer without experts."""
 
