@@ -49,6 +49,7 @@ DEADLINE_S = 20.0
 LEASE_S = 10.0
 SLOTS = 2
 WARM_UPS = SLOTS + 1
+AGAIN_S = 120.0
 TRIES = 3
 """A publish that failed is made again: the version that counts is the one that is
 committed in the end."""
@@ -145,6 +146,8 @@ class Fleet:
         self._trainer, *self._targets = places
         self._nbytes = nbytes
         self._quick = quick
+        # Gloo's tree: the source feeds the 1st, 2nd, 4th, ... of the others
+        self._to_send = nbytes * TARGETS.bit_length() if way == "group" else 0
         self._changed = asyncio.Event()
         coordinator.subscribe(lambda event: self._changed.set())
 
@@ -174,15 +177,25 @@ class Fleet:
         self._check(said, [])
         return said | {"ended": max(said["committed"], *(reply["readable"] for reply in replies))}
 
+    async def _undisturbed(self) -> dict[str, Any]:
+        """Publish to all, again until the bytes go the way that is measured: a link on
+        which bytes stood still carries no process group for a while."""
+        async with asyncio.timeout(AGAIN_S):
+            while True:
+                progress = Progress(self._trainer.server.sidecars)
+                said = await self.publish(self._targets)
+                if progress.nbytes >= self._to_send // 2:
+                    return said
+                await asyncio.sleep(1.0)
+
     async def hit(self, fault: Fault, number: int) -> Sample:
         """All four steps of the header."""
         victim = self._targets[number]
-        undisturbed = await self.publish(self._targets)
+        undisturbed = await self._undisturbed()
         left = [place for place in self._targets if place is not victim or not fault.of_rank]
         before = self._retries()
         await asyncio.gather(*(place.rank.ask("receive") for place in self._targets))
-        # Gloo's tree: the source feeds the 1st, 2nd, 4th, ... of the others
-        to_send = self._nbytes * TARGETS.bit_length() if self._way == "group" else 0
+        to_send = self._to_send
         progress = Progress(self._trainer.server.sidecars)
         await self._trainer.rank.tell("publish", tries=TRIES)
         with ExitStack() as stack:
