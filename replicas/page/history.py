@@ -74,15 +74,16 @@ class History:
 
         Nothing may be fed meanwhile.
         """
-        spans, most = self._spans.spans(), self._most
-        newest: dict[tuple[str, str], deque[Span]] = {}
-        for span in spans:
-            newest.setdefault((span.track, span.kind), deque(maxlen=most)).append(span)
+        most = self._most
+        spans: dict[tuple[str, str], list[Span]] = {}
+        for span in self._spans.spans():
+            spans.setdefault((span.track, span.kind), []).append(span)
         marks: dict[str, deque[Mark]] = {}
         for mark in self._spans.marks():
             marks.setdefault(mark.track, deque(maxlen=most)).append(mark)
-        for kept in newest.values():
-            yield "spans", {key(span): self._span(span) for span in kept}
+        for kept in spans.values():
+            older = len(kept) - (most or len(kept))
+            yield "spans", {key(span): self._span(span) for at, span in enumerate(kept) if at >= older or not span.end}
         for some in marks.values():
             yield "marks", {_mark_key(mark): _mark(mark) for mark in some}
         yield "events", self._told_events(self._listed())
@@ -98,13 +99,15 @@ class History:
             "spans": {key(span): self._span(span) for span in spans},
             "marks": {_mark_key(mark): _mark(mark) for mark in marks},
             "events": self._told_events(events),
-            **self.rest({span.track for span in spans}),
+            **self.rest({one.track for one in (*spans, *marks)}),
         }
 
     def rest(self, tracks: set[str] | None = None) -> Tree:
-        """Return how many spans these tracks have had, and how many the page keeps."""
+        """Return how many spans and marks these tracks have had, how many of each kind
+        the page keeps, and the times without events."""
         totals = {track: kinds for track, kinds in self._spans.totals().items() if tracks is None or track in tracks}
-        return {"totals": totals} | ({"kept": self._most} if self._most else {})
+        found: Tree = {"totals": totals} | ({"kept": self._most} if self._most else {})
+        return found | ({"unknown": list(self._spans.unknown)} if self._spans.unknown else {})
 
     @property
     def _most(self) -> int | None:

@@ -31,8 +31,16 @@ before.
 **Clocks.** Times are those of the events. A clock that was set back is marked, and no
 span ends before it begins.
 
-**Bounds.** A track keeps the newest spans of each kind, a channel three times as many
-syncs; older ones are counted in :attr:`Spans.folded`. Open spans are never folded.
+**Missing events.** A log that was rotated, or a page that reads only the newest events,
+begins in the middle of the run. :attr:`Spans.unknown` has the times without events: a
+viewer must not draw them as idle. A state that began in such a time is known from its
+end on (``before``, ``before_since`` of the next state).
+
+**Bounds.** They are for each track; there are as many tracks as the run has had
+replicas, nodes, groups and channels. A track keeps the newest ended spans of each kind
+(a channel three times as many syncs), all open ones, and as many marks of all kinds
+together; older spans and marks are counted in :attr:`Spans.folded`, marks as the kind
+``mark``.
 """
 
 from __future__ import annotations
@@ -44,7 +52,7 @@ from typing import Any
 import msgspec
 
 from replicas.core.base import effects
-from replicas.core.lives.lifecycle import ALIVE, Transition
+from replicas.core.lives.lifecycle import ALIVE, RUNNING, Transition
 from replicas.status import SyncRecord
 from replicas.telemetry import events
 from replicas.telemetry.tracks import Folded, Mark, Span, order, replica_of, track_of
@@ -92,7 +100,9 @@ class Spans:
 
     :param most: spans of one kind that a track keeps.
     :ivar seq: number of the newest event. :ivar at: when it was.
-    :ivar folded: spans that are no longer kept, by track and kind.
+    :ivar folded: spans and marks that are no longer kept, by track and kind.
+    :ivar unknown: start and end of each time whose events are missing, in seconds since
+        1970; start 0: since the run began.
     """
 
     def __init__(self, most: int = MOST) -> None:
@@ -107,6 +117,7 @@ class Spans:
         self._open: dict[tuple[str, str, str], Span] = {}
         """By track, kind, and a channel for versions."""
         self._marks: dict[str, deque[Mark]] = {}
+        self.unknown: deque[tuple[float, float]] = deque(maxlen=self._most)
         self._changes: OrderedDict[tuple[int, str, str, str], Span] = OrderedDict()
         """All spans, the last changed one last."""
         self._syncs: dict[tuple[str, int], Span] = {}
@@ -126,11 +137,12 @@ class Spans:
         return len({track for track, _ in self._kept})
 
     def totals(self) -> dict[str, dict[str, int]]:
-        """Return how many spans each track has had of each kind, with folded ones."""
+        """Return how many spans of each kind, and marks, each track has had."""
         found: dict[str, dict[str, int]] = {}
-        for (track, kind), kept in self._kept.items():
-            folded = self.folded.get((track, kind))
-            found.setdefault(track, {})[kind] = len(kept) + (folded.count if folded is not None else 0)
+        counts = {key: len(kept) for key, kept in self._kept.items()}
+        counts |= {(track, "mark"): len(kept) for track, kept in self._marks.items()}
+        for (track, kind), count in counts.items():
+            found.setdefault(track, {})[kind] = count + self.folded.get((track, kind), Folded()).count
         return found
 
     def marks(self) -> list[Mark]:
@@ -153,10 +165,10 @@ class Spans:
         if record.seq <= self.seq:
             return
         event, at = record.event, record.at
+        if not isinstance(event, events.RunStarted) or event.resumed:
+            self._check_order(record)
         if isinstance(event, events.RunStarted):
             self._run_started(record, event)
-        else:
-            self._check_order(record)
         self.seq, self.at = record.seq, at
         match event:
             case Transition():
@@ -205,6 +217,7 @@ class Spans:
             text = f"{missing} events before this one are not in the log, or of another release"
             self._add(Mark(seq=record.seq, track="run", kind="gap", name="gap", at=record.at, text=text, tone="quiet"))
             self._doubt_at = before or record.at
+            self.unknown.append((before, record.at))
         if record.at < before - CLOCK_STEP_S:
             text = f"the clock was set back by {duration_text(before - record.at)}"
             mark = Mark(
@@ -216,7 +229,7 @@ class Spans:
         track = track_of(event)
         state, life = self._open.get((track, "state", "")), self._open.get((track, "generation", ""))
         adopted = event.event == "adopt"
-        if event.after == "starting" and event.before != "ready":
+        if event.after == "starting" and event.before not in RUNNING:
             life = self._generation(track, event, life, adopted=adopted)
         if state is not None and state.name == event.after and event.before == event.after:
             state.attributes["reason"] = event.reason
@@ -224,8 +237,12 @@ class Spans:
         elif not (adopted and state is not None and state.name == "starting"):
             if state is not None and state.name != event.before and not adopted:
                 self._lose(track, "state")
+                state = None
             about: dict[str, Any] = {"event": str(event.event), "reason": event.reason, "generation": event.generation}
-            self._begin(track, "state", event.after, parent=life.id if life and event.after in ALIVE else None, **about)
+            if state is None and self.unknown and event.before != "pending" and not adopted:
+                about |= {"before": event.before, "before_since": self.unknown[-1][1]}
+            parent = life.id if life and event.after in ALIVE else None
+            self._begin(track, "state", event.after, parent=parent, ago_s=event.lasted_s, **about)
         if life is None:
             return
         told = {"start_s": event.start_s, "recovery_s": event.recovery_s, "restart_reason": event.restart_reason}
@@ -317,11 +334,21 @@ class Spans:
     # ------------------------------------------------------------ what is kept
 
     def _begin(
-        self, track: str, kind: str, name: str, *, key: str = "", parent: int | None = None, **about: Any
+        self,
+        track: str,
+        kind: str,
+        name: str,
+        *,
+        key: str = "",
+        parent: int | None = None,
+        ago_s: float = 0.0,
+        **about: Any,
     ) -> Span:
-        """Begin a span, which ends the one before it."""
-        self._finish(track, kind, key)
-        span = Span(id=self.seq, track=track, kind=kind, name=name, start=self.at, parent=parent, attributes=about)
+        """Begin a span, ``ago_s`` before now, which ends the one before it."""
+        start = self.at - ago_s
+        if (before := self._finish(track, kind, key, at=start)) is not None and ago_s:
+            start = max(start, before.start)
+        span = Span(id=self.seq, track=track, kind=kind, name=name, start=start, parent=parent, attributes=about)
         self._open[track, kind, key] = span
         return self._keep(span)
 
@@ -376,7 +403,12 @@ class Spans:
         self._add(Mark(seq=self.seq, track=track, kind=kind, name=name, at=self.at, text=text, tone=tone))
 
     def _add(self, mark: Mark) -> None:
-        self._marks.setdefault(mark.track, deque(maxlen=self._most)).append(mark)
+        kept = self._marks.setdefault(mark.track, deque())
+        kept.append(mark)
+        if len(kept) > self._most:
+            folded = self.folded.setdefault((mark.track, "mark"), Folded())
+            folded.count += 1
+            folded.until = kept.popleft().at
 
 
 def read(records: Iterable[events.Record], most: int = MOST) -> Spans:

@@ -321,7 +321,17 @@ def test_a_viewer_is_told_how_many_spans_there_were_and_a_report_has_them_all() 
     assert len(reported.whole()["spans"]) == 500
     viewed.changes()
     viewed.feed([record(501, Scaled(group="a", before=1, after=2))])
-    assert viewed.changes()["totals"] == {}, "of tracks that changed alone"
+    assert viewed.changes()["totals"] == {"group a": {"mark": 1}}, "of tracks that changed alone"
+    assert "unknown" not in viewed.whole()
+
+
+def test_a_viewer_is_told_the_times_without_events_and_of_open_spans_however_old() -> None:
+    found = History(after=41)
+    found.feed([record(42, ReplicaLoaded("reference", "rollout", 0, 1, 0.1))])
+    found.feed(record(seq, ReplicaLoaded("policy", "rollout", 0, seq, 0.1)) for seq in range(43, 400))
+    whole = found.whole()
+    assert whole["unknown"] == [(0.0, record(42, Scaled(group="a", before=1, after=2)).at)]
+    assert [one["channel"] for one in whole["spans"].values() if "end" not in one] == ["reference", "policy"]
 
 
 def test_routine_events_push_out_no_others() -> None:

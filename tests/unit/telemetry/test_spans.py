@@ -190,6 +190,29 @@ def test_a_log_without_its_begin_is_told_from_where_it_goes_on() -> None:
     assert states == [("ready", 100, 100), ("ready", 130, None)]
     gaps = [(mark.at, mark.text.split(" events")[0]) for mark in found.marks() if mark.kind == "gap"]
     assert gaps == [(100, "39"), (130, "19")]
+    assert list(found.unknown) == [(0, 100), (100, 130)]
+
+
+def test_a_state_that_began_in_a_time_without_events_is_known_from_its_end_on() -> None:
+    found = Spans()
+    life = Lifecycle("rollout", 0, now=0)
+    steps = [life.apply(step, now=0) for step in (Step.START, Step.READY, Step.RETRY, Step.BACKOFF_ELAPSED, Step.READY)]
+    found.feed(Record(40, 100.0, events.Scaled(group="rollout", before=1, after=2)))
+    found.feed(Record(41, 120.0, steps[2]))
+    found.feed(Record(60, 130.0, events.Scaled(group="rollout", before=2, after=3)))
+    found.feed(Record(61, 140.0, steps[4]))
+    found.feed(Record(62, 150.0, Lifecycle("rollout", 1, now=0).apply(Step.START, now=0)))
+    states = [span for span in found.spans() if span.kind == "state"]
+    about = [(span.name, span.attributes.get("before"), span.attributes.get("before_since")) for span in states]
+    assert about == [("backoff", "ready", 100), ("ready", "starting", 130), ("starting", None, None)]
+
+
+def test_a_supervisor_that_goes_on_after_lost_events_does_not_hide_that_they_are() -> None:
+    run = History().start().step(1, Step.START, Step.READY)
+    run.seq += 5
+    run.start(20, resumed=True)
+    assert list(run.spans.unknown) == [(1, 20)]
+    assert list(run.start(30).spans.unknown) == []
 
 
 def test_a_clock_that_is_set_back_makes_no_negative_span() -> None:
@@ -253,6 +276,8 @@ def test_old_spans_are_counted_and_the_rest_stays_small() -> None:
     assert (folded.count, folded.seconds, folded.until) == (390, 3900.0, 3910.0)
     assert [span.name for span in run.of(REPLICA, "state")] == ["starting", "ready"]  # versions do not push them out
     assert len(run.spans.marks()) == 11
+    assert run.spans.folded["replica rollout/1", "mark"].count == 390
+    assert run.spans.totals()["replica rollout/1"] == {"mark": 400}
     everything, _ = run.spans.changed(0)
     assert len(everything) == len(run.spans.spans())
 
