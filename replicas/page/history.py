@@ -99,7 +99,7 @@ class History:
             "spans": {key(span): self._span(span) for span in spans},
             "marks": {_mark_key(mark): _mark(mark) for mark in marks},
             "events": self._told_events(events),
-            **self.rest({one.track for one in (*spans, *marks)}),
+            **self.rest({span.track for span in spans} | {mark.track for mark in marks}),
         }
 
     def rest(self, tracks: set[str] | None = None) -> Tree:
