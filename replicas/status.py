@@ -28,9 +28,10 @@ __all__ = [
 OnFailure = Literal["run", "group", "replica"]
 """What ends when a replica has failed for good: the run, its group, or it alone."""
 
-ReplicaState = Literal["pending", "starting", "ready", "draining", "backoff", "failed", "finished", "drained"]
+ReplicaState = Literal["pending", "starting", "ready", "silent", "draining", "backoff", "failed", "finished", "drained"]
 """State of a replica.
 
+``silent``: nothing is heard of a rank, or of its node, since ``state_age_s``.
 ``finished``: its program is done. ``drained``: it was stopped before, by an operator or
 with the run.
 """

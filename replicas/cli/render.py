@@ -20,13 +20,14 @@ from replicas.core.lives.ordering import GOOD, enough, least_left
 from replicas.messages.bounds import CONTROL_PORT
 from replicas.status import ChannelStatus, GroupStatus, NodeStatus, PublishStatus, ReplicaStatus, RunStatus
 from replicas.telemetry.events import Record
-from replicas.telemetry.verdict import BEHIND_S, LATE_S
+from replicas.telemetry.verdict import BEHIND_S
 from replicas.telemetry.words import duration_text, in_words
 
 STATE_STYLES = {
     "pending": "dim",
     "starting": "yellow",
     "ready": "green",
+    "silent": "bold red",
     "draining": "yellow",
     "backoff": "red",
     "failed": "bold red",
@@ -297,8 +298,7 @@ def _cut(text: str, width: int) -> str:
 
 
 def _is_well(replica: ReplicaStatus) -> bool:
-    late = (replica.heartbeat_age_s or 0.0) > LATE_S or max(replica.lag_s.values(), default=0.0) > BEHIND_S
-    return replica.state in GOOD and not late
+    return replica.state in GOOD and max(replica.lag_s.values(), default=0.0) <= BEHIND_S
 
 
 def _top_row(replica: ReplicaStatus) -> tuple[str | Text, ...]:

@@ -36,6 +36,7 @@ class Readiness(msgspec.Struct, frozen=True):
     :ivar progressed_s: seconds since its last progress; None while it waits for others
         (in a receive or an operation), which is no lack of progress.
     :ivar step: the newest step that it reported, in this or an earlier generation.
+    :ivar silent: ranks whose heartbeats are late, or whose connections are cut.
     :ivar pids: of its ranks, each on its own node.
     :ivar slots: how many versions a rank holds, by channel; the rank with most counts.
     :ivar open_s: for how long a rank has had an update open, by channel.
@@ -44,6 +45,7 @@ class Readiness(msgspec.Struct, frozen=True):
     ready: bool
     reason: str = ""
     heartbeat_age_s: float | None = None
+    silent: tuple[int, ...] = ()
     versions: dict[str, int] = {}
     partial: str = ""
     stranded: bool = False
@@ -80,6 +82,7 @@ class ReadinessBook:
         reasons: list[str] = []
         versions: dict[str, int] = {}
         seen: list[MemberState] = []
+        silent: set[int] = set()
         steps: list[int] = []
         slots: dict[str, int] = {}
         open_s: dict[str, float] = {}
@@ -94,6 +97,7 @@ class ReadinessBook:
                 m for m in channel.roster.replica(group, replica) if external or m.hello.generation == generation
             ]
             seen += members
+            silent |= {m.member.rank for m in members if channel.roster.suspect(m, now)}
             steps.append(channel.marks.of(group, replica)[0])
             slots[config.name] = max((len(m.held) for m in members), default=0)
             if opened := [now - m.granted_at for m in members if channel.rounds.has_open(m.member)]:
@@ -102,9 +106,10 @@ class ReadinessBook:
             # where only leaders take part, the others need not join
             expected = range(1 if all(party.ranks == "leader" for party in parties) else world)
             missing = set(expected) - {m.member.rank for m in members} - left
-            if missing:
-                ranks = ", ".join(map(str, sorted(missing)))
-                reasons.append(f"{config.name}: rank {ranks} has not joined")
+            lost = missing & channel.roster.lost(group, replica, None if external else generation)
+            for ranks, what in ((missing - lost, "has not joined"), (lost, "is lost")):
+                if ranks:
+                    reasons.append(f"{config.name}: rank {', '.join(map(str, sorted(ranks)))} {what}")
             if any(party.group == group for party in config.targets):
                 round_ = channel.rounds.of(group, replica)
                 versions[config.name] = round_.loaded
@@ -122,6 +127,7 @@ class ReadinessBook:
             ready=not reasons,
             reason="; ".join(reasons + failures),
             heartbeat_age_s=max(ages, default=None),
+            silent=tuple(sorted(silent)),
             versions=versions,
             partial="; ".join(failures) or "a version was not loaded, for a reason that it cannot say"
             if partial

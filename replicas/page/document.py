@@ -4,7 +4,7 @@ The page holds one document, which the server changes by merge patches (RFC 7396
 things are objects by name, so that a patch has only what is new, and a field without a
 value is left out, as ``null`` in a patch removes. Ages would change each moment; the
 document has the moments themselves (``since``), and those that jitter by less than
-:data:`SETTLED_S` are left as they were. A heartbeat is told only when it is late.
+:data:`SETTLED_S` are left as they were.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from replicas.status import ChannelStatus, GroupStatus, MemberStatus, RunStatus
-from replicas.telemetry.verdict import LATE_S, verdict
+from replicas.telemetry.verdict import verdict
 
 SETTLED_S = 0.75
 _INFO_NCHARS = 400
@@ -28,7 +28,7 @@ _MOMENTS = {
 }
 _MOMENTS_BY_CHANNEL = {"lag_s": "behind_since", "open_s": "open_since"}
 """Ages of a status, and how the document calls their moments."""
-_JITTER = frozenset({*_MOMENTS.values(), *_MOMENTS_BY_CHANNEL.values(), "beat", "lag_s", "until"})
+_JITTER = frozenset({*_MOMENTS.values(), *_MOMENTS_BY_CHANNEL.values(), "lag_s", "until"})
 _ELSEWHERE: dict[type, frozenset[str]] = {
     RunStatus: frozenset({"groups", "channels", "nodes", "store", "event_loop_lag_s", "newest_event"}),
     GroupStatus: frozenset({"replicas"}),
@@ -86,10 +86,7 @@ def _own(struct: msgspec.Struct, now: float) -> Tree:
                 found[_MOMENTS_BY_CHANNEL[name]] = moments
         elif name == "left_s":
             found["until"] = round(now + value, 2)
-        elif name == "heartbeat_age_s":
-            if value > LATE_S:
-                found["beat"] = round(now - value, 2)
-        else:
+        elif name != "heartbeat_age_s":
             found[name] = value if kind in _PLAIN else msgspec.to_builtins(value, str_keys=True)
     return found
 

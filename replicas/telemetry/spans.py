@@ -52,7 +52,7 @@ from typing import Any
 import msgspec
 
 from replicas.core.base import effects
-from replicas.core.lives.lifecycle import ALIVE, Transition
+from replicas.core.lives.lifecycle import ALIVE, RUNNING, Transition
 from replicas.status import SyncRecord
 from replicas.telemetry import events
 from replicas.telemetry.tracks import Folded, Mark, Span, order, replica_of, track_of
@@ -229,7 +229,7 @@ class Spans:
         track = track_of(event)
         state, life = self._open.get((track, "state", "")), self._open.get((track, "generation", ""))
         adopted = event.event == "adopt"
-        if event.after == "starting" and event.before != "ready":
+        if event.after == "starting" and event.before not in RUNNING:
             life = self._generation(track, event, life, adopted=adopted)
         if state is not None and state.name == event.after and event.before == event.after:
             state.attributes["reason"] = event.reason
@@ -241,7 +241,8 @@ class Spans:
             about: dict[str, Any] = {"event": str(event.event), "reason": event.reason, "generation": event.generation}
             if state is None and self.unknown and event.before != "pending" and not adopted:
                 about |= {"before": event.before, "before_since": self.unknown[-1][1]}
-            self._begin(track, "state", event.after, parent=life.id if life and event.after in ALIVE else None, **about)
+            parent = life.id if life and event.after in ALIVE else None
+            self._begin(track, "state", event.after, parent=parent, ago_s=event.lasted_s, **about)
         if life is None:
             return
         told = {"start_s": event.start_s, "recovery_s": event.recovery_s, "restart_reason": event.restart_reason}
@@ -280,7 +281,7 @@ class Spans:
         if not version:
             return
         sync = self._syncs.get((channel, version))
-        about = {"channel": channel, "version": version, "load_s": event.load_s}
+        about: dict[str, Any] = {"channel": channel, "version": version, "load_s": event.load_s}
         parent = sync.id if sync is not None else None
         self._begin(track, "version", f"version {version}", key=channel, parent=parent, **about)
         if sync is not None and sync.end is not None:
@@ -333,11 +334,21 @@ class Spans:
     # ------------------------------------------------------------ what is kept
 
     def _begin(
-        self, track: str, kind: str, name: str, *, key: str = "", parent: int | None = None, **about: Any
+        self,
+        track: str,
+        kind: str,
+        name: str,
+        *,
+        key: str = "",
+        parent: int | None = None,
+        ago_s: float = 0.0,
+        **about: Any,
     ) -> Span:
-        """Begin a span, which ends the one before it."""
-        self._finish(track, kind, key)
-        span = Span(id=self.seq, track=track, kind=kind, name=name, start=self.at, parent=parent, attributes=about)
+        """Begin a span, ``ago_s`` before now, which ends the one before it."""
+        start = self.at - ago_s
+        if (before := self._finish(track, kind, key, at=start)) is not None and ago_s:
+            start = max(start, before.start)
+        span = Span(id=self.seq, track=track, kind=kind, name=name, start=start, parent=parent, attributes=about)
         self._open[track, kind, key] = span
         return self._keep(span)
 

@@ -18,8 +18,6 @@ from replicas.core.lives.ordering import GOOD, enough
 from replicas.status import WAIT_S, ChannelStatus, GroupStatus, ReplicaState, ReplicaStatus, RunStatus
 
 Level = Literal["bad", "warn", "note"]
-LATE_S = 5.0
-"""A heartbeat is late after this; ranks send one each second."""
 BEHIND_S = 30.0
 """For so long a target may have a committed version to load, before it is named."""
 OPEN_S = 60.0
@@ -84,13 +82,16 @@ def _troubles(status: RunStatus, now: float) -> Iterator[Trouble]:
         yield Trouble(level="warn", about="run", text=f"The run is being drained: {count_text(left, 'replica')} left.")
     if status.event_loop_lag_s > LOOP_LAG_S:
         yield Trouble(level="warn", about="run", text="The supervisor is slow: its event loop lags by over a second.")
+    away = {node.name for node in status.nodes if node.state in ("away", "lost")}
     for group in status.groups:
-        yield from _of_group(group, now)
+        yield from _of_group(group, away, now)
     for channel in status.channels:
         yield from _of_channel(channel, status, now)
     for node in status.nodes:
         if node.state in ("away", "lost"):
             what = "is lost: its replicas start elsewhere" if node.state == "lost" else "is away: its agent is silent"
+            if node.state == "away" and node.replicas:
+                what += f"; it runs {some(node.replicas, _NAMED)}"
             since = now - node.heard_age_s
             yield Trouble(level="warn", about=f"node {node.name}", text=f"Node {node.name} {what}.", since=since)
 
@@ -98,6 +99,7 @@ def _troubles(status: RunStatus, now: float) -> Iterator[Trouble]:
 _STATES: tuple[tuple[ReplicaState, Level, str, str], ...] = (
     ("failed", "bad", "has failed for good", "have failed for good"),
     ("backoff", "warn", "has ended, and waits to be started again", "have ended, and wait to be started again"),
+    ("silent", "warn", "is silent", "are silent"),
     ("draining", "note", "is being ended", "are being ended"),
     ("starting", "note", "is starting", "are starting"),
     ("pending", "note", "waits for its start", "wait for their start"),
@@ -105,15 +107,12 @@ _STATES: tuple[tuple[ReplicaState, Level, str, str], ...] = (
 )
 
 
-def _of_group(group: GroupStatus, now: float) -> Iterator[Trouble]:
+def _of_group(group: GroupStatus, away: set[str], now: float) -> Iterator[Trouble]:
     for state, level, *words in _STATES:
         found = [(one, one.state_age_s) for one in group.replicas if one.state == state]
+        if state == "silent":  # of a node that is away its own sentence tells
+            found = [(one, age_s) for one, age_s in found if away.isdisjoint(one.nodes)]
         yield from _alike(found, level, *words, now=now)
-    beats = [(one, one.heartbeat_age_s or 0.0) for one in group.replicas if one.state in ("ready", "starting")]
-    late = [(one, age_s) for one, age_s in beats if age_s > LATE_S]
-    yield from _alike(
-        late, "warn", "is silent: its heartbeat is late", "are silent: their heartbeats are late", now=now
-    )
     good = sum(one.state in GOOD for one in group.replicas)
     if group.min_ready is not None and good < (needed := enough(group.min_ready, len(group.replicas))):
         text = f"Group {group.name} has {good} of the {needed} ready replicas that it needs."

@@ -6,7 +6,7 @@ import msgspec
 
 from replicas.common.sizes import count_text, size_text
 from replicas.core.base import effects
-from replicas.core.lives.lifecycle import Transition
+from replicas.core.lives.lifecycle import RUNNING, Transition
 from replicas.telemetry import events
 
 TONES = ("", "quiet", "title", "warning", "error", "alarm")
@@ -110,9 +110,11 @@ def _transition(event: Transition) -> str:
     if event.after == "ready" and event.start_s is not None:
         recovered = "" if event.recovery_s is None else f", {duration_text(event.recovery_s)} after it was lost"
         return f"ready after {duration_text(event.start_s)} (generation {event.generation}{recovered})"
-    if event.after == "starting" and event.before != "ready":
+    if event.after == "starting" and event.before not in RUNNING:
         return f"starting (generation {event.generation})"
-    return f"{event.before} -> {event.after}{_because(event.reason)}"
+    lasted = f" after {duration_text(event.silent_s)}" if event.before == "silent" and event.silent_s else ""
+    again = f"; starts again in {duration_text(event.resume_s)}" if event.resume_s is not None else ""
+    return f"{event.before} -> {event.after}{lasted}{_because(event.reason)}{again}"
 
 
 def _channel_words(who: str, event: events.Event) -> tuple[str, str, str]:

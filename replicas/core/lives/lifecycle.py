@@ -7,7 +7,9 @@
 of the generation is gone, so that no two generations of one replica ever run at once;
 :func:`after_exit` picks the event.
 
-``starting`` is also the state of a running replica that lost readiness. ``draining`` is
+``starting`` is also the state of a running replica that lost readiness, and ``silent``
+of one with a rank that is frozen or cut off: it may be well, and is ready again when it
+is heard, or ends by a timeout. ``draining`` is
 the state of a replica that is being ended, for any reason: when its end was requested
 it may finish its sync first, when it is sick it may not. It stays draining while a
 process of it does not die, which is no failure of the replica. ``finished`` is done,
@@ -35,6 +37,7 @@ class ReplicaEvent(enum.StrEnum):
     ADOPT = "adopt"  # its processes were started by an earlier supervisor, and go on
     READY = "ready"
     UNREADY = "unready"  # it runs, but is not ready any more
+    SILENT = "silent"  # nothing is heard of a rank or a node of it
     START_TIMEOUT = "start_timeout"
     HEARTBEAT_TIMEOUT = "heartbeat_timeout"
     PROGRESS_TIMEOUT = "progress_timeout"
@@ -77,7 +80,10 @@ or the node is drained.
 FREE_REASONS: frozenset[RestartReason] = frozenset({"requested", "group", "reload", "node"})
 """Restarts that no policy or budget refuses, and that spend none of the budget."""
 
-ALIVE: frozenset[ReplicaState] = frozenset({"starting", "ready", "draining"})
+RUNNING: frozenset[ReplicaState] = frozenset({"starting", "ready", "silent"})
+"""States of a replica that is not being ended."""
+
+ALIVE: frozenset[ReplicaState] = RUNNING | {"draining"}
 """States in which processes of the replica may exist."""
 
 SETTLED: frozenset[ReplicaState] = frozenset({"failed", "finished", "drained"})
@@ -103,8 +109,19 @@ REPLICA: Table[ReplicaState, ReplicaEvent] = Table(
             "failed": (_E.GROUP_FAILED,),
             "pending": (_E.RESTART,),
         },
-        "starting": {"ready": (_E.READY,), "draining": (_E.START_TIMEOUT, *_TO_END), **_GONE},
-        "ready": {"starting": (_E.UNREADY,), "draining": _TO_END, **_GONE},
+        "starting": {
+            "ready": (_E.READY,),
+            "silent": (_E.SILENT,),
+            "draining": (_E.START_TIMEOUT, *_TO_END),
+            **_GONE,
+        },
+        "ready": {"starting": (_E.UNREADY,), "silent": (_E.SILENT,), "draining": _TO_END, **_GONE},
+        "silent": {
+            "ready": (_E.READY,),
+            "starting": (_E.UNREADY,),
+            "draining": (_E.START_TIMEOUT, *_TO_END),
+            **_GONE,
+        },
         "draining": {"draining": (_E.HELD_UP, _E.RESTART, _E.STOP, _E.GROUP_FAILED), "drained": (_E.STOPPED,), **_GONE},
         "backoff": {
             "starting": (_E.BACKOFF_ELAPSED,),
@@ -142,7 +159,9 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     ``replicas_restarts_total``. ``start_s``: on the first readiness of a generation,
     seconds since its processes were started. ``recovery_s``: when a later generation
     becomes ready, seconds since the replica was last ready. ``nodes``: the node of each
-    of its parts, where it starts or is adopted.
+    of its parts, where it starts or is adopted. ``silent_s``: of one that falls silent,
+    seconds since it was last heard; of one that is heard again, for how long it was
+    silent. ``resume_s``: with ``RETRY``, seconds until the next generation starts.
     """
 
     group: str
@@ -156,6 +175,13 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     start_s: float | None = None
     recovery_s: float | None = None
     nodes: tuple[str, ...] = ()
+    silent_s: float | None = None
+    resume_s: float | None = None
+
+    @property
+    def lasted_s(self) -> float:
+        """For how long it had been in the new state when that was noticed, in s."""
+        return (self.silent_s or 0.0) if self.after == "silent" else 0.0
 
 
 class Lifecycle:
@@ -204,13 +230,21 @@ class Lifecycle:
         self._started_at += pause_s
 
     def apply(
-        self, event: ReplicaEvent, *, now: float, reason: str = "", restart_reason: RestartReason | None = None
+        self,
+        event: ReplicaEvent,
+        *,
+        now: float,
+        reason: str = "",
+        restart_reason: RestartReason | None = None,
+        seconds: float | None = None,
     ) -> Transition:
         """Take one step.
 
         :param reason: one line for people, until the next step that has one or
             readiness.
         :param restart_reason: with ``RETRY``, the reason counted in :attr:`restarts`.
+        :param seconds: with ``SILENT``, since it was last heard; with ``RETRY``, until
+            the next generation starts.
         :raises replicas.common.table.InvalidStep: ``event`` cannot happen now, and
             nothing has changed.
         """
@@ -234,10 +268,14 @@ class Lifecycle:
         elif event is ReplicaEvent.RETRY:
             counted = restart_reason or "exit"
             self.restarts[counted] = self.restarts.get(counted, 0) + 1
+        silent_s = seconds if event is ReplicaEvent.SILENT else None
+        since = now - (silent_s or 0.0)
         if before == "ready" and after != "ready":
-            self._lost_at = now
+            self._lost_at = since
+        if before == "silent":
+            silent_s = max(0.0, now - self.since)
         if after != before:
-            self.since = now
+            self.since = since
         self.state = after
         if reason or event in (ReplicaEvent.READY, ReplicaEvent.FINISHED, ReplicaEvent.RESET):
             self.reason = reason
@@ -252,4 +290,6 @@ class Lifecycle:
             restart_reason=counted,
             start_s=start_s,
             recovery_s=recovery_s,
+            silent_s=silent_s,
+            resume_s=seconds if event is ReplicaEvent.RETRY else None,
         )

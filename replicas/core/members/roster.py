@@ -257,6 +257,11 @@ class Roster:
         """Return the present or last life of the member's replica."""
         return self._lives[member.group, member.replica]
 
+    def lost(self, group: str, replica: int, generation: int | None) -> set[int]:
+        """Return the ranks of this generation (None: of any) that were lost."""
+        life = self._lives.get((group, replica))
+        return set(life.lost) if life is not None and generation in (life.generation, None) else set()
+
     def joined(self, group: str) -> dict[int, set[str]]:
         """Return the incarnations of each replica of ``group`` that has members."""
         replicas = ((index, members) for (name, index), members in self._replicas.items() if name == group)

@@ -68,7 +68,7 @@ export class Panel {
     if (!one) return this.#unknown(name);
     const { now } = this.model;
     const facts = [["state", h("span", { class: `pill s-${one.state}` }, one.state)], ["for", one.since && !this.model.fixed ? age(now - one.since) : undefined], ["generation", String(one.generation)], ["restarts", String(one.restarts ?? 0)],
-      ["heartbeat", this.model.fixed ? undefined : one.beat ? h("b", { class: "bad" }, `late: ${age(now - one.beat)}`) : one.state === "ready" || one.state === "starting" ? "in time" : undefined],
+      ["heartbeat", this.model.fixed ? undefined : one.state === "silent" ? h("b", { class: "bad" }, `late: ${age(now - one.since)}`) : one.state === "ready" || one.state === "starting" ? "in time" : undefined],
       ["step", one.step === undefined ? undefined : String(one.step)], ["node", one.nodes?.join(", ")], ["process", one.pid ? String(one.pid) : undefined], ["runs for", one.started && one.pid && !this.model.fixed ? age(now - one.started) : undefined],
       ["failures without progress", one.cycles ? String(one.cycles) : undefined], ["last exit", one.last_exit]];
     const external = this.model.doc.groups[one.group]?.launcher === "external";

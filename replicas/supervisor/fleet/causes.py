@@ -21,13 +21,15 @@ from replicas.config.structs import HealthConfig
 from replicas.coordinator import Readiness
 from replicas.core.lives.lifecycle import ReplicaEvent, RestartReason, Transition
 from replicas.linux.processes import signal_name
-from replicas.status import WAIT_S
+from replicas.status import WAIT_S, ReplicaState
 from replicas.supervisor.wire.part_state import ExitReport, LogLoss, RankExit
 from replicas.telemetry.events import Event, LogLinesDropped, RankEnd, ReplicaExited
 
 STOPPED = "stopped"
 """How a generation that was asked to end has ended."""
 _MANY = 1000
+_END_S = 2.0
+"""A rank that is lost has ended: its report, with the cause, comes within this time."""
 _SENT = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals from outside: the program's last line of output does not explain them."""
 
@@ -46,12 +48,33 @@ class Health:
 
     :ivar view: the coordinator's last view of it.
     :ivar left: a rank has left in order since it was ready, and is not expected back.
+    :ivar unready_at: when it was last ready. :ivar lost_at: when a rank ended.
     """
 
     view: Readiness | None = None
     was_ready: bool = False
     left: bool = False
     unready_at: float = 0.0
+    lost_at: float = -math.inf
+
+    def silence(self, config: HealthConfig) -> tuple[str, float]:
+        """Return which ranks are silent, in words, and for how many seconds."""
+        view = self.view
+        if view is None or not view.silent:
+            return "", 0.0
+        ranks = f"rank{'s' * (len(view.silent) > 1)} {', '.join(map(str, view.silent))}"
+        return f"no heartbeat from {ranks} (limit: {config.heartbeat_timeout_s:g} s)", view.heartbeat_age_s or 0.0
+
+    def step(self, state: ReplicaState, *, ready: bool, silent: bool, now: float) -> ReplicaEvent | None:
+        """Return the event that makes ``state`` what is seen; None: it is that."""
+        if ready:
+            self.was_ready, self.unready_at = True, now
+        if silent:
+            return ReplicaEvent.SILENT if state != "silent" else None
+        if ready and state != "ready":
+            self.left = False
+            return ReplicaEvent.READY
+        return ReplicaEvent.UNREADY if not ready and state != "starting" and now - self.lost_at > _END_S else None
 
     def judge(self, config: HealthConfig, *, ready: bool, starting_s: float, now: float) -> Cause | None:
         """What is wrong by the last :attr:`view`: a timeout; None: nothing."""
@@ -143,7 +166,10 @@ def line(transition: Transition, *, resume_in_s: float, logs: Path | None) -> st
         case ReplicaEvent.READY if transition.start_s is not None:
             return f"{name}: ready after {transition.start_s:.1f} s{again}"
         case ReplicaEvent.READY:
-            return f"{name}: ready again{again}"
+            silent = f" after {transition.silent_s:.1f} s of silence" if transition.silent_s is not None else ""
+            return f"{name}: ready again{silent}{again}"
+        case ReplicaEvent.SILENT:
+            return f"{name}: silent: {reason}"
         case ReplicaEvent.HELD_UP:
             return f"{name}: {reason}"
         case ReplicaEvent.RETRY:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import sys
 
 from replicas import errors
-from replicas.core.lives.lifecycle import ReplicaEvent
+from replicas.core.lives.lifecycle import RUNNING, ReplicaEvent
 from replicas.supervisor.fleet.causes import Cause
 from replicas.supervisor.fleet.replica import REQUESTED, Replica
 
@@ -77,16 +77,13 @@ class External(Replica):
 
     def check(self, now: float) -> None:
         """Update its readiness; a life that begins or ends wakes its task."""
-        if self.life.state not in ("starting", "ready") or self._is_another(self._joined):
+        if self.life.state not in RUNNING or self._is_another(self._joined):
             self._course.check_sync(now)
             self.poke()
             return
         self._seen |= self._joined
         view = self._health.view = self._context.coordinator.readiness(*self._key, self.life.generation, external=True)
-        if view.ready and self.life.state == "starting":
-            self._apply(ReplicaEvent.READY)
-        elif not view.ready and self.life.state == "ready":
-            self._apply(ReplicaEvent.UNREADY, reason=view.reason)
+        self._follow(ready=view.ready, now=now)
 
     def _start_if_due(self) -> bool:
         joined = self._joined

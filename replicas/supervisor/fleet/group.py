@@ -134,11 +134,11 @@ class Group:
 
     @property
     def states(self) -> dict[int, ReplicaState]:
-        return {index: replica.state for index, replica in sorted(self.replicas.items())}
+        return {index: replica.life.state for index, replica in sorted(self.replicas.items())}
 
     @property
     def staying(self) -> list[ReplicaState]:
-        return [replica.state for replica in self.replicas.values() if not replica.leaving]
+        return [replica.life.state for replica in self.replicas.values() if not replica.leaving]
 
     @property
     def finished(self) -> bool:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 from replicas import errors
 from replicas.common.table import StateMachine
@@ -25,9 +26,9 @@ from replicas.config.diff import digest_of_start
 from replicas.config.structs import GroupConfig
 from replicas.core.lives.ending import ASKED, ASKED_ACTIONS, LEAVING, UNWANTED, Asked, Request, request_of
 from replicas.core.lives.lease_times import UNHEARD_S
-from replicas.core.lives.lifecycle import Lifecycle, ReplicaEvent, RestartReason, after_exit
+from replicas.core.lives.lifecycle import RUNNING, Lifecycle, ReplicaEvent, after_exit
 from replicas.core.lives.restarts import Restarts, RestartVerdict
-from replicas.status import ReplicaState, ReplicaStatus
+from replicas.status import ReplicaStatus
 from replicas.supervisor.fleet.causes import Cause, Health, lacks
 from replicas.supervisor.fleet.context import FleetContext, Neighbours
 from replicas.supervisor.fleet.course import Course, new_turns
@@ -35,8 +36,6 @@ from replicas.supervisor.fleet.handle import ShimHandle
 from replicas.supervisor.state.run_state import SavedCause, ShimRecord
 
 REQUESTED = Cause("requested", "restart requested")
-_SILENT_S = 3.5
-"""A rank that is silent for longer is not said to be ready: others go on without it."""
 
 
 class Replica:
@@ -127,23 +126,14 @@ class Replica:
         return self.life.alive and (self.life.state == "draining" or self.asked != "nothing")
 
     @property
-    def state(self) -> ReplicaState:
-        """The state to show: a replica of which nothing is heard is not called ready.
+    def _silence(self) -> tuple[str, float]:
+        """What is not heard of it, in words, and for how many seconds; empty: all is.
 
         Its processes may be well, so silence alone does not end them.
         """
-        return "starting" if self.life.state == "ready" and self._silence else self.life.state
-
-    @property
-    def _silence(self) -> str:
-        """What is not heard of it while it is ready, in words; empty: all is."""
-        if self.life.state != "ready":
-            return ""
-        if unheard := self._generation.unheard:
-            return f"nothing is heard of node {', '.join(unheard)}"
-        view = self._health.view
-        age_s = view.heartbeat_age_s if view is not None else None
-        return f"nothing is heard of a rank for {age_s:.0f} s" if age_s is not None and age_s > _SILENT_S else ""
+        if self.life.state != "starting" and (unheard := self._generation.unheard):
+            return f"nothing is heard of node {', '.join(unheard)}", UNHEARD_S
+        return self._health.silence(self.group.health)
 
     @property
     def stuck(self) -> bool:
@@ -284,23 +274,26 @@ class Replica:
         if self._context.on_channel(self.group.name):
             view = health.view = self._context.coordinator.readiness(*self._key, self.life.generation)
         ready = view.ready if view is not None else generation.started
-        if ready and self.life.state == "starting":
-            health.was_ready, health.left = True, False
-            self._apply(ReplicaEvent.READY)
-        elif not ready and self.life.state == "ready":
-            health.unready_at = now
-            self._apply(ReplicaEvent.UNREADY, reason=view.reason if view is not None else "")
+        self._follow(ready=ready, now=now)
         sick = health.judge(config, ready=ready, starting_s=self.life.starting_s(now), now=now)
         if sick is not None and sick.reason == "heartbeat_timeout":
             self._end_silent(sick)
         elif sick is not None:
             self._end_unhealthy(ReplicaEvent(sick.reason), sick)
 
+    def _follow(self, *, ready: bool, now: float) -> None:
+        """Take the step to what is seen of it, if one is due."""
+        health, (silence, silent_s) = self._health, self._silence
+        event = health.step(self.life.state, ready=ready, silent=bool(silence), now=now)
+        if event is not None:
+            why = health.view.reason if health.view is not None and event is ReplicaEvent.UNREADY else ""
+            self._apply(event, reason=silence or why, seconds=silent_s)
+
     @property
     def _lives(self) -> bool:
         """Whether its generation runs, and nothing has begun to end it."""
         generation = self._generation
-        return self.life.state in ("starting", "ready") and not (generation.failing or generation.ended)
+        return self.life.state in RUNNING and not (generation.failing or generation.ended)
 
     def member_lost(self, rank: int, reason: str) -> None:
         """Handle the loss of a member: ``lease``, ``overflow``, ``left`` and others.
@@ -310,6 +303,8 @@ class Replica:
         """
         if reason == "left":
             self._health.left = True
+        elif reason == "exited":
+            self._health.lost_at = self._now()
         elif self._lives and reason in ("lease", "overflow"):
             silent = f"sent no heartbeat for {self.group.health.heartbeat_timeout_s:g} s"
             text = f"rank {rank} {silent if reason == 'lease' else 'does not read what it is sent'}"
@@ -351,8 +346,8 @@ class Replica:
         """SIGTERM now, SIGKILL after ``timeout_s``; ``stacks``: save these first."""
         self._course.take("stop", timeout_s, stacks=stacks)
 
-    def _apply(self, event: ReplicaEvent, *, reason: str = "", restart_reason: RestartReason | None = None) -> None:
-        self._fleet.moved(self.life.apply(event, now=self._now(), reason=reason, restart_reason=restart_reason))
+    def _apply(self, event: ReplicaEvent, **about: Any) -> None:
+        self._fleet.moved(self.life.apply(event, now=self._now(), **about))
 
     # ------------------------------------------------------------ the task
 
@@ -423,7 +418,8 @@ class Replica:
         )
         if event is ReplicaEvent.RETRY:
             self._resume_at = self._now() + (found.delay_s or 0.0)
-            self._apply(event, reason=self.last_exit, restart_reason=cause.reason if cause else "exit")
+            why = cause.reason if cause else "exit"
+            self._apply(event, reason=self.last_exit, restart_reason=why, seconds=found.delay_s)
         else:
             text = self.last_exit if event is ReplicaEvent.FINISHED else f"{self.last_exit}; {found.rule}"
             self._apply(event, reason=text)
@@ -459,8 +455,10 @@ class Replica:
 
     def status(self, now: float) -> ReplicaStatus:
         life, parts = self.life, self._generation.parts
-        view = self._health.view if life.state in ("starting", "ready") else None
-        reason = self._silence or (view.reason if view is not None else life.reason)
+        view = self._health.view if life.state in RUNNING else None
+        reason = view.reason if view is not None else life.reason
+        if life.state == "silent":
+            reason = self._silence[0] or life.reason
         if waits := self.waits:
             reason = "; ".join(filter(None, (reason * (life.state in ("backoff", "draining")), f"waits {waits}")))
         elif self._course.hold_ups.text and life.alive:
@@ -471,9 +469,9 @@ class Replica:
             name=life.name,
             group=life.group,
             replica=life.replica,
-            state=self.state,
+            state=life.state,
             generation=life.generation,
-            reason=lacks(view) if self.state == "ready" else reason,
+            reason=lacks(view) if life.state == "ready" else reason,
             pid=parts[0].state.main_pid if parts and life.alive else None,
             restarts=sum(life.restarts.values()),
             state_age_s=life.state_age_s(now),

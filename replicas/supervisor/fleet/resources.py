@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from replicas import errors
 from replicas.common.sizes import some
 from replicas.config.structs import Config, GroupConfig
-from replicas.core.lives.lifecycle import Transition
+from replicas.core.lives.lifecycle import RUNNING, Transition
 from replicas.core.lives.placement import Need, Offer, Share, place
 from replicas.supervisor.agent.machine import Machine
 from replicas.supervisor.fleet.plans import may_grow
@@ -169,7 +169,7 @@ class Resources:
     def placed(self, step: Transition) -> Transition:
         """Return the event; where a generation begins, with the nodes that it has."""
         nodes = tuple(share.node for share in self.shares(step.group, step.replica))
-        return replace(step, nodes=nodes) if step.after == "starting" and step.before != "ready" else step
+        return replace(step, nodes=nodes) if step.after == "starting" and step.before not in RUNNING else step
 
     def _still_good(self, need: Need, held: tuple[Share, ...]) -> bool:
         def good(share: Share) -> bool:

@@ -40,6 +40,18 @@ TOLD: list[tuple[events.Event, str, str]] = [
         "a/0",
         "ready -> starting: behind",
     ),
+    (
+        transition(event=Step.SILENT, before="ready", after="silent", reason="no heartbeat from rank 0", silent_s=4.0),
+        "a/0",
+        "ready -> silent: no heartbeat from rank 0",
+    ),
+    (transition(before="silent", silent_s=12.0), "a/0", "silent -> ready after 12 s"),
+    (transition(event=Step.UNREADY, before="silent", after="starting"), "a/0", "silent -> starting"),
+    (
+        transition(event=Step.RETRY, after="backoff", reason="rank 0 was killed by SIGKILL", resume_s=1.5),
+        "a/0",
+        "starting -> backoff: rank 0 was killed by SIGKILL; starts again in 1.5 s",
+    ),
     (events.RunStarted(run="grpo", pid=7, version="1.0"), "run", "grpo: supervised by process 7, release 1.0"),
     (events.RunEnded(exit_code=1, reason="a failed"), "run", "over, exit code 1: a failed"),
     (events.Draining(target="", reason="preempted"), "run", "draining (preempted)"),

@@ -39,6 +39,25 @@ def test_before_the_first_version_joining_with_all_ranks_is_enough() -> None:
     assert book.of().ready
 
 
+def test_a_rank_that_was_lost_is_not_said_to_have_never_joined() -> None:
+    book = Book(world_size=2)
+    one = book.join("rollout/0/0")
+    book.world.state.lose(one.member, "exited", book.world.now)
+    assert book.of().reason == "policy: rank 1 has not joined; policy: rank 0 is lost"
+    assert book.of(generation=2).reason == "policy: rank 0, 1 has not joined"
+
+
+def test_ranks_whose_heartbeats_are_late_are_named() -> None:
+    book = Book(world_size=2)
+    book.join("rollout/0/0")
+    one = book.join("rollout/0/1")
+    book.world.now += 3.0
+    assert book.of().silent == ()
+    book.world.state.roster.heard(one.member, book.world.now)
+    book.world.now += 1.0
+    assert (book.of().silent, book.of().heartbeat_age_s) == ((0,), 4.0)
+
+
 def test_a_late_target_is_ready_when_it_has_loaded_the_newest_and_stays_so() -> None:
     book = Book()
     book.join("trainer/0/0")

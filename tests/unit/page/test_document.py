@@ -55,7 +55,6 @@ def test_ages_are_moments_and_what_says_nothing_is_left_out() -> None:
     replica = found["replicas"]["a/0"]
     assert replica["since"] == 4990.0
     assert replica["behind_since"] == {"policy": 4996.0}
-    assert "beat" not in replica, "it is in time"
     assert {"reason", "pid", "versions", "heartbeat_age_s", "lag_s", "open_since"}.isdisjoint(replica)
     assert found["run"]["started"] == 4900.0
     assert found["run"]["store"] is True
@@ -84,10 +83,6 @@ def test_ages_are_moments_and_what_says_nothing_is_left_out() -> None:
         "replicas": ("a/0",),
         "heard": 4999.5,
     }
-
-
-def test_a_late_heartbeat_is_told_with_its_moment() -> None:
-    assert document(status(heartbeat_age_s=9.0), NOW)["replicas"]["a/0"]["beat"] == 4991.0
 
 
 def test_time_alone_changes_nothing() -> None:

@@ -63,6 +63,17 @@ UP = (
 )
 
 
+def test_a_frozen_replica_is_silent_in_a_report_from_its_last_heartbeat() -> None:
+    why = "no heartbeat from rank 0 (limit: 10 s)"
+    silent = moved(0, ReplicaEvent.SILENT, "ready", "silent", reason=why, silent_s=0.4)
+    past = Past()
+    for record in told(START, *UP, silent):
+        past.feed(record)
+    (one,) = past.status(1005.0).groups[0].replicas
+    assert (one.state, one.reason, round(one.state_age_s, 1)) == ("silent", why, 1.4)
+    assert verdict(past.status(1005.0), 1005.0).sentence == f"rollout/0 is silent: {why}"
+
+
 def test_its_script_and_style_have_the_hashes_that_its_policy_allows() -> None:
     found = Parsed(report(told(START)))
     policy = next(about["content"] for _, about in found.attributes if about.get("http-equiv"))

@@ -62,6 +62,22 @@ def sync(version: int, **more: object) -> SyncEnded:
 REPLICA = "replica rollout/0"
 
 
+def test_a_silence_begins_with_the_last_heartbeat_and_within_its_generation() -> None:
+    run = History().start().step(1, Step.START).step(3, Step.READY)
+    run.step(10, Step.SILENT, silent_s=4.0).step(12, Step.UNREADY).step(13, Step.READY).step(
+        14, Step.SILENT, silent_s=4.0
+    )
+    assert run.told(REPLICA, "state") == [
+        ("starting", 1, 3),
+        ("ready", 3, 6),
+        ("silent", 6, 12),
+        ("starting", 12, 13),
+        ("ready", 13, 13),
+        ("silent", 13, None),
+    ]
+    assert run.told(REPLICA, "generation") == [("generation 1", 1, None)]
+
+
 def test_a_replica_has_states_and_generations() -> None:
     run = History().start().step(1, Step.START, nodes=("n1",)).step(3, Step.READY)
     run.tell(

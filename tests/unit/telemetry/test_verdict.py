@@ -95,7 +95,23 @@ def test_all_is_well() -> None:
             "The disk does not take a decision of policy, which waits for it: No space left on device",
             None,
         ),
-        (run(replica(heartbeat_age_s=8.0)), "warn", "replica a/0", "a/0 is silent: its heartbeat is late.", 992.0),
+        (
+            run(replica(state="silent", reason="no heartbeat from rank 0", heartbeat_age_s=8.0, state_age_s=8.0)),
+            "warn",
+            "replica a/0",
+            "a/0 is silent: no heartbeat from rank 0",
+            992.0,
+        ),
+        (
+            run(
+                replica(state="silent", reason="nothing is heard of node n2", nodes=("n2",)),
+                nodes=(NodeStatus(name="n2", state="away", heard_age_s=9.0, replicas=("a/0",)),),
+            ),
+            "warn",
+            "node n2",
+            "Node n2 is away: its agent is silent; it runs a/0.",
+            991.0,
+        ),
         (
             run(group={"restart_budget_remaining_ratio": 0.2, "on_failure": "run"}),
             "warn",

@@ -66,6 +66,22 @@ def test_losing_readiness_alone_is_neither_a_start_nor_a_recovery() -> None:
     assert (again.start_s, again.recovery_s, life.generation) == (None, None, 1)
 
 
+def test_a_silence_has_an_age_since_the_last_heartbeat() -> None:
+    life = Lifecycle("rollout", 0, now=0.0)
+    history(life, ReplicaEvent.START, ReplicaEvent.READY)
+    silent = life.apply(ReplicaEvent.SILENT, now=10.0, reason="no heartbeat from rank 0", seconds=4.0)
+    assert (silent.before, silent.after, silent.silent_s, silent.lasted_s) == ("ready", "silent", 4.0, 4.0)
+    assert (life.state_age_s(11.0), life.alive) == (5.0, True)
+    back = life.apply(ReplicaEvent.READY, now=12.0)
+    assert (back.silent_s, back.lasted_s, back.recovery_s, life.reason) == (6.0, 0.0, None, "")
+    life.apply(ReplicaEvent.SILENT, now=20.0, seconds=4.0)
+    life.apply(ReplicaEvent.HEARTBEAT_TIMEOUT, now=26.0)
+    retry = life.apply(ReplicaEvent.RETRY, now=27.0, restart_reason="heartbeat_timeout", seconds=1.5)
+    assert (retry.silent_s, retry.resume_s) == (None, 1.5)
+    life.apply(ReplicaEvent.BACKOFF_ELAPSED, now=29.0)
+    assert life.apply(ReplicaEvent.READY, now=31.0).recovery_s == 15.0, "it was lost when it fell silent"
+
+
 def test_a_settled_replica_can_be_asked_back() -> None:
     life = Lifecycle("rollout", 0, now=0.0)
     assert history(

@@ -13,6 +13,7 @@ import re
 from replicas.config.structs import PlacementConfig, ResourcesConfig
 from replicas.coordinator import Readiness
 from replicas.core.lives.lease_times import lost_after_s
+from replicas.core.lives.lifecycle import Transition
 from replicas.supervisor.agent.machine import Machine
 from replicas.supervisor.wire.part_state import ExitReport
 from tests.support.agents import LEASE_S, OUTLIVES_S, FakeAgent, Field, field
@@ -219,20 +220,26 @@ async def test_a_replica_on_a_node_that_is_away_is_not_said_to_be_ready() -> Non
         assert good()
         node.cut = True
         await asyncio.sleep(6)
-        assert {one.state for one in group.status(0.0).replicas} == {"starting"}
+        assert {one.state for one in group.status(0.0).replicas} == {"silent"}
         assert set(reasons(made).values()) == {"nothing is heard of node n1"}
         assert not good()
         node.heal()
         await asyncio.sleep(2)
         assert good()
-        made.views["a/0"] = Readiness(True, heartbeat_age_s=6.0)
+        made.views["a/0"] = Readiness(True, heartbeat_age_s=6.0, silent=(0, 2))
         await asyncio.sleep(1)
-        assert reasons(made) == {"a/0": "nothing is heard of a rank for 6 s", "a/1": ""}
+        assert reasons(made) == {"a/0": "no heartbeat from ranks 0, 2 (limit: 30 s)", "a/1": ""}
+        assert 6.0 <= group.replicas[0].status(asyncio.get_running_loop().time()).state_age_s <= 7.0
         assert not good()
         made.views["a/0"] = Readiness(True, heartbeat_age_s=1.0)
         await asyncio.sleep(1)
         assert good()
         assert generations(made) == {"a/0": 1, "a/1": 1}
+        told = [event for _, event in made.events if isinstance(event, Transition) and event.replica == 0]
+        assert [event.after for event in told[2:]] == ["silent", "ready", "silent", "ready"], "once for each silence"
+        assert [event.silent_s and round(event.silent_s) for event in told[4:]] == [6, 7]
+        assert "a/0: silent: no heartbeat from ranks 0, 2 (limit: 30 s)" in made.said
+        assert "a/0: ready again after 7.0 s of silence" in made.said
 
 
 @history
