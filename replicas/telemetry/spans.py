@@ -243,11 +243,10 @@ class Spans:
                 about |= {"before": event.before, "before_since": self.unknown[-1][1]}
             parent = life.id if life and event.after in ALIVE else None
             self._begin(track, "state", event.after, parent=parent, ago_s=event.lasted_s, **about)
-        if life is None:
-            return
-        told = {"start_s": event.start_s, "recovery_s": event.recovery_s, "restart_reason": event.restart_reason}
-        life.attributes |= {name: value for name, value in told.items() if value is not None}
-        self._touch(life)
+        if life is not None:
+            told = {"start_s": event.start_s, "recovery_s": event.recovery_s, "restart_reason": event.restart_reason}
+            life.attributes |= {name: value for name, value in told.items() if value is not None}
+            self._touch(life)
         if event.after not in ALIVE:
             self._finish(track, "generation")
             self._end_versions(track)

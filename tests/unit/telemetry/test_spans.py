@@ -223,6 +223,15 @@ def test_a_state_that_began_in_a_time_without_events_is_known_from_its_end_on() 
     assert about == [("backoff", "ready", 100), ("ready", "starting", 130), ("starting", None, None)]
 
 
+def test_a_replica_that_ends_serves_nothing_though_its_start_is_not_known() -> None:
+    found = Spans()
+    life = Lifecycle("rollout", 0, now=0)
+    *_, ends = [life.apply(step, now=0) for step in (Step.START, Step.READY, Step.RETRY)]
+    found.feed(Record(40, 100.0, ReplicaLoaded("policy", "rollout", 0, 7, 0.1)))
+    found.feed(Record(41, 120.0, ends))
+    assert [(span.start, span.end) for span in found.spans() if span.kind == "version"] == [(100, 120)]
+
+
 def test_a_supervisor_that_goes_on_after_lost_events_does_not_hide_that_they_are() -> None:
     run = History().start().step(1, Step.START, Step.READY)
     run.seq += 5
