@@ -200,7 +200,8 @@ def events(
     """Print the events of a run, also of one that is over.
 
     Without --type and --json, what every version brings is left out: that it was
-    committed, and that a replica serves it; and collectives that went well.
+    committed, and that a replica serves it; and collectives that went well. So are ends
+    of processes, which the change of state of their replica tells.
     """
     if unknown := set(types or ()) - set(TYPES):
         raise UsageError(f"no event has the type {min(unknown)}{nearest(min(unknown), TYPES)}")

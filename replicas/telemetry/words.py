@@ -35,12 +35,17 @@ def concerns(record: events.Record, target: str) -> bool:
 
 
 def routine(event: events.Event) -> bool:
-    """Return True if every version, or collective, that goes well has such events."""
+    """Return True if every version, or collective, that goes well has such events.
+
+    The same if another one tells it: a change of state tells how the replica ended.
+    """
     if isinstance(event, effects.SyncEnded):
         return event.record.outcome == "committed" and not event.record.lost
     if isinstance(event, effects.OperationEnded):
         return event.outcome == "ok"
-    return isinstance(event, effects.ReplicaLoaded) and event.version > 0
+    if isinstance(event, effects.MemberLost):
+        return event.reason == "exited" and not event.observes
+    return isinstance(event, events.ReplicaExited) or (isinstance(event, effects.ReplicaLoaded) and event.version > 0)
 
 
 def subject(event: events.Event) -> str:

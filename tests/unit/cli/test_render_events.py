@@ -17,7 +17,7 @@ from replicas.core.lives.lifecycle import Transition
 from replicas.messages.identity import Member
 from replicas.status import SyncRecord
 from replicas.telemetry import events
-from replicas.telemetry.words import concerns
+from replicas.telemetry.words import concerns, routine
 
 MEMBER = Member("rollout", 1, 0, "nonce")
 
@@ -127,6 +127,15 @@ TOLD: list[tuple[events.Event, str, str]] = [
 def test_what_is_told(event: events.Event, who: str, what: str) -> None:
     line = event_line(events.Record(12, 100.0, event)).plain
     assert line[8:] == f"{12:>7}  {who:18} {what}"
+
+
+def test_what_a_change_of_state_tells_is_not_listed_twice() -> None:
+    lost = effects.MemberLost("policy", MEMBER, "exited")
+    assert routine(lost)
+    assert not routine(effects.MemberLost("policy", MEMBER, "exited", observes=True)), "no replica changes for it"
+    assert not routine(effects.MemberLost("policy", MEMBER, "lease"))
+    assert routine(events.ReplicaExited(group="a", replica=0, generation=1, outcome="failed"))
+    assert not routine(transition(event=Step.RETRY, after="backoff"))
 
 
 def test_every_kind_of_event_has_its_group_where_it_is_looked_for() -> None:

@@ -41,6 +41,7 @@ from replicas.supervisor.state.state import StateDir
 from replicas.supervisor.wire.orders import PartSpec
 from replicas.supervisor.wire.part_state import UNKNOWN, ExitReport, LogLoss, RankExit, Remains
 from replicas.telemetry.events import Event, HeldUp, ReplicaExited
+from replicas.telemetry.words import routine
 from tests.support.waits import wait_until
 
 OK = ExitReport("ok")
@@ -114,6 +115,7 @@ class FakeWorld:
         self.at_work = ""
         self.fallen: list[str] = []
         self.said: list[str] = []
+        self.moves: list[Transition] = []
         self.exits: list[ReplicaExited] = []
         self.held_up: list[HeldUp] = []
         self.context = FleetContext(
@@ -168,6 +170,7 @@ class FakeWorld:
         return ()
 
     def moved(self, transition: Transition) -> None:
+        self.moves.append(transition)
         if transition.after == "failed":
             self.failed.set()
 
@@ -306,6 +309,30 @@ async def test_a_replica_that_does_not_load_in_time_is_replaced_unless_it_left(t
             assert state(replica) == "starting"
             replica.check(now + 41)
             assert state(replica) == ("starting" if left else "draining")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("reported", [True, False])
+async def test_a_kill_is_one_change_with_its_cause(tmp_path: Path, *, reported: bool) -> None:
+    """The coordinator sees it first. A report that does not come is not awaited."""
+    async with living(tmp_path, on_channel=True) as (replica, world):
+        world.view = Readiness(True)
+        replica.check(time.monotonic())
+        world.moves.clear()
+        world.view = Readiness(False, "policy: rank 0 is lost")
+        replica.member_lost(0, "exited")
+        replica.check(time.monotonic())
+        assert state(replica) == "ready"
+        if reported:
+            world.shims[0].ended(ExitReport("failed", ranks=(RankExit(0, -9),)))
+            await settle()
+        else:
+            replica.check(time.monotonic() + 3.0)
+        told = [(one.before, one.after, one.reason, one.resume_s) for one in world.moves]
+        killed = ("ready", "backoff", "rank 0 was killed by SIGKILL", 0.0)
+        assert told[0] == (killed if reported else ("ready", "starting", "policy: rank 0 is lost", None))
+        told_of_it: list[Event] = [*world.exits, *world.moves]
+        assert [one for one in told_of_it if not routine(one)] == world.moves
 
 
 @pytest.mark.anyio
