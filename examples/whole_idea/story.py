@@ -48,7 +48,9 @@ class Rollout:
         """Wait for a version newer than the one loaded, load it, return its step."""
         with self.channel.receive().wait(timeout=30) as update:
             update.load_into(self.model)  # leaving the block reports it as loaded
-        return int(update.meta["step"])
+            step = update.meta["step"]
+        assert isinstance(step, int)
+        return step
 
     def step_served(self) -> float:
         """Return the step of the weights; fail if they are a mix of two versions."""
