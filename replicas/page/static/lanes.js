@@ -2,15 +2,19 @@
 //
 // Only lanes in sight are drawn. A replica's lane has its state above and the version that it serves below;
 // a channel's lane has a bar for each sync, in its phases; marks are kills, losses, orders and the like.
+// Groups and replicas that are ill come first. Of many replicas, the healthy ones share one lane, a row of pixels each.
 
 import { draw, h } from "./elements.js";
 import { age, bytes, clock, count, duration, states, tick, words } from "./texts.js";
 import { go, to, toTrack } from "./places.js";
+import { legend } from "./syncs.js";
 
 const WINDOWS = [["1m", 60], ["5m", 300], ["15m", 900], ["1h", 3600], ["6h", 21600], ["all", Infinity]];
 const STEPS = [0.1, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400, 172800, 604800];
 const LANE = 29;
-const BAD = new Set(["failed", "backoff", "draining", "lost", "away"]);
+const MANY_LANES = 12; // replicas; of more, healthy ones share a lane
+const HEALTHY = "healthy"; // its track
+const BAD = new Set(["failed", "backoff", "silent", "draining", "lost", "away"]);
 const RESTS = new Set(["finished", "drained"]);
 const GLYPHS = {
   exit: "M-4,-4 L4,4 M-4,4 L4,-4", // a cross
@@ -27,6 +31,8 @@ export class Lanes {
   #width = 600;
   #end = null; // of the shown time; null: it moves on with the present
   #drag = null;
+  #healthy = []; // names of the replicas in the shared lane
+  #unfolded = false;
 
   constructor(model, host, redraw) {
     Object.assign(this, { model, host, redraw });
@@ -91,7 +97,7 @@ export class Lanes {
   };
 
   #focus(step) {
-    const names = [...this.host.querySelectorAll("a.name")];
+    const names = [...this.host.querySelectorAll("a.name, button.name")];
     const at = names.indexOf(document.activeElement);
     names[Math.min(Math.max(at + step, 0), names.length - 1)]?.focus();
   }
@@ -99,7 +105,7 @@ export class Lanes {
   draw() {
     const track = this.host.querySelector(".track");
     if (track?.clientWidth) this.#width = track.clientWidth;
-    draw(this.host, this.#tools(), h("div", {
+    draw(this.host, this.#tools(), legend(this.model), h("div", {
       class: "lanes", key: "lanes", tabindex: 0, role: "group", onkeydown: this.onkeydown,
       "aria-label": "Timeline. Left and right move in time, plus and minus zoom, up and down go from lane to lane.",
       onpointerdown: this.#hold, onpointermove: this.#move, onpointerup: this.#letGo, onpointerleave: this.#letGo, onclick: this.#click,
@@ -173,17 +179,26 @@ export class Lanes {
       if (this.#wanted(`channel ${channel.name}`, "", !this.#wrong(`channel ${channel.name}`)))
         rows.push(this.#row(`channel ${channel.name}`, channel.name, "channel", this.#channelMeta(channel)));
     }
-    for (const group of Object.values(doc.groups)) {
-      const all = this.model.replicasOf(group.name);
-      const well = (one) => (one.state === "ready" || RESTS.has(one.state)) && !one.beat;
-      const shown = all.filter((one) => this.#wanted(one.name, one.state, well(one) && !this.#wrong(`replica ${one.name}`)))
-        .sort((a, b) => well(a) - well(b)); // ill ones first, else by number
-      if (!shown.length && (all.length || this.onlyTrouble || this.filter)) continue;
-      rows.push(h("div", { class: "band", key: `g ${group.name}` }, h("a", { href: to("group", group.name) }, group.name),
-        h("span", { class: "muted" }, ` ${states(all)}${shown.length < all.length ? ` · ${shown.length} shown` : ""}`)));
-      for (const one of shown) rows.push(this.#row(`replica ${one.name}`, one.name, one.state, this.#replicaMeta(one)));
-    }
-    const nodes = Object.values(doc.nodes).filter((one) => this.#wanted(one.name, one.state, one.state === "up"));
+    const groups = Object.values(doc.groups).map((group) => {
+      const all = this.model.replicasOf(group.name).map((one) => ({ one, ill: illness(one), wrong: this.#wrong(`replica ${one.name}`) }));
+      const shown = all.filter(({ one, ill, wrong }) => this.#wanted(one.name, one.state, !ill && !wrong)).sort((a, b) => b.ill - a.ill); // else by number
+      return { group, all, shown };
+    }).sort((a, b) => (b.shown[0]?.ill ?? 0) - (a.shown[0]?.ill ?? 0));
+    const healthy = groups.flatMap(({ shown }) => shown.filter(({ ill, wrong }) => !ill && !wrong).map(({ one }) => one));
+    const folds = Object.keys(doc.replicas).length > MANY_LANES && healthy.length > 1 && !this.filter;
+    this.#healthy = folds ? healthy.map((one) => one.name) : [];
+    const inLane = new Set(this.#healthy);
+    const lanes = ({ group, all, shown }, wanted, key) => {
+      const some = shown.filter(({ one }) => wanted(one.name)).map(({ one }) => one);
+      if (!some.length && (all.length || this.onlyTrouble || this.filter)) return;
+      rows.push(h("div", { class: "band", key: `${key} ${group.name}` }, h("a", { href: to("group", group.name) }, group.name),
+        h("span", { class: "muted" }, ` ${states(all.map(({ one }) => one))}${shown.length < all.length ? ` · ${shown.length} shown` : ""}`)));
+      for (const one of some) rows.push(this.#row(`replica ${one.name}`, one.name, one.state, this.#replicaMeta(one)));
+    };
+    for (const one of groups) lanes(one, (name) => !inLane.has(name), "g");
+    if (folds) rows.push(this.#healthyRow(healthy));
+    if (folds && this.#unfolded) for (const one of groups) lanes(one, (name) => inLane.has(name), "h");
+    const nodes = Object.values(doc.nodes).filter((one) => this.#wanted(one.name, one.state, one.state === "up" && !this.#wrong(`node ${one.name}`)));
     if (nodes.length && Object.keys(doc.nodes).length > 1) {
       rows.push(h("div", { class: "band", key: "nodes" }, "nodes"));
       for (const one of nodes) rows.push(this.#row(`node ${one.name}`, one.name, one.state, one.state === "up" ? count(one.replicas?.length ?? 0, "replica") : one.state));
@@ -197,7 +212,8 @@ export class Lanes {
     const [first, last] = this.range;
     const within = (start, end) => end >= first && start <= last;
     return this.model.marks(track).some((one) => within(one.at, one.at) && (one.tone === "error" || one.tone === "alarm" || (one.kind === "exit" && one.name === "failed")))
-      || this.model.spans(track, "sync").some((one) => one.outcome !== "committed" && within(one.start, one.end));
+      || this.model.spans(track, "sync").some((one) => (one.outcome !== "committed" || one.lost) && within(one.start, one.end))
+      || track.startsWith("node ") && this.model.followed(track, "node").some((one) => BAD.has(one.name) && within(one.start, one.end ?? this.model.now));
   }
 
   #wanted(name, state, well) {
@@ -210,6 +226,21 @@ export class Lanes {
       h("div", { class: "track", "data-lane": track, own: true, key: "track" }), h("span", { class: "meta" }, meta));
   }
 
+  /** The lane that healthy replicas share, and that opens. */
+  #healthyRow(healthy) {
+    const served = Object.keys(this.model.doc.channels).map((channel) => healthy.map((one) => one.versions?.[channel]).filter(Boolean)).filter((all) => all.length)
+      .map((all) => [...new Set([Math.min(...all), Math.max(...all)])].map((version) => `v${version}`).join("–"));
+    const text = `${healthy.length} healthy`;
+    return h("div", { class: "lane is-ready", key: HEALTHY },
+      h("button", {
+        type: "button", class: "name", "aria-expanded": String(this.#unfolded), title: states(healthy), onclick: () => {
+          this.#unfolded = !this.#unfolded;
+          this.redraw();
+        },
+      }, this.#unfolded ? "▾ " : "▸ ", text, h("span", { class: "broad" }, " replicas")),
+      h("div", { class: "track", "data-lane": HEALTHY, own: true, key: "track" }), h("span", { class: "meta" }, served.length ? served.join(" ") : states(healthy)));
+  }
+
   #channelMeta(channel) {
     const last = channel.last_sync;
     const collectives = Object.values(channel.operations ?? {}).reduce((all, one) => all + one, 0);
@@ -220,8 +251,7 @@ export class Lanes {
   #replicaMeta(replica) {
     const versions = Object.entries(replica.versions ?? {}).filter(([, version]) => version);
     const parts = [];
-    if (replica.state !== "ready") parts.push(h("b", { class: BAD.has(replica.state) ? "bad" : RESTS.has(replica.state) ? "" : "warn" }, replica.state));
-    else if (replica.beat) parts.push(h("b", { class: "bad" }, `silent ${age(this.model.now - replica.beat)}`));
+    if (replica.state !== "ready") parts.push(h("b", { class: BAD.has(replica.state) ? "bad" : RESTS.has(replica.state) ? "" : "warn" }, replica.state === "silent" && !this.model.fixed ? `silent ${age(this.model.now - replica.since)}` : replica.state));
     for (const [channel, version] of versions) {
       const behind = (this.model.doc.channels[channel]?.committed_version ?? version) - version;
       parts.push(h("span", { class: "serves" }, `v${version}`), behind > 0 ? h("span", { class: "warn" }, `−${behind}`) : null);
@@ -238,43 +268,65 @@ export class Lanes {
     const x = (at) => Math.min(Math.max(((at - first) / (last - first)) * width, -3), width + 3);
     const kind = track.split(" ")[0];
     const older = (of, y, height, text) => this.#older(track, of, x, y, height, text);
-    const parts = kind === "channel" ? [older("sync", 7, 15, "older version"), older("operation", 7, 15, "older collective"), ...this.#syncs(track, first, last, x)]
+    const parts = kind === HEALTHY ? this.#healthyStates(first, last, x)
+      : kind === "channel" ? [older("sync", 7, 15, "older version"), older("operation", 7, 15, "older collective"), ...this.#syncs(track, first, last, x)]
       : kind === "node" ? [older("node", 9, 11, "older state"), ...this.#states(track, "node", first, last, x, 9, 11)]
-        : [older("version", 17, 9, "older version"), older("state", 4, 11, "older state"), ...this.#versions(track, first, last, x), ...this.#states(track, "state", first, last, x, 4, 11), this.#late(track, x)];
-    draw(element, h("svg", { width, height: LANE, "aria-hidden": "true" }, parts, this.#glyphs(track, first, last, x)));
+        : [older("version", 17, 9, "older version"), older("state", 4, 11, "older state"), ...this.#versions(track, first, last, x), ...this.#states(track, "state", first, last, x, 4, 11)];
+    draw(element, h("svg", { width, height: LANE, "aria-hidden": "true" }, parts, older("mark", 0, 3, "older mark"), this.#unknown(x), this.#glyphs(track, first, last, x)));
   }
 
-  /** One band for the spans that are no longer kept here, up to the first that is. */
+  /** The times whose events are missing: what was then is not known, and what was before it and after it may have changed. */
+  #unknown(x) {
+    return (this.model.doc.unknown ?? []).map(([start, end]) => this.#gap(x, start, end, 3, 24, `not known: the events until ${clock(end)} are no longer there`));
+  }
+
+  #gap(x, start, end, y, height, about) {
+    const [from, width] = [x(start), Math.max(x(end) - x(start), 1)];
+    return h("g", { key: `unknown ${y} ${end}` }, h("rect", { x: from, y, width, height, class: "gap" }, h("title", null, about)),
+      width > 70 ? h("text", { x: Math.max(from, 0) + 6, y: y + height / 2 + 3.5, class: "gaptext" }, "not known") : null);
+  }
+
+  /** The states of all replicas in the shared lane, one below the other. */
+  #healthyStates(first, last, x) {
+    const height = 22 / this.#healthy.length;
+    return this.#healthy.map((name, at) => h("g", { key: name }, this.#states(`replica ${name}`, "state", first, last, x, 4 + at * height, height, name)));
+  }
+
+  /** One band for the spans, or marks, that are no longer kept here, up to the first that is. */
   #older(track, kind, x, y, height, text) {
     const number = this.model.older(track, kind);
-    const until = this.model.spans(track, kind)[0]?.start;
+    const kept = kind === "mark" ? this.model.marks(track) : this.model.spans(track, kind);
+    const until = kept.find((one) => one.at ?? one.end)?.start ?? kept[0]?.at ?? kept[0]?.start; // open spans are kept however old
     if (!number || until === undefined) return null;
-    const from = x(this.model.doc.run.started ?? this.model.began);
+    const from = x(this.model.began);
     const width = Math.max(x(until) - from, 0);
     const said = count(number, text);
     return h("g", { key: `older ${kind}` }, h("rect", { x: from, y, width, height, class: "older" }, h("title", null, `${said}, not drawn one by one`)),
-      width > 7 * said.length + 8 ? h("text", { x: Math.max(from, 0) + 4, y: y + height - 2, class: "statetext" }, said) : null);
+      kind !== "mark" && width > 7 * said.length + 8 ? h("text", { x: Math.max(from, 0) + 4, y: y + height - 2, class: "statetext" }, said) : null);
   }
 
-  #states(track, kind, first, last, x, y, height) {
+  #states(track, kind, first, last, x, y, height, who = "") {
     const now = this.model.now;
-    return this.model.spans(track, kind).filter((one) => (one.end ?? now) >= first && one.start <= last).map((one) => {
+    return this.model.followed(track, kind).filter((one) => (one.end ?? now) >= first && one.start <= last).map((one) => {
       const [from, until] = [x(one.start), x(one.end ?? now)];
       const width = Math.max(until - from, BAD.has(one.name) ? 2 : 0.5);
       const why = one.reason ? `: ${one.reason}` : "";
       return h("g", { key: one.key, "data-to": toTrack(track) },
         h("rect", { x: from, y, width, height, rx: Math.min(2, width / 3), class: `state s-${one.name}${one.unknown_end ? " unknown" : ""}` },
-          h("title", null, `${one.name} from ${clock(one.start)}, ${duration((one.end ?? now) - one.start)}${why}`)),
-        width > 7 * one.name.length + 8 && one.name !== "ready" && one.name !== "up"
+          h("title", null, `${who && `${who}: `}${one.name} from ${clock(one.start)}, ${duration((one.end ?? now) - one.start)}${why}`)),
+        height > 9 && width > 7 * one.name.length + 8 && one.name !== "ready" && one.name !== "up"
           ? h("text", { x: Math.max(from, 0) + 4, y: y + height - 2.5, class: "statetext" }, one.name) : null);
     });
   }
 
   #versions(track, first, last, x) {
     const now = this.model.now;
-    const shown = [];
+    const all = this.model.followed(track, "version");
+    const since = this.model.doc.unknown?.at(-1)?.[1]; // it may have served a version then, of which no event tells
+    const served = all[0]?.start > since && this.model.followed(track, "state")[0]?.start <= since;
+    const shown = served ? [this.#gap(x, since, all[0].start, 17, 9, "no event tells which version it served")] : [];
     let drawn = -Infinity;
-    for (const one of this.model.spans(track, "version")) {
+    for (const one of all) {
       if ((one.end ?? now) < first || one.start > last) continue;
       const [from, until] = [x(one.start), x(one.end ?? now)];
       if (until - drawn < 1) continue; // under the one before, as far as can be seen
@@ -287,13 +339,6 @@ export class Lanes {
         one.load_s ? h("rect", { x: x(one.start - one.load_s), y: 15, width: Math.max(x(one.start) - x(one.start - one.load_s), 0.5), height: 2, class: "load" }) : null));
     }
     return shown;
-  }
-
-  #late(track, x) {
-    const replica = this.model.doc.replicas[track.replace(/^replica /, "")];
-    if (!replica?.beat) return null;
-    return h("rect", { key: "late", x: x(replica.beat), y: 4, width: Math.max(x(this.model.now) - x(replica.beat), 2), height: 11, fill: "url(#late)", class: "late" },
-      h("title", null, `no heartbeat since ${clock(replica.beat)}`));
   }
 
   #syncs(track, first, last, x) {
@@ -386,3 +431,6 @@ export class Lanes {
     if (found && !dragged) go(found.dataset.to);
   };
 }
+
+/** How much a replica asks for a look: 2 something is wrong, 1 it is not there yet, 0 it is well or ended as ordered. */
+const illness = (one) => (BAD.has(one.state) ? 2 : one.state === "ready" || RESTS.has(one.state) ? 0 : 1);

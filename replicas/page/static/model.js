@@ -2,7 +2,7 @@
 
 const EVENTS = 200; // of each kind: routine ones push out no others
 const MOST = 100; // spans of one kind and track; fewer of each where there are many tracks
-const TIMES = { sync: 3, marks: 2 };
+const TIMES = { sync: 3, mark: 2 };
 
 function merge(tree, patch) {
   for (const [name, value] of Object.entries(patch)) {
@@ -69,7 +69,7 @@ export class Model {
     for (const [key, mark] of Object.entries(marks)) {
       mark.key = key;
       if (!this.markers.has(mark.track)) this.markers.set(mark.track, []);
-      put(this.markers.get(mark.track), mark, (one) => one.key === key, kept("marks"));
+      put(this.markers.get(mark.track), mark, (one) => one.key === key, kept("mark"));
     }
     for (const event of Object.values(events)) {
       const kind = event.routine ? this.routine : this.unusual;
@@ -78,13 +78,28 @@ export class Model {
     this.events = [...this.routine, ...this.unusual].sort((a, b) => a.seq - b.seq);
   }
 
-  /** How many spans of the kind are older than those that are kept here. */
+  /** How many spans of the kind, or marks, are older than those that are kept here. */
   older(track, kind) {
-    return Math.max((this.doc.totals[track]?.[kind] ?? 0) - this.spans(track, kind).length, 0);
+    const kept = kind === "mark" ? this.marks(track) : this.spans(track, kind);
+    return Math.max((this.doc.totals[track]?.[kind] ?? 0) - kept.length, 0);
   }
 
   spans(track, kind) {
     return this.tracks.get(track)?.get(kind) ?? [];
+  }
+
+  /** The same, with what follows for the time after missing events: no event told a change since then. */
+  followed(track, kind) {
+    const found = this.spans(track, kind).flatMap((one) => (one.before
+      ? [{ key: `${one.key} before`, name: one.before, start: one.before_since, end: one.start }, one] : [one]));
+    const start = this.doc.unknown?.at(-1)?.[1];
+    const [of, name] = track.split(/ (.*)/);
+    const now = of === "replica" ? this.doc.replicas[name] : this.doc.nodes[name];
+    if (start === undefined || !now) return found;
+    const told = (channel) => found.some((one) => one.channel === channel && (one.end ?? Infinity) > start);
+    if (kind !== "version") return told() ? found : [...found, { key: `${kind} now`, name: now.state, start }];
+    return [...Object.entries(now.versions ?? {}).filter(([channel, version]) => version && !told(channel))
+      .map(([channel, version]) => ({ key: `${channel} now`, channel, version, start })), ...found];
   }
 
   marks(track) {
@@ -110,7 +125,7 @@ export class Model {
       const since = replica.behind_since?.[channel.name] ?? channel.committed_at;
       const open = replica.open_since?.[channel.name];
       const why = replica.state !== "ready" ? replica.reason || replica.state
-        : replica.beat ? "its heartbeat is late" : open ? "has an update open" : "has not loaded it yet";
+        : open ? "has an update open" : "has not loaded it yet";
       found.push({ replica, version, behind: channel.committed_version - version, since, why });
     }
     return found.sort((a, b) => b.behind - a.behind || (a.since ?? 0) - (b.since ?? 0));
@@ -131,5 +146,5 @@ function put(list, thing, same, most) {
     }
   }
   list.push(thing);
-  while (list.length > most) list.shift();
+  while (list.length > most) list.splice(Math.max(list.findIndex((one) => one.end !== undefined), 0), 1); // open ones stay
 }

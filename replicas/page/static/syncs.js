@@ -99,7 +99,6 @@ function table(model, channel, redraw) {
         h("td", { class: "wide" }, bar(one, most)), h("td", null, duration(one.end - one.start)), h("td", null, bytes(one.nbytes ?? 0)),
         h("td", null, flow(one)), h("td", null, slowest(one)),
         h("td", null, one.outcome === "committed" ? (one.lost ? h("b", { class: "warn" }, some(one.lost, 2)) : "–") : h("b", { class: "bad" }, words(one.outcome)))))))),
-    legend(shown),
     h("p", { class: "more" }, all.length > FEW ? h("button", {
       type: "button", onclick: () => {
         opened[open ? "delete" : "add"](channel.name);
@@ -117,10 +116,13 @@ export function bar(sync, most) {
       h("title", null, `${name}: ${duration(end - start)}`))) : h("rect", { x: 0, y: 0, width: width(lasts / most), height: 10, class: sync.outcome === "committed" ? "sync" : "failed" }));
 }
 
-function legend(syncs) {
-  const names = new Set(syncs.flatMap((one) => (one.parts ?? []).filter(([, start, end]) => end - start > 0.0005).map(([name]) => name)));
-  return h("ul", { class: "legend", "aria-label": "Phases" }, Object.keys(PHASES).filter((name) => names.has(name)).map((name) =>
-    h("li", { key: name, title: PHASES[name] }, h("svg", { width: 10, height: 10, "aria-hidden": "true" }, h("rect", { width: 10, height: 10, class: `phase p-${name}` })), name)));
+/** The colours of all phases that are drawn, however short, and of a version too narrow for its phases. */
+export function legend(model) {
+  const syncs = Object.keys(model.doc.channels).flatMap((name) => model.spans(`channel ${name}`, "sync"));
+  const names = new Set(syncs.flatMap((one) => (one.parts ?? []).map(([name]) => name)));
+  const item = (name, style, about) => h("li", { key: name, title: about }, h("svg", { width: 10, height: 10, "aria-hidden": "true" }, h("rect", { width: 10, height: 10, class: style })), name);
+  return names.size ? h("ul", { class: "legend", key: "legend", "aria-label": "Phases of a version" }, item("version", "sync", "a version that is too narrow here for its phases"),
+    Object.keys(PHASES).filter((name) => names.has(name)).map((name) => item(name, `phase p-${name}`, PHASES[name]))) : null;
 }
 
 function flow(sync) {

@@ -1,11 +1,15 @@
 // The head of the page, groups, nodes and events.
 
 import { h } from "./elements.js";
-import { age, ago, bytes, clock, count, duration, some } from "./texts.js";
+import { age, ago, bytes, clock, count, duration, some, words } from "./texts.js";
 import { to, toTrack } from "./places.js";
 
 const DOTS = 64;
 const LEVELS = ["bad", "warn", "note"];
+const CAUSES = { // of restarts
+  exit: "exited", signal: "killed", start_timeout: "too slow to start", heartbeat_timeout: "silent", progress_timeout: "without progress", load_timeout: "too slow to load",
+  load_failed: "failed to load", lost: "lost", requested: "restarted by an order", group: "restarted with its group", reload: "restarted for its config", node: "moved off a node",
+};
 
 export function drawnHead(model, link, { locked, onToken, onTheme, theme }) {
   const { run } = model.doc;
@@ -29,13 +33,36 @@ export function drawnVerdict(model, link) {
   if (link.state === "lost" && run.exit_code === undefined)
     [level, sentence] = ["bad", `The supervisor does not answer since ${clock(link.since)}${run.adopt_s ? `; replicas go on without it until ${clock(link.since + run.adopt_s)}, or until the next one takes them over` : ""}. Below is what was last known.`];
   if (!model.known) [level, sentence] = link.state === "lost" ? ["bad", "The supervisor does not answer."] : ["note", "Asking the supervisor…"];
+  if (model.fixed && run.exit_code !== undefined) sentence = course(model);
   const all = Object.entries(verdict.troubles ?? {}).map(([text, about]) => ({ text, ...about })).sort((a, b) => LEVELS.indexOf(a.level) - LEVELS.indexOf(b.level));
   const troubles = all.filter((one) => one.text !== sentence);
   const first = all.find((one) => one.text === sentence);
   return h("div", { class: `verdict is-${level}` },
+    model.fixed && run.exit_code === undefined ? h("p", { class: "sentence", key: "course" }, course(model)) : null,
     h("p", { class: "sentence", role: "status" }, first ? h("a", { href: toTrack(first.about) }, sentence) : sentence, since(model, first)),
     troubles.length ? h("ul", { class: "troubles" }, troubles.slice(0, 12).map((one) => h("li", { key: one.about + one.text, class: `is-${one.level}` }, h("a", { href: toTrack(one.about) }, one.text), since(model, one))),
       troubles.length > 12 ? h("li", { key: "more", class: "muted" }, `and ${troubles.length - 12} more`) : null) : null);
+}
+
+/** How the run of a report went, in one line: how long, how it ended, its versions, restarts and faults. */
+function course(model) {
+  const { run, groups, channels, replicas } = model.doc;
+  const sums = (all, name) => Object.values(all).flatMap((one) => Object.entries(one[name] ?? {})).reduce((found, [key, number]) => ({ ...found, [key]: (found[key] ?? 0) + number }), {});
+  const total = (found) => Object.values(found).reduce((all, one) => all + one, 0);
+  const spansOf = (of, kind) => [...model.tracks].filter(([track]) => track.startsWith(`${of} `)).flatMap(([track, kinds]) => (kinds.get(kind) ?? []).map((one) => ({ ...one, who: track.slice(of.length + 1) })));
+  const [syncs, restarts] = [sums(channels, "syncs"), sums(groups, "restarts")];
+  const causes = Object.entries(restarts).filter(([, number]) => number).map(([cause, number]) => `${number} ${CAUSES[cause] ?? words(cause)}`);
+  const times = spansOf("replica", "generation").map((one) => one.recovery_s).filter((one) => one !== undefined);
+  const [number, slowest] = [total(restarts), duration(Math.max(...times, 0))];
+  const restarted = number > 1 ? `${number} restarts of replicas (${causes.length > 1 ? causes.join(", ") : `all ${causes[0].replace(/^\d+ /, "")}`})${times.length ? `, ${times.length < number ? times.length : "all"} back after ${slowest} at most` : ""}`
+    : number ? `1 replica ${causes[0].slice(2)}${times.length ? ` and back after ${slowest}` : ""}` : "no replica restarted";
+  const failed = Object.values(replicas).filter((one) => one.state === "failed").map((one) => one.name);
+  const lost = [...new Set(spansOf("node", "node").filter((one) => one.name === "lost").map((one) => one.who))];
+  const wrong = Object.values(channels).reduce((all, one) => all + (one.wrong_total ?? 0), 0);
+  const parts = [total(syncs) ? `${count(syncs.committed ?? 0, "version")} committed${total(syncs) > (syncs.committed ?? 0) ? `, ${total(syncs) - (syncs.committed ?? 0)} failed` : ""}` : "",
+    restarted, lost.length ? `${lost.length > 1 ? "nodes" : "node"} ${some(lost)} lost` : "", wrong ? `wrong bytes served ${count(wrong, "time")}` : "", failed.length ? `${some(failed)} failed for good` : ""];
+  const end = run.exit_code === undefined ? "Not over after" : "Over after";
+  return `${end} ${duration(model.now - run.started)}${run.exit_code === undefined ? "" : ` with exit code ${run.exit_code}${run.ended_by ? ` (${run.ended_by})` : ""}`}: ${parts.filter(Boolean).join("; ")}.`;
 }
 
 const since = (model, trouble) => (trouble?.since && !model.fixed ? h("span", { class: "muted" }, ` · for ${age(model.now - trouble.since)}${trouble.until > model.now ? `, ${duration(trouble.until - model.now)} at most to come` : ""}`) : null);
@@ -59,7 +86,7 @@ function groupFigure(model, group) {
   return h("a", { class: "figure", key: `g ${group.name}`, href: to("group", group.name) }, h("span", { class: "what" }, group.name),
     h("span", { class: `number${ready < (group.min_ready ?? replicas.length) ? " warn" : ""}` }, `${ready}/${replicas.length}`),
     replicas.length <= DOTS ? h("svg", { class: "dots", width: Math.min(replicas.length, 16) * 8, height: Math.ceil(replicas.length / 16) * 8, role: "img", "aria-label": `${ready} of ${replicas.length} ready` },
-      replicas.map((one, at) => h("rect", { key: one.name, x: (at % 16) * 8, y: Math.floor(at / 16) * 8, width: 6, height: 6, class: `state s-${one.beat ? "backoff" : one.state}` }))) : null,
+      replicas.map((one, at) => h("rect", { key: one.name, x: (at % 16) * 8, y: Math.floor(at / 16) * 8, width: 6, height: 6, class: `state s-${one.state}` }))) : null,
     h("span", { class: budget < 0.5 ? "warn" : "muted" }, about));
 }
 
