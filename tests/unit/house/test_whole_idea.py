@@ -25,6 +25,7 @@ STORY = """\
 """
 
 
+@pytest.mark.slow
 def test_it_tells_its_story(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(PROGRAM), run_name="__main__")
     assert capsys.readouterr().out == STORY
