@@ -215,15 +215,15 @@ class Spans:
         missing, before = record.seq - self.seq - 1, self.at
         if missing:
             text = f"{missing} events before this one are not in the log, or of another release"
-            self._add(Mark(seq=record.seq, track="run", kind="gap", name="gap", at=record.at, text=text, tone="quiet"))
+            self._note(record, "gap", text, "quiet")
             self._doubt_at = before or record.at
             self.unknown.append((before, record.at))
         if record.at < before - CLOCK_STEP_S:
             text = f"the clock was set back by {duration_text(before - record.at)}"
-            mark = Mark(
-                seq=record.seq, track="run", kind="clock", name="clock", at=record.at, text=text, tone="warning"
-            )
-            self._add(mark)
+            self._note(record, "clock", text, "warning")
+
+    def _note(self, record: events.Record, kind: str, text: str, tone: str) -> None:
+        self._add(Mark(seq=record.seq, track="run", kind=kind, name=kind, at=record.at, text=text, tone=tone))
 
     def _moved(self, event: Transition) -> None:
         track = track_of(event)
