@@ -167,6 +167,22 @@ async def test_marks_that_are_dropped_and_spans_beside_an_old_one_that_lasts_hav
         assert any("of reference" in one for one in await tab.js(spans))
 
 
+async def test_a_list_says_how_many_it_leaves_out(chromium: Chromium, tmp_path: Path) -> None:
+    run = a_run(310, events=tmp_path / "events.jsonl")
+    for index in range(7):
+        kill(run, index, f"reason {index}")
+    for version in range(2, 15):
+        commit(run, version)
+    for version in range(50):
+        run.tell(LoadFailed("policy", "rollout", 8, version, "no", kept=True))
+    async with served(run) as url, opened(chromium, f"{url}#replica/rollout/8") as tab:
+        await tab.until("document.querySelector('#panel').innerText.includes('43 older not listed')")
+        await tab.until("document.querySelector('.more').innerText.includes('7 older syncs not listed')")
+        await tab.until("/reason 4.*; and 2 more/.test(document.querySelector('.hold').innerText)")
+        await tab.js("location.hash = '#channel/policy'")
+        await tab.until("document.querySelector('#panel').innerText.includes('11 more not listed')")
+
+
 async def test_a_report_begins_with_how_the_run_went(chromium: Chromium, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     run = a_run(3)

@@ -10,6 +10,7 @@ import { drainOrder, drainRunOrder, nodeOrder, reloadOrder, resetOrder, restartO
 const LOG_LINES = 200;
 const LOG_KEPT_NCHARS = 200_000;
 const HISTORY = 40;
+const MEMBERS = 300;
 
 export class Panel {
   #asked = ""; // the place whose log, stacks or event is asked for
@@ -104,13 +105,15 @@ export class Panel {
   #history(track, kind) {
     const spans = this.model.spans(track, kind).map((one) => ({ at: one.start, one }));
     const marks = this.model.marks(track).map((one) => ({ at: one.at, mark: one }));
-    const all = [...spans, ...marks].sort((a, b) => b.at - a.at).slice(0, HISTORY);
+    const known = [...spans, ...marks].sort((a, b) => b.at - a.at);
+    const all = known.slice(0, HISTORY);
+    const older = known.length - all.length + this.model.older(track, kind) + this.model.older(track, "mark");
     if (!all.length) return null;
     return h("div", { key: "history" }, h("h3", null, "History"), h("ol", { class: "events" }, all.map(({ one, mark }) => (mark
       ? drawnEvent({ seq: mark.seq, at: mark.at, who: words(mark.kind), what: mark.text, tone: mark.tone })
       : h("li", { key: one.key }, h("a", { class: "when", href: to("event", one.id) }, clock(one.start)), h("span", { class: "who" }, one.name),
         h("span", { class: "what" }, [one.end === undefined ? (this.model.fixed ? "" : `for ${age(this.model.now - one.start)}`) : `lasted ${duration(one.end - one.start)}`, one.nodes?.length ? `on ${one.nodes.join(", ")}` : "",
-          one.start_s !== undefined ? `ready after ${duration(one.start_s)}` : "", one.outcome ? `ended: ${one.outcome}` : "", one.reason].filter(Boolean).join(", ")))))));
+          one.start_s !== undefined ? `ready after ${duration(one.start_s)}` : "", one.outcome ? `ended: ${one.outcome}` : "", one.reason].filter(Boolean).join(", ")))))), older ? h("p", { class: "muted" }, `${older} older not listed`) : null);
   }
 
   // ------------------------------------------------------------ output of programs, which needs the token
@@ -183,7 +186,7 @@ export class Panel {
       ["adopted", channel.adopt_together ? "together" : "one by one"], ["syncs", counts(channel.syncs)], ["retries", counts(channel.retries)], ["collectives", counts(channel.operations)]];
     return [`channel ${name}`, [holdUp(this.model, channel), h("dl", { class: "facts", key: "facts" }, facts.map(([label, value]) => fact(label, value))),
       !members.length ? null : h("div", { class: "scroll", key: "members", tabindex: 0, role: "group", "aria-label": "Members" }, h("table", null, h("thead", null, h("tr", null, ["member", "role", "state", "host", "holds", "loaded", "note"].map((key) => h("th", { key }, key)))),
-        h("tbody", null, members.slice(0, 300).map((one) => h("tr", { key: one.name }, h("td", null, h("a", { href: to("replica", one.name.split("/").slice(0, 2).join("/")) }, one.name)), h("td", null, one.role), h("td", null, one.state), h("td", null, one.host ? String(one.host) : "–"), h("td", null, (one.held ?? []).join(", ") || "–"), h("td", null, one.loaded ? String(one.loaded) : "–"), h("td", { class: "wide" }, one.note ?? "")))))),
+        h("tbody", null, members.slice(0, MEMBERS).map((one) => h("tr", { key: one.name }, h("td", null, h("a", { href: to("replica", one.name.split("/").slice(0, 2).join("/")) }, one.name)), h("td", null, one.role), h("td", null, one.state), h("td", null, one.host ? String(one.host) : "–"), h("td", null, (one.held ?? []).join(", ") || "–"), h("td", null, one.loaded ? String(one.loaded) : "–"), h("td", { class: "wide" }, one.note ?? "")))), members.length > MEMBERS ? h("p", { class: "muted" }, `${members.length - MEMBERS} more not listed`) : null)),
       this.#history(`channel ${name}`, "catch_up")]];
   }
 

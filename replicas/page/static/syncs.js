@@ -76,7 +76,8 @@ export function holdUp(model, channel) {
       return [at ? "; " : "", replicasIn(some.slice(0, 4).map((one) => one.replica.name)), some.length > 4 ? ` and ${some.length - 4} more` : "",
         ` (${key}${since < Infinity ? `, ${age(model.now - since)}` : ""})`];
     });
-    found.push(h("p", { key: "behind", class: "hold" }, h("b", null, `Version ${channel.committed_version}`), " is not loaded by ", shown, "."));
+    const more = [...alike.values()].slice(shown.length).flat().length;
+    found.push(h("p", { key: "behind", class: "hold" }, h("b", null, `Version ${channel.committed_version}`), " is not loaded by ", shown, more ? `; and ${more} more` : "", "."));
   }
   return found.length ? found : channel.committed_version ? h("p", { key: "all", class: "muted hold" }, `Nobody holds up version ${channel.committed_version}: all targets serve it.`) : null;
 }
@@ -89,7 +90,7 @@ function table(model, channel, redraw) {
   const open = opened.has(channel.name);
   const shown = all.slice(-(open ? MANY : FEW)).reverse();
   const most = Math.max(...shown.map((one) => one.end - one.start), 1e-6);
-  const folded = model.older(`channel ${channel.name}`, "sync");
+  const older = model.older(`channel ${channel.name}`, "sync") + all.length - shown.length;
   return h("div", { key: "syncs" },
     h("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": `Syncs of ${channel.name}` }, h("table", { class: "syncs" },
       h("thead", null, h("tr", null, h("th", null, "version"), h("th", null, "at"), h("th", { class: "wide" }, "phases"), h("th", null, "took"), h("th", null, "size"),
@@ -104,7 +105,7 @@ function table(model, channel, redraw) {
         opened[open ? "delete" : "add"](channel.name);
         redraw();
       },
-    }, open ? "show fewer" : `show ${Math.min(all.length, MANY)}`) : "", folded ? h("span", { class: "muted" }, ` ${count(folded, "older sync")} no longer kept here`) : ""));
+    }, open ? "show fewer" : `show ${Math.min(all.length, MANY)}`) : "", older ? h("span", { class: "muted" }, ` ${count(older, "older sync")} not listed`) : ""));
 }
 
 export function bar(sync, most) {
