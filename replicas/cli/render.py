@@ -6,6 +6,7 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 
 from rich import box
 from rich.cells import cell_len, set_cell_size
@@ -14,13 +15,13 @@ from rich.table import Table
 from rich.text import Text
 
 from replicas.common.foreign import one_line
-from replicas.common.sizes import count_text, size_text
+from replicas.common.sizes import count_text, ranges, size_text
 from replicas.config.structs import ChannelConfig, ChannelRole, Config, GroupConfig, ResourcesConfig
-from replicas.core.lives.ordering import GOOD, enough, least_left
+from replicas.core.lives.ordering import enough, least_left
 from replicas.messages.bounds import CONTROL_PORT
 from replicas.status import ChannelStatus, GroupStatus, NodeStatus, PublishStatus, ReplicaStatus, RunStatus
 from replicas.telemetry.events import Record
-from replicas.telemetry.verdict import BEHIND_S
+from replicas.telemetry.verdict import OPEN_S, WELL, ill_first, illness, verdict
 from replicas.telemetry.words import duration_text, in_words
 
 STATE_STYLES = {
@@ -34,6 +35,7 @@ STATE_STYLES = {
     "finished": "cyan",
     "drained": "magenta",
 }
+LEVEL_STYLES = {"good": "bold green", "note": "bold yellow", "warn": "bold yellow", "bad": "bold red"}
 TONE_STYLES = STATE_STYLES | {
     "quiet": "dim",
     "title": "bold",
@@ -47,7 +49,8 @@ _CHANNEL = ("channel", "members", "backend", "transport", "deadline", "on lost",
 _GROUP_STATE = ("group", "ready", "not ready", "restarts", "budget left", "failures without progress", "on failure")
 _REPLICA_STATE = ("replica", "state", "for", "restarts", "heartbeat", "loaded", "reason")
 _CHANNEL_STATE = ("channel", "epoch", "version", "live ranks", "synced", "failed", "last sync", "sent")
-_LONG_OPEN_S = 60.0
+_FEW, _FEW_GROUPS, _SENTENCES = 12, 4, 3
+"""Where there are more: replicas that are well are folded, and the others left out."""
 _TOP_GROUP = ("group", "ready", "not ready", "restarts", "budget left")
 _TOP_REPLICA = ("replica", "state", "for", "heartbeat", "version", "behind", "reason")
 _TOP_CHANNEL = ("channel", "version", "age", "last sync", "behind", "under way")
@@ -228,20 +231,22 @@ def _title(status: RunStatus) -> Text:
     title.append(f"  up {duration_text(status.uptime_s)}")
     if status.exit_code is not None:
         title.append(f"  over, exit code {status.exit_code}", style="bold")
-    if not status.store.up:
-        title.append("  store down", style="bold red")
     return title
 
 
-def _notes(status: RunStatus) -> list[Text]:
-    notes = (words for channel in status.channels for words in (_fallen(channel), _mixed(channel)) if words)
-    return [Text(words, style="bold red") for words in notes]
+def _wrong(status: RunStatus, now: float) -> Iterator[Text]:
+    """What is wrong, a sentence each; what merely takes its time is in the tables."""
+    for one in verdict(status, now).troubles:
+        if one.level != "note":
+            lasts = "" if one.since is None else f", for {duration_text(max(0.0, now - one.since))}"
+            yield Text(f"{one.text.rstrip('.')}{lasts}", style=LEVEL_STYLES[one.level])
 
 
 def run_status(status: RunStatus) -> RenderableType:
     replicas = [replica for group in status.groups for replica in group.replicas]
     parts: list[RenderableType] = [
         _title(status),
+        *_wrong(status, time.time()),
         _Table("Groups", _GROUP_STATE, map(_group_state_row, status.groups)),
         _Table("Replicas", _REPLICA_STATE, map(_replica_row, replicas)),
     ]
@@ -249,7 +254,6 @@ def run_status(status: RunStatus) -> RenderableType:
         parts.append(_Table("Nodes", _NODE_STATE, map(_node_row, status.nodes)))
     if status.channels:
         parts.append(_Table("Channels", _CHANNEL_STATE, map(_channel_state_row, status.channels)))
-        parts += _notes(status)
     return Group(*parts)
 
 
@@ -259,23 +263,23 @@ def top_lines(status: RunStatus, now: float, width: int) -> list[Text]:
     ``now``: in seconds since 1970. Not by Rich's tables: of hundreds of rows a few are
     seen, and only those are rendered.
     """
-    replicas = sorted((one for group in status.groups for one in group.replicas), key=_is_well)
-    tables: list[tuple[Sequence[str], Iterable[Sequence[str | Text]]]] = [
-        (_TOP_GROUP, (row[:5] for row in map(_group_state_row, status.groups))),
+    groups, replicas = ill_first(status)
+    nodes = status.nodes if len(status.nodes) > 1 or any(not node.local for node in status.nodes) else ()
+    return [
+        *_lines(_TOP_GROUP, (row[:5] for row in map(_group_state_row, groups)), width),
+        *_lines(_TOP_CHANNEL, [_top_channel_row(one, replicas, now) for one in status.channels], width),
+        *_lines(_TOP_REPLICA, map(_top_row, replicas), width),
+        *_lines(_NODE_STATE, map(_node_row, nodes), width),
     ]
-    if status.channels:
-        tables.append((_TOP_CHANNEL, (_top_channel_row(one, replicas, now) for one in status.channels)))
-    tables.append((_TOP_REPLICA, map(_top_row, replicas)))
-    if len(status.nodes) > 1 or any(not node.local for node in status.nodes):
-        tables.append((_NODE_STATE, map(_node_row, status.nodes)))
-    return [line for columns, rows in tables for line in _lines(columns, rows, width)]
 
 
 def watched(status: RunStatus, now: float, width: int, height: int) -> Group:
-    """Return what fits a screen: groups and channels, then replicas, ill ones first."""
-    title = _title(status)
-    title.truncate(width, overflow="ellipsis")
-    lines = [title, *_notes(status), *top_lines(status, now, width)]
+    """Return what fits a screen; of many replicas, those that are ill come first."""
+    lines = [_title(status), *islice(_wrong(status, now), _SENTENCES)]
+    for line in lines:
+        line.truncate(width, overflow="ellipsis")
+    folds = sum(len(group.replicas) for group in status.groups) > _FEW
+    lines += _folded(status, now, width, height - 1 - len(lines)) if folds else top_lines(status, now, width)
     if len(lines) >= height:
         shown = max(height - 2, 1)  # the last line is the cursor's
         more = f"{count_text(len(lines) - shown, 'more line')}: `replicas top` scrolls"
@@ -283,8 +287,27 @@ def watched(status: RunStatus, now: float, width: int, height: int) -> Group:
     return Group(*lines)
 
 
+def _folded(status: RunStatus, now: float, width: int, room: int) -> list[Text]:
+    """Ill replicas, channels and ill groups, and a line of those that are well."""
+    groups, replicas = ill_first(status)
+    ill = [one for one in replicas if illness(one) < WELL]
+    well = replicas[len(ill) :]
+    rest = [
+        *_lines(_TOP_CHANNEL, [_top_channel_row(one, replicas, now) for one in status.channels], width),
+        *_lines(_TOP_GROUP, (row[:5] for row in map(_group_state_row, groups[:_FEW_GROUPS])), width),
+        Text(_cut(f"{len(well)} healthy: {ranges(one.name for one in well)}", width), style="green"),
+        *_lines(_NODE_STATE, [_node_row(one) for one in status.nodes if one.state != "up"], width),
+    ]
+    left = max(room - len(rest) - 2, 1)
+    more = [one.name for one in ill[left:]]
+    said = [Text(_cut(f"{len(more)} more: {ranges(more)}", width), style="bold red")] if more else []
+    return [*_lines(_TOP_REPLICA, map(_top_row, ill[:left]), width), *said, *rest]
+
+
 def _lines(columns: Sequence[str], rows: Iterable[Sequence[str | Text]], width: int) -> Iterator[Text]:
     cells = [[cell if isinstance(cell, Text) else Text(one_line(cell)) for cell in row] for row in rows]
+    if not cells:
+        return
     shown = [(name, *(row[place].plain for row in cells)) for place, name in enumerate(columns)]
     widths = fitted(shown, width - len(columns) + 1)
     yield Text(" ".join(map(_cut, columns, widths)), style="reverse")
@@ -295,10 +318,6 @@ def _lines(columns: Sequence[str], rows: Iterable[Sequence[str | Text]], width: 
 
 def _cut(text: str, width: int) -> str:
     return set_cell_size(text, width) if cell_len(text) <= width else f"{set_cell_size(text, max(0, width - 1))}…"
-
-
-def _is_well(replica: ReplicaStatus) -> bool:
-    return replica.state in GOOD and max(replica.lag_s.values(), default=0.0) <= BEHIND_S
 
 
 def _top_row(replica: ReplicaStatus) -> tuple[str | Text, ...]:
@@ -363,7 +382,7 @@ def _replica_row(replica: ReplicaStatus) -> tuple[str | Text, ...]:
 def _open_updates(replica: ReplicaStatus) -> str:
     """The updates that it has had open for long: others may wait for the slot."""
     open_s = sorted(replica.open_s.items())
-    return ", ".join(f"update of {name} open for {duration_text(s)}" for name, s in open_s if s > _LONG_OPEN_S)
+    return ", ".join(f"update of {name} open for {duration_text(s)}" for name, s in open_s if s > OPEN_S)
 
 
 def _node_row(node: NodeStatus) -> tuple[str | Text, ...]:
@@ -380,12 +399,9 @@ def _node_row(node: NodeStatus) -> tuple[str | Text, ...]:
 def _channel_state_row(channel: ChannelStatus) -> tuple[str, ...]:
     last = channel.last_sync
     synced = channel.syncs.get("committed", 0)
-    age_s = None if channel.committed_at is None else max(0.0, time.time() - channel.committed_at)
-    ago = (
-        f", {duration_text(age_s)} ago"
-        if age_s is not None and last is not None and last.outcome == "committed"
-        else ""
-    )
+    ago = ""
+    if channel.committed_at is not None and last is not None and last.outcome == "committed":
+        ago = f", {duration_text(max(0.0, time.time() - channel.committed_at))} ago"
     return (
         channel.name,
         str(channel.epoch),
@@ -396,20 +412,6 @@ def _channel_state_row(channel: ChannelStatus) -> tuple[str, ...]:
         "-" if last is None else f"{last.outcome} in {duration_text(last.seconds)}{ago}",
         size_text(channel.bytes_total),
     )
-
-
-def _fallen(channel: ChannelStatus) -> str:
-    if channel.step is None or channel.step_before is None:
-        return ""
-    return f"{channel.name}: step {channel.step:g} after {channel.step_before:g} (a trainer without its checkpoint?)"
-
-
-def _mixed(channel: ChannelStatus) -> str:
-    if channel.mixed_since is None:
-        return ""
-    counts = sorted(channel.served.items(), reverse=True)
-    said = ", ".join(f"version {version} on {count_text(count, 'replica')}" for version, count in counts)
-    return f"{channel.name}: MIXED for {duration_text(max(0.0, time.time() - channel.mixed_since))}: {said}"
 
 
 def event_line(record: Record) -> Text:

@@ -53,7 +53,6 @@ from replicas.telemetry.words import duration_text
 _EVENTS = 200
 _TICK_S = 0.1
 _AGAIN_S = 1.0
-_LEVELS = {"good": "bold green", "note": "bold yellow", "warn": "bold yellow", "bad": "bold red"}
 _SENTENCE = 3
 """Lines of the sentence that says what is wrong, at most."""
 _TROUBLES = 3
@@ -211,10 +210,10 @@ def _head(seen: _Seen, found: Verdict) -> Iterator[Text]:
     if seen.error:
         yield Text(f"No answer for {duration_text(round(time.time() - seen.at))}: {seen.error}", style="bold red")
         return
-    yield Text(found.sentence, style=_LEVELS[found.level])
+    yield Text(found.sentence, style=render.LEVEL_STYLES[found.level])
     others = [one for one in found.troubles if one.text != found.sentence]
     for one in others[: _TROUBLES - 1]:
-        yield _one_line(Text(one.text, style=_LEVELS[one.level].removeprefix("bold ")))
+        yield _one_line(Text(one.text, style=render.LEVEL_STYLES[one.level].removeprefix("bold ")))
     if len(others) >= _TROUBLES:
         yield Text(f"... and {len(others) - _TROUBLES + 1} more, in: replicas status", style="dim")
 

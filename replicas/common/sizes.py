@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 
 def size_text(nbytes: float) -> str:
@@ -21,3 +22,12 @@ def count_text(number: int, noun: str) -> str:
 def some(names: Sequence[str], most: int = 3) -> str:
     """Return the first of these names, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def ranges(names: Iterable[str]) -> str:
+    """Return names of replicas, sorted and short: ``rollout/0-37, trainer/0``."""
+    places = sorted((group, int(index)) for group, _, index in (name.rpartition("/") for name in names))
+    # in a run, each index has the same distance to its place in the list
+    runs = groupby(enumerate(places), lambda one: (one[1][0], one[1][1] - one[0]))
+    ends = [(run[0][1], run[-1][1][1]) for run in (list(pairs) for _, pairs in runs)]
+    return ", ".join(f"{group}/{first}" + f"-{last}" * (last > first) for (group, first), last in ends)

@@ -82,7 +82,7 @@ class Past:
         about: dict[str, Any] = {"state": event.after, "generation": event.generation, "reason": event.reason}
         self._change(key, nodes=nodes, restarts=restarts, **about)
         if known is None or known.state != event.after:
-            self._since[key] = self.at - event.lasted_s
+            self._since[key] = self.at - (event.silent_s or 0.0)
 
     def _change(self, key: tuple[str, int], **changed: Any) -> None:
         known = self._replicas.get(key)

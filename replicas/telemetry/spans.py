@@ -242,7 +242,7 @@ class Spans:
             if state is None and self.unknown and event.before != "pending" and not adopted:
                 about |= {"before": event.before, "before_since": self.unknown[-1][1]}
             parent = life.id if life and event.after in ALIVE else None
-            self._begin(track, "state", event.after, parent=parent, ago_s=event.lasted_s, **about)
+            self._begin(track, "state", event.after, parent=parent, ago=event.silent_s or 0.0, **about)
         if life is not None:
             told = {"start_s": event.start_s, "recovery_s": event.recovery_s, "restart_reason": event.restart_reason}
             life.attributes |= {name: value for name, value in told.items() if value is not None}
@@ -333,21 +333,12 @@ class Spans:
     # ------------------------------------------------------------ what is kept
 
     def _begin(
-        self,
-        track: str,
-        kind: str,
-        name: str,
-        *,
-        key: str = "",
-        parent: int | None = None,
-        ago_s: float = 0.0,
-        **about: Any,
+        self, track: str, kind: str, name: str, *, key: str = "", parent: int | None = None, ago: float = 0, **more: Any
     ) -> Span:
-        """Begin a span, ``ago_s`` before now, which ends the one before it."""
-        start = self.at - ago_s
-        if (before := self._finish(track, kind, key, at=start)) is not None and ago_s:
-            start = max(start, before.start)
-        span = Span(id=self.seq, track=track, kind=kind, name=name, start=start, parent=parent, attributes=about)
+        """Begin a span, ``ago`` seconds before now, which ends the one before it."""
+        start, before = self.at - ago, self._finish(track, kind, key, at=self.at - ago)
+        start = max(start, before.start) if before is not None and ago else start
+        span = Span(id=self.seq, track=track, kind=kind, name=name, start=start, parent=parent, attributes=more)
         self._open[track, kind, key] = span
         return self._keep(span)
 

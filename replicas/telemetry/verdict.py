@@ -87,13 +87,11 @@ def _troubles(status: RunStatus, now: float) -> Iterator[Trouble]:
         yield from _of_group(group, away, now)
     for channel in status.channels:
         yield from _of_channel(channel, status, now)
-    for node in status.nodes:
-        if node.state in ("away", "lost"):
-            what = "is lost: its replicas start elsewhere" if node.state == "lost" else "is away: its agent is silent"
-            if node.state == "away" and node.replicas:
-                what += f"; it runs {some(node.replicas, _NAMED)}"
-            since = now - node.heard_age_s
-            yield Trouble(level="warn", about=f"node {node.name}", text=f"Node {node.name} {what}.", since=since)
+    for node in (one for one in status.nodes if one.name in away):
+        runs = f"; it runs {some(node.replicas, _NAMED)}" if node.replicas else ""
+        what = "lost: its replicas start elsewhere" if node.state == "lost" else f"away: its agent is silent{runs}"
+        since = now - node.heard_age_s
+        yield Trouble(level="warn", about=f"node {node.name}", text=f"Node {node.name} is {what}.", since=since)
 
 
 _STATES: tuple[tuple[ReplicaState, Level, str, str], ...] = (
@@ -108,10 +106,10 @@ _STATES: tuple[tuple[ReplicaState, Level, str, str], ...] = (
 
 
 def _of_group(group: GroupStatus, away: set[str], now: float) -> Iterator[Trouble]:
+    # of those on a node that is away, its own sentence tells
+    replicas = [one for one in group.replicas if one.state != "silent" or away.isdisjoint(one.nodes)]
     for state, level, *words in _STATES:
-        found = [(one, one.state_age_s) for one in group.replicas if one.state == state]
-        if state == "silent":  # of a node that is away its own sentence tells
-            found = [(one, age_s) for one, age_s in found if away.isdisjoint(one.nodes)]
+        found = [(one, one.state_age_s) for one in replicas if one.state == state]
         yield from _alike(found, level, *words, now=now)
     good = sum(one.state in GOOD for one in group.replicas)
     if group.min_ready is not None and good < (needed := enough(group.min_ready, len(group.replicas))):
@@ -174,3 +172,21 @@ def _of_channel(channel: ChannelStatus, status: RunStatus, now: float) -> Iterat
         if member.state == "quarantined":
             text = f"{member.name} is in quarantine on {channel.name}: {member.note}"
             yield Trouble(level="warn", about=about, text=text)
+
+
+_ILL = ("failed", "silent", "backoff", "draining", "behind", "starting", "pending", "drained")
+"""States of replicas that are not well, the worst first."""
+WELL = len(_ILL)
+
+
+def illness(replica: ReplicaStatus) -> int:
+    """Return how ill the replica is: 0 is the worst, :data:`WELL` is none."""
+    behind = replica.state in GOOD and max(replica.lag_s.values(), default=0.0) > BEHIND_S
+    state = "behind" if behind else replica.state
+    return _ILL.index(state) if state in _ILL else WELL
+
+
+def ill_first(status: RunStatus) -> tuple[list[GroupStatus], list[ReplicaStatus]]:
+    """Return all groups and all replicas, the worst first."""
+    groups = sorted(status.groups, key=lambda group: min(map(illness, group.replicas), default=WELL))
+    return groups, sorted((one for group in groups for one in group.replicas), key=illness)

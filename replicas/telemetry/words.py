@@ -117,9 +117,8 @@ def _transition(event: Transition) -> str:
         return f"ready after {duration_text(event.start_s)} (generation {event.generation}{recovered})"
     if event.after == "starting" and event.before not in RUNNING:
         return f"starting (generation {event.generation})"
-    lasted = f" after {duration_text(event.silent_s)}" if event.before == "silent" and event.silent_s else ""
     again = f"; starts again in {duration_text(event.resume_s)}" if event.resume_s is not None else ""
-    return f"{event.before} -> {event.after}{lasted}{_because(event.reason)}{again}"
+    return f"{event.before} -> {event.after}{_because(event.reason)}{again}"
 
 
 def _channel_words(who: str, event: events.Event) -> tuple[str, str, str]:

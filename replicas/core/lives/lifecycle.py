@@ -89,6 +89,7 @@ ALIVE: frozenset[ReplicaState] = RUNNING | {"draining"}
 SETTLED: frozenset[ReplicaState] = frozenset({"failed", "finished", "drained"})
 """States that end only on request."""
 
+_Why = RestartReason | None
 _E = ReplicaEvent
 _UNHEALTHY = (_E.HEARTBEAT_TIMEOUT, _E.PROGRESS_TIMEOUT, _E.LOAD_TIMEOUT, _E.LOAD_FAILED)
 _TO_END = (*_UNHEALTHY, _E.HELD_UP, _E.RESTART, _E.STOP, _E.GROUP_FAILED)
@@ -109,19 +110,9 @@ REPLICA: Table[ReplicaState, ReplicaEvent] = Table(
             "failed": (_E.GROUP_FAILED,),
             "pending": (_E.RESTART,),
         },
-        "starting": {
-            "ready": (_E.READY,),
-            "silent": (_E.SILENT,),
-            "draining": (_E.START_TIMEOUT, *_TO_END),
-            **_GONE,
-        },
+        "starting": {"ready": (_E.READY,), "silent": (_E.SILENT,), "draining": (_E.START_TIMEOUT, *_TO_END), **_GONE},
         "ready": {"starting": (_E.UNREADY,), "silent": (_E.SILENT,), "draining": _TO_END, **_GONE},
-        "silent": {
-            "ready": (_E.READY,),
-            "starting": (_E.UNREADY,),
-            "draining": (_E.START_TIMEOUT, *_TO_END),
-            **_GONE,
-        },
+        "silent": {"ready": (_E.READY,), "starting": (_E.UNREADY,), "draining": (_E.START_TIMEOUT, *_TO_END), **_GONE},
         "draining": {"draining": (_E.HELD_UP, _E.RESTART, _E.STOP, _E.GROUP_FAILED), "drained": (_E.STOPPED,), **_GONE},
         "backoff": {
             "starting": (_E.BACKOFF_ELAPSED,),
@@ -159,9 +150,9 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     ``replicas_restarts_total``. ``start_s``: on the first readiness of a generation,
     seconds since its processes were started. ``recovery_s``: when a later generation
     becomes ready, seconds since the replica was last ready. ``nodes``: the node of each
-    of its parts, where it starts or is adopted. ``silent_s``: of one that falls silent,
-    seconds since it was last heard; of one that is heard again, for how long it was
-    silent. ``resume_s``: with ``RETRY``, seconds until the next generation starts.
+    of its parts, where it starts or is adopted. ``silent_s``: with ``SILENT``, seconds
+    since it was last heard: the state began then. ``resume_s``: with ``RETRY``, seconds
+    until the next generation starts.
     """
 
     group: str
@@ -177,11 +168,6 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     nodes: tuple[str, ...] = ()
     silent_s: float | None = None
     resume_s: float | None = None
-
-    @property
-    def lasted_s(self) -> float:
-        """For how long it had been in the new state when that was noticed, in s."""
-        return (self.silent_s or 0.0) if self.after == "silent" else 0.0
 
 
 class Lifecycle:
@@ -230,13 +216,7 @@ class Lifecycle:
         self._started_at += pause_s
 
     def apply(
-        self,
-        event: ReplicaEvent,
-        *,
-        now: float,
-        reason: str = "",
-        restart_reason: RestartReason | None = None,
-        seconds: float | None = None,
+        self, event: ReplicaEvent, *, now: float, reason: str = "", restart_reason: _Why = None, seconds: float = 0.0
     ) -> Transition:
         """Take one step.
 
@@ -272,8 +252,6 @@ class Lifecycle:
         since = now - (silent_s or 0.0)
         if before == "ready" and after != "ready":
             self._lost_at = since
-        if before == "silent":
-            silent_s = max(0.0, now - self.since)
         if after != before:
             self.since = since
         self.state = after

@@ -62,8 +62,8 @@ class Health:
         view = self.view
         if view is None or not view.silent:
             return "", 0.0
-        ranks = f"rank{'s' * (len(view.silent) > 1)} {', '.join(map(str, view.silent))}"
-        return f"no heartbeat from {ranks} (limit: {config.heartbeat_timeout_s:g} s)", view.heartbeat_age_s or 0.0
+        ranks = ", ".join(map(str, view.silent))
+        return f"no heartbeat from rank {ranks} (limit: {config.heartbeat_timeout_s:g} s)", view.heartbeat_age_s or 0.0
 
     def step(self, state: ReplicaState, *, ready: bool, silent: bool, now: float) -> ReplicaEvent | None:
         """Return the event that makes ``state`` what is seen; None: it is that."""
@@ -166,11 +166,8 @@ def line(transition: Transition, *, resume_in_s: float, logs: Path | None) -> st
         case ReplicaEvent.READY if transition.start_s is not None:
             return f"{name}: ready after {transition.start_s:.1f} s{again}"
         case ReplicaEvent.READY:
-            silent = f" after {transition.silent_s:.1f} s of silence" if transition.silent_s is not None else ""
-            return f"{name}: ready again{silent}{again}"
-        case ReplicaEvent.SILENT:
-            return f"{name}: silent: {reason}"
-        case ReplicaEvent.HELD_UP:
+            return f"{name}: ready again{': ' if reason else ''}{reason}{again}"
+        case ReplicaEvent.HELD_UP | ReplicaEvent.SILENT:
             return f"{name}: {reason}"
         case ReplicaEvent.RETRY:
             when = f"in {resume_in_s:.1f} s" if resume_in_s else "now"

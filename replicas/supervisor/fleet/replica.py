@@ -286,8 +286,9 @@ class Replica:
         health, (silence, silent_s) = self._health, self._silence
         event = health.step(self.life.state, ready=ready, silent=bool(silence), now=now)
         if event is not None:
-            why = health.view.reason if health.view is not None and event is ReplicaEvent.UNREADY else ""
-            self._apply(event, reason=silence or why, seconds=silent_s)
+            heard = f"heard after {self.life.state_age_s(now):.1f} s" if self.life.state == "silent" else ""
+            lacks = health.view.reason if health.view is not None and event is ReplicaEvent.UNREADY else ""
+            self._apply(event, reason=silence or "; ".join(filter(None, (heard, lacks))), seconds=silent_s)
 
     @property
     def _lives(self) -> bool:
@@ -419,7 +420,7 @@ class Replica:
         if event is ReplicaEvent.RETRY:
             self._resume_at = self._now() + (found.delay_s or 0.0)
             why = cause.reason if cause else "exit"
-            self._apply(event, reason=self.last_exit, restart_reason=why, seconds=found.delay_s)
+            self._apply(event, reason=self.last_exit, restart_reason=why, seconds=found.delay_s or 0.0)
         else:
             text = self.last_exit if event is ReplicaEvent.FINISHED else f"{self.last_exit}; {found.rule}"
             self._apply(event, reason=text)
@@ -456,9 +457,7 @@ class Replica:
     def status(self, now: float) -> ReplicaStatus:
         life, parts = self.life, self._generation.parts
         view = self._health.view if life.state in RUNNING else None
-        reason = view.reason if view is not None else life.reason
-        if life.state == "silent":
-            reason = self._silence[0] or life.reason
+        reason = life.reason if view is None else self._silence[0] or view.reason
         if waits := self.waits:
             reason = "; ".join(filter(None, (reason * (life.state in ("backoff", "draining")), f"waits {waits}")))
         elif self._course.hold_ups.text and life.alive:

@@ -174,17 +174,59 @@ def test_a_pipe_gets_whole_lines(capsys: pytest.CaptureFixture[str], monkeypatch
     assert LONG in capsys.readouterr().out
 
 
-def test_watched_shows_channels_and_ill_replicas_first_on_a_small_screen() -> None:
-    status = a_status(50)
-    ill = msgspec.structs.replace(status.groups[0].replicas[47], state="failed")
-    group = msgspec.structs.replace(status.groups[0], replicas=(*status.groups[0].replicas[:47], ill))
-    status = msgspec.structs.replace(status, groups=(group,))
+def drawn(status: RunStatus) -> list[str]:
+    """What ``status --watch`` draws at 80x24."""
     console = screen(80, 24)
     lines = console.render_lines(render.watched(status, 110.0, 80, 24), pad=False)
     text = ["".join(segment.text for segment in line).rstrip() for line in lines]
-    assert len(text) == 23
+    assert len(text) < 24
     assert all(len(line) <= 80 for line in text)
+    return text
+
+
+def many(**ill: str) -> RunStatus:
+    """Fifty replicas: two trainers, which are well, and rollouts with these states."""
+    status = a_status(48)
+    base = msgspec.structs.replace(status.groups[0].replicas[0], group="rollout")
+    rollouts = tuple(
+        msgspec.structs.replace(base, name=f"rollout/{index}", replica=index, state=ill.get(f"r{index}", "ready"))
+        for index in range(48)
+    )
+    trainers = tuple(
+        msgspec.structs.replace(one, name=f"trainer/{one.replica}", group="trainer") for one in rollouts[:2]
+    )
+    made = [("trainer", trainers), ("rollout", rollouts)]
+    groups = (msgspec.structs.replace(status.groups[0], name=name, replicas=replicas) for name, replicas in made)
+    return msgspec.structs.replace(status, groups=tuple(groups))
+
+
+def test_watched_has_ill_replicas_first_then_channels_and_one_line_of_healthy_ones() -> None:
+    text = drawn(many(r17="silent", r40="failed", r41="starting"))
+    heads = [line.split()[0] for line in text]
+    assert text[1:4] == [
+        "rollout/40 has failed for good, for 2m 5s",
+        "rollout/17 is silent, for 2m 5s",
+        "Node node-18 is away: its agent is silent, for 0 s",
+    ]
+    assert heads[4:9] == ["replica", "rollout/40", "rollout/17", "rollout/41", "channel"]
+    assert heads[9:13] == ["policy", "group", "rollout", "trainer"], "the ill group before the healthy one"
+    assert text[13] == "47 healthy: rollout/0-16, rollout/18-39, rollout/42-47, trainer/0-1"
+    assert [line.split()[1] for line in text[14:]] == ["state", "away"], "nodes that are not up"
+
+
+def test_watched_has_channels_and_healthy_ones_also_when_most_are_ill() -> None:
+    text = drawn(many(**{f"r{index}": "silent" if index == 30 else "pending" for index in range(1, 48)}))
+    assert len(text) == 23
+    assert text[4].startswith("rollout/30 ")
+    (more,) = (line for line in text if " more: " in line)
+    assert more == "38 more: rollout/10-29, rollout/31-47, trainer/1"
+    assert text[-3] == "2 healthy: rollout/0, trainer/0"
     assert any(line.startswith("policy ") for line in text)
-    first = next(at for at, line in enumerate(text) if line.startswith("replica "))
-    assert {line.split()[0] for line in text[first + 1 : first + 4]} == {f"rollout-server/{one}" for one in (2, 4, 47)}
-    assert text[-1].endswith("`replicas top` scrolls")
+
+
+def test_watched_shows_all_of_a_few() -> None:
+    text = drawn(a_status(3))
+    rows = [line.split()[0] for line in text if line.startswith("rollout-server/")]
+    assert rows == [f"rollout-server/{number}" for number in (2, 2, 0, 1)], "its sentence, then all by their illness"
+    assert any(line.startswith("node-17 ") for line in text)
+    assert "healthy" not in "".join(text)

@@ -45,7 +45,7 @@ TOLD: list[tuple[events.Event, str, str]] = [
         "a/0",
         "ready -> silent: no heartbeat from rank 0",
     ),
-    (transition(before="silent", silent_s=12.0), "a/0", "silent -> ready after 12 s"),
+    (transition(before="silent", reason="heard after 12.0 s"), "a/0", "silent -> ready: heard after 12.0 s"),
     (transition(event=Step.UNREADY, before="silent", after="starting"), "a/0", "silent -> starting"),
     (
         transition(event=Step.RETRY, after="backoff", reason="rank 0 was killed by SIGKILL", resume_s=1.5),

@@ -110,7 +110,7 @@ def test_the_status_says_so_at_80_columns_and_only_then(fleet: Fleet) -> None:
             console.print(run_status(fleet.run))
         return capture.get()
 
-    assert "MIXED" not in shown()
+    assert "different versions" not in shown()
     fleet.loads(0, 6, at=time.time() - 9001.0)
-    line = "policy: MIXED for 2h 30m: version 6 on 1 replica, version 5 on 2 replicas"
+    line = "The fleet serves different versions of policy: 6 on 1, 5 on 2, for 2h 30m"
     assert line in shown().splitlines()
