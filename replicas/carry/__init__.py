@@ -1,1 +1,11 @@
-"""Bytes between hosts: carriers serve slots to other hosts, and pull versions."""
+"""Move versions between hosts over TCP, in a process without torch beside each rank.
+
+    rank_side.Carrier -> wire -> carrier process: serve.Server -> TCP -> pull.Pull
+
+A rank starts one carrier and sends it the descriptors of its slots. The carrier serves
+versions out of these slots, and pulls versions from other hosts' carriers into them,
+in blocks (``blocks``), whole or as deltas (``delta``), each block verified by digest.
+
+The room decides nothing: the coordinator picks holders and makes secrets, the rank
+picks slots. Members of one host map each other's memory instead.
+"""

@@ -1,8 +1,8 @@
-"""Blocks of 16 MiB: the unit in which bytes are asked for, digested and verified.
+"""Blocks of 16 MiB: the unit in which bytes are requested, digested and verified.
 
-The digest of a version is that of the digests of its blocks
-(:mod:`replicas.weights.copies.digest`). So the digest of each block, told by the
-publisher, says which block is wrong, and who has served it.
+A version's digest is the digest of its blocks' digests
+(:mod:`replicas.weights.copies.digest`). So the blocks' digests, from the publisher,
+tell which block is wrong, and thus which holder served it.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ BLOCK_NBYTES = 16 << 20
 
 
 def combined(blocks: Iterable[bytes]) -> str:
-    """The digest of a stream, from the binary xxh3-128 of its blocks."""
+    """Return a version's digest, from the binary xxh3-128 of its blocks."""
     return xxhash.xxh3_128_hexdigest(b"".join(blocks))
 
 
 def block_range(number: int, nbytes: int) -> tuple[int, int]:
-    """First byte of a block of ``nbytes`` bytes, and the one behind its last."""
+    """Return the first byte and the end of a block of an image of ``nbytes`` bytes."""
     return number * BLOCK_NBYTES, min(nbytes, (number + 1) * BLOCK_NBYTES)
 
 
 class Asking:
-    """Which blocks of an image are still to be asked for. Not thread-safe.
+    """The blocks of an image that are still to be requested. Not thread-safe.
 
-    The lowest goes first, so that what is here is mostly a prefix, which this host can
-    serve to the next one. A block that failed comes back, before all later ones.
+    The lowest goes first, so that the slot holds mostly a prefix, which this host can
+    serve to the next one. A failed block comes back before all later blocks.
 
-    :param nbytes: of the image. :param here: blocks that need not be asked for.
+    :param nbytes: of the image. :param here: blocks that are in the slot already.
     """
 
     def __init__(self, nbytes: int, here: Iterable[int] = ()) -> None:
@@ -44,21 +44,21 @@ class Asking:
 
     @property
     def done(self) -> bool:
-        """Whether all blocks are here."""
+        """Whether all blocks have arrived."""
         return not self._left
 
     @property
     def left_nbytes(self) -> int:
-        """Bytes of the blocks that are not here."""
+        """Bytes of the missing blocks."""
         return sum(end - start for start, end in map(self.range_of, self._left))
 
     @property
     def waiting(self) -> int:
-        """How many blocks wait to be asked for; others may be on their way."""
+        """Number of blocks to request, without those under way."""
         return len(self._waiting)
 
     def take(self) -> int | None:
-        """The next block to ask for; None: there is none now."""
+        """Return the next block to request, marked as under way, or None."""
         if not self._waiting:
             return None
         number = heappop(self._waiting)
@@ -66,21 +66,21 @@ class Asking:
         return number
 
     def give_back(self, number: int) -> None:
-        """The block did not come, or was wrong: ask again, once."""
+        """Request a block again, which did not arrive or was wrong."""
         if number in self._left and number in self._asked:
             self._asked.discard(number)
             heappush(self._waiting, number)
 
     def landed(self, number: int) -> None:
-        """The block is here, and right as far as that is known."""
+        """Note that the block has arrived."""
         self._left.discard(number)
         self._asked.discard(number)
 
     def wrong(self, number: int) -> None:
-        """A block that had landed is wrong: ask for it again."""
+        """Request a block again, which arrived with wrong bytes."""
         self._left.add(number)
         heappush(self._waiting, number)
 
     def range_of(self, number: int) -> tuple[int, int]:
-        """First byte of the block, and the one behind its last."""
+        """Return the block's first byte and its end."""
         return block_range(number, self.nbytes)

@@ -2,14 +2,14 @@
 
     python -m replicas.carry.carrier --fd N --parent PID --host ADDRESS [--port PORT]
 
-The main thread never waits for a peer, the disk or a lock that a peer holds: it reads
-requests, accepts connections and answers pings. Each connection and each pull has a
-thread of its own. The process has no torch, and is ended by the end of its channel, or
-of its rank (a forked child of the rank may keep the channel open); one that is stopped
-(SIGSTOP) then, by the kernel.
+The main thread reads requests, accepts connections and answers pings; it never waits
+for a peer, the disk or a lock that a peer holds. Each connection and each pull has its
+own thread. The process does not import torch. It exits when its channel closes or its
+rank ends (a forked child of the rank may keep the channel open); if it is stopped
+(SIGSTOP) at that moment, the kernel kills it.
 
-Out of descriptors it serves and pulls over the connections that it has, and looks again
-every :data:`REST_S` whether it can take more.
+Without a free descriptor the carrier keeps using its connections, and tries to accept
+again every :data:`REST_S`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from replicas.trust.certificate import certificate_hash, context_of
 _END = select.POLLHUP | select.POLLRDHUP | select.POLLERR
 _BACKLOG = 1024
 REST_S = 0.1
-"""Before connections are accepted again after that has failed."""
+"""Pause in accepting connections after a failure."""
 
 
 class Slot:
@@ -52,7 +52,7 @@ class Slot:
 
     @property
     def memory(self) -> mmap.mmap:
-        """Mapped for writing, when it is first pulled into."""
+        """The slot, mapped for writing on first use."""
         return self._map(mmap.ACCESS_WRITE)
 
     def _map(self, access: int) -> mmap.mmap:
@@ -61,11 +61,14 @@ class Slot:
         return self._mapped[access]
 
     def view(self, place: wire.Place) -> memoryview:
-        """The bytes of a version, read-only: its slot may be closed to writers."""
+        """Return a version's bytes, read-only, as the slot may be closed to writers."""
         return memoryview(self._map(mmap.ACCESS_READ))[place.offset : place.offset + place.nbytes]
 
     def image(self, place: wire.Place, *, full: bool = False, mapped: bool = False) -> Image:
-        """``mapped``: it is sent from its mapping."""
+        """Return the image at ``place``. ``mapped``: serve it from the mapping.
+
+        :raises ValueError: the slot is too small.
+        """
         if place.offset + place.nbytes > self.nbytes:
             raise ValueError(f"the slot has {self.nbytes} bytes, not {place.offset + place.nbytes}")
         return Image(self.fd, place.offset, place.nbytes, full=full, data=self.view(place) if mapped else None)
@@ -78,7 +81,7 @@ class Slot:
 
 
 class Carrier:
-    """What the rank has asked for, and the threads that do it."""
+    """Carries out the rank's requests, the long ones on threads."""
 
     def __init__(self, channel: socket.socket, listener: socket.socket) -> None:
         self._channel = channel
@@ -92,7 +95,7 @@ class Carrier:
         self.server = Server(listener, _start)
 
     def handle(self, request: wire.Request, fds: list[int]) -> None:
-        """Do it, or start a thread that does; never wait. Takes over ``fds``."""
+        """Carry out a request, or start a thread for it; never wait. Owns ``fds``."""
         match request:
             case wire.MapSlot(key=key):
                 self._slots[key] = Slot(fds[0])
@@ -196,7 +199,7 @@ def _start(function: Callable[[], None]) -> None:
     def run() -> None:
         try:
             function()
-        except BaseException as error:  # noqa: BLE001  # a carrier with a dead thread would be waited for in vain
+        except BaseException as error:  # noqa: BLE001  # the rank would wait in vain for a dead thread
             _tell(error)
             end_process(1)
 
@@ -208,7 +211,10 @@ def _tell(error: BaseException) -> None:
 
 
 def serve(channel: socket.socket, listener: socket.socket, pidfd: int) -> None:
-    """Serve the rank at the other end of ``channel`` until it ends."""
+    """Serve the rank at the other end of ``channel``; return when the rank ends.
+
+    :raises ConnectionError: a request came with a wrong number of descriptors.
+    """
     carrier, reader = Carrier(channel, listener), frames.FrameReader(channel)
     poller = select.poll()
     poller.register(channel, select.POLLIN | _END)
@@ -257,10 +263,10 @@ def main() -> None:
     frames.write_frame(channel, wire.Listening(0, listener.getsockname()[1], warning))
     try:
         serve(channel, listener, os.pidfd_open(options.parent))
-    except BaseException as error:  # noqa: BLE001  # its rank starts another one; what ended this one is told
+    except BaseException as error:  # noqa: BLE001  # print the cause; the rank starts another carrier
         _tell(error)
         end_process(1)
-    end_process(0)  # at once: threads may be at work for peers
+    end_process(0)  # without joining threads, which may be busy with peers
 
 
 if __name__ == "__main__":

@@ -1,20 +1,22 @@
-"""A version as its difference from a base, lossless, block by block. Pure.
+"""Encode a version's blocks as lossless differences from a base. No I/O.
+
+    delta = encode_block(base, new); apply_block(base, delta, out)  # out == new
 
 Theory of operation
 ===================
 
-A step of training in bfloat16 changes a percent of the elements, mostly by one unit in
-the last place. The delta of a block (:mod:`replicas.carry.blocks`) has the *gaps*
-between changed elements, and the xor of their old and new values: small numbers, whose
-bytes are put in *planes* (all first bytes, then all second ones, ...) and compressed by
-zstd (RFC 8878) at level 1, of which only the entropy coding does something here. Of
-269 MB of bfloat16 in which 0.35 / 1 / 3 % of the elements had changed it leaves 0.31 /
-0.72 / 1.72 % (bench/bench_delta.py); the entropy is 0.25 / 0.63 / 1.59 %. Positions as
-int32 with the values: 1.05 / 3.0 / 9.0; zstd of the xor as a whole: 0.57 / 1.38 / 3.43.
+A training step in bfloat16 changes about 1 % of the elements, mostly by one unit in the
+last place. The delta of a block (:mod:`replicas.carry.blocks`) consists of the *gaps*
+between changed elements and the xor of their old and new values. These are small
+numbers, whose bytes are put in *planes* (all first bytes, then all second ones, ...)
+and compressed by zstd (RFC 8878) at level 1, of which only the entropy coding matters
+here. Of 269 MB of bfloat16 in which 0.35 / 1 / 3 % of the elements had changed it
+leaves 0.31 / 0.72 / 1.72 % (bench/bench_delta.py); the entropy is 0.25 / 0.63 / 1.59 %.
+Positions as int32 with the values take 1.05 / 3.0 / 9.0 %; zstd of the whole xor takes
+0.57 / 1.38 / 3.43 %.
 
-Nothing is known of dtypes but the bytes of an element. Blocks are independent: each can
-be sent, served on, applied and verified by itself. xor undoes itself: where base and
-result are one memory, a delta applied twice leaves what was there.
+Of dtypes the code knows only the bytes of an element. Each block is sent, forwarded,
+applied and verified alone. Applying a delta twice in place restores the base.
 
 ::
 
@@ -23,16 +25,15 @@ result are one memory, a delta applied twice leaves what was there.
     frame  := zstd of: planes x count bytes of gaps; width x n bytes of xor for each
               region, of which n elements changed
 
-Little endian. Regions lie one behind the other, and have elements of 1, 2, 4 or 8
-bytes; elements are numbered through all of them. A gap is the number of elements since
-the last changed one. *Same* is a block without changes. *Whole* is one that is to be
-sent as bytes: before compression its delta has more bytes than the block, or half of
-them after it.
+Little endian. Regions follow each other, with elements of 1, 2, 4 or 8 bytes, numbered
+through all regions. A gap is the number of unchanged elements since the last changed
+one. Kind *same* means no changes. Kind *whole* means that the block is to be sent as
+bytes: its delta is larger than the block before compression, or than half of it after.
 
-**Hostile input.** A delta comes from another host. All of it is checked before a byte
-is written; it decompresses to no more bytes than its block has; positions rise, so the
-last one bounds them all. What passes may still be wrong: the digest of the block, from
-the publisher, decides.
+**Hostile input.** A delta comes from another host. It is checked completely before a
+byte is written; it decompresses to at most the bytes of its block; positions rise, so
+the last one bounds them all. A valid delta may still be wrong: the caller compares the
+block's digest with the publisher's.
 """
 
 from __future__ import annotations
@@ -59,22 +60,22 @@ _PLANES_MAX, _REGIONS_MAX = 3, 255
 """A block has 2^24 elements at most."""
 _SAMPLES, _SAMPLE_NBYTES = 256, 128
 _THROUGHOUT = 0.8
-"""A delta of elements of 2 bytes is no smaller than these when 0.67 have changed."""
+"""With 2-byte elements a delta does not pay when a share of 0.67 has changed."""
 
 Region = tuple[int, int, int]
-"""First byte, the one behind the last, and the bytes of an element."""
+"""First byte, end, and the bytes of an element."""
 
 
 class DeltaError(ConnectionError):
-    """What came is no delta of this block."""
+    """The delta is malformed, or belongs to another block."""
 
 
 @dataclass(frozen=True)
 class Changes:
     """Changed elements of one region.
 
-    :ivar start: its first byte in the block. :ivar end: the one behind its last.
-    :ivar numbers: of the elements, from the start of the region, rising.
+    :ivar start: the region's first byte in the block. :ivar end: its end.
+    :ivar numbers: indices of the elements in the region, rising.
     :ivar values: unsigned integers of the elements' size: the new values, or the xor of
         old and new ones.
     """
@@ -86,10 +87,10 @@ class Changes:
 
 
 def encode_block(base: memoryview, new: memoryview, regions: Iterable[Region] = (), *, start: int = 0) -> bytes:
-    """The delta of a block.
+    """Return the delta of a block: of kind *whole* if a delta does not pay.
 
-    :param regions: where elements of which size are in the image; none: all have
-        :data:`DEFAULT_WIDTH`. Bytes in no region are elements themselves.
+    :param regions: where the image has elements of which size; if empty, all have
+        :data:`DEFAULT_WIDTH`. Bytes outside all regions are 1-byte elements.
     :param start: the block's first byte in the image.
     """
     import numpy as np
@@ -99,7 +100,7 @@ def encode_block(base: memoryview, new: memoryview, regions: Iterable[Region] = 
 
     nbytes = new.nbytes
     if base.nbytes != nbytes or nbytes > BLOCK_NBYTES:
-        raise ValueError(f"{base.nbytes} bytes are no base of a block of {nbytes}")
+        raise ValueError(f"a base of {base.nbytes} bytes does not fit a block of {nbytes}")
     old, now = np.frombuffer(base, np.uint8), np.frombuffer(new, np.uint8)
     places = _layout(regions, start, nbytes)
     whole = _HEAD.pack(VERSION, WHOLE, nbytes)
@@ -131,7 +132,7 @@ def encode_block(base: memoryview, new: memoryview, regions: Iterable[Region] = 
 
 
 def _differ_throughout(old: npt.NDArray[np.uint8], new: npt.NDArray[np.uint8]) -> bool:
-    """Whether a delta is no use, judged by samples; a small block is not sampled."""
+    """Return True if samples show that a delta does not pay; False for small blocks."""
     count = len(new) // _SAMPLE_NBYTES
     if count < _SAMPLES:
         return False
@@ -141,16 +142,18 @@ def _differ_throughout(old: npt.NDArray[np.uint8], new: npt.NDArray[np.uint8]) -
 
 
 def is_whole(delta: bytes) -> bool:
-    """Whether the block is to be sent as bytes. :raises DeltaError: it is malformed."""
+    """Return True if the block is to be sent as bytes.
+
+    :raises DeltaError: the delta is malformed.
+    """
     return _head(delta)[0] == WHOLE
 
 
 def apply_block(base: memoryview, delta: bytes, out: memoryview) -> None:
-    """Write the block that ``delta`` makes of ``base`` to ``out``: other, or the same
-    memory.
+    """Write the block that ``delta`` makes of ``base`` to ``out`` (which may be it).
 
-    :raises DeltaError: it is malformed, or of another block, or whole; nothing was
-        written.
+    :raises DeltaError: the delta is malformed, of another block, or *whole*; nothing
+        was written.
     """
     import numpy as np
 
@@ -167,7 +170,7 @@ def apply_block(base: memoryview, delta: bytes, out: memoryview) -> None:
 
 
 def changes_of(base: memoryview, delta: bytes) -> Iterator[Changes]:
-    """The changed elements of a block, with their new values, by region.
+    """Yield the changed elements of a block, with their new values, by region.
 
     :raises DeltaError: as :func:`apply_block`.
     """
@@ -180,7 +183,7 @@ def changes_of(base: memoryview, delta: bytes) -> Iterator[Changes]:
 
 
 def _layout(regions: Iterable[Region], start: int, nbytes: int) -> Sequence[tuple[int, int]]:
-    """End and width of regions that cover the block, by whole elements."""
+    """Return end and width of regions of whole elements that cover the block."""
     places: list[tuple[int, int]] = []
 
     def place(end: int, width: int) -> None:
@@ -204,12 +207,12 @@ def _layout(regions: Iterable[Region], start: int, nbytes: int) -> Sequence[tupl
 
 
 def _planes(values: npt.NDArray[Any], count: int) -> bytes:
-    """The lowest bytes of all values, then the next ones, ``count`` in all."""
+    """Return the lowest bytes of all values, then the next ones, ``count`` times."""
     return values.view("u1").reshape(-1, values.itemsize)[:, :count].T.tobytes()
 
 
 def _joined(planes: npt.NDArray[np.uint8], width: int) -> npt.NDArray[Any]:
-    """The way back: a plane in each row; unsigned integers of ``width`` bytes."""
+    """Reverse :func:`_planes`: rows of planes to integers of ``width`` bytes."""
     values: npt.NDArray[Any] = planes[0].astype(f"<u{width}")
     for number in range(1, len(planes)):
         more = planes[number].astype(values.dtype)
@@ -219,7 +222,7 @@ def _joined(planes: npt.NDArray[np.uint8], width: int) -> npt.NDArray[Any]:
 
 
 def _head(delta: bytes) -> tuple[int, int]:
-    """Kind, and bytes of the block."""
+    """Return the delta's kind, and the bytes of its block."""
     if not _HEAD.size <= len(delta) <= DELTA_NBYTES_MAX:
         raise DeltaError(f"a delta of {len(delta)} bytes")
     version, kind, nbytes = _HEAD.unpack_from(delta)
@@ -229,9 +232,9 @@ def _head(delta: bytes) -> tuple[int, int]:
 
 
 def _decoded(delta: bytes, nbytes: int) -> list[Changes]:
-    """Changes with the xor of each, all checked.
+    """Check and decode a delta; return the changes, with xors as values.
 
-    :raises DeltaError: it is malformed.
+    :raises DeltaError: the delta is malformed.
     """
     kind, stated = _head(delta)
     if stated != nbytes or kind == WHOLE:
@@ -252,7 +255,7 @@ def _decoded(delta: bytes, nbytes: int) -> list[Changes]:
 
 
 def _elements(places: Sequence[tuple[int, int]], nbytes: int) -> list[int]:
-    """How many elements there are up to the end of each region."""
+    """Return the number of elements up to the end of each region."""
     elements = [0]
     at = 0
     for end, width in places:

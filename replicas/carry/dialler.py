@@ -1,7 +1,7 @@
-"""Connections of a puller to holders: made, proven at both ends, and ended together.
+"""A puller's connections to holders: made, authenticated by both ends, ended together.
 
-*Encrypted*, each connection is TLS with the very certificate that the holder's rank has
-told (:mod:`replicas.carry.tls`); a holder without one is none, and nothing falls back.
+If encrypted, each connection uses TLS with the certificate that the holder's rank
+announced (:mod:`replicas.carry.tls`), and never goes without.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from replicas.carry.serve import DELTA_FOLLOWS, FAR_S, HEAD, OVER
 from replicas.linux.sockets import round_trip_s
 
 CONNECT_S, LAST_CONNECT_S = 1.5, 3.0
-"""In which a holder must have accepted: a lost first packet is sent again after 1 s.
+"""Timeout of a connect: a lost first packet is sent again after 1 s.
 
-The second one is for the last holder that is left, as is that of :data:`LAST_SILENT_S`.
+The second value is for the last holder that is left, as is :data:`LAST_SILENT_S`.
 """
 GREET_S = 3.0
-"""In which it must then have proven itself; it may hear of the transfer a bit later."""
+"""Timeout of the handshake; the holder may learn of the transfer a bit later."""
 SILENT_S, LAST_SILENT_S = 1.5, 4.0
-"""Without a byte or a sign of life for so long a holder is frozen, or cut off."""
+"""A holder that sends nothing for this time is frozen, or cut off."""
 WAKES_S = 0.25
-"""Between two looks at a silent connection, and at what of a chunk has come."""
+"""Interval of checks of a silent connection and of a chunk that has arrived in part."""
 _SECONDS = struct.Struct("ll")
 _LACKS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL})
 _CUT = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN})
 
 
 class Over(Exception):
-    """The connection is not needed any more."""
+    """The connection is no longer needed."""
 
 
 class NotMade(Exception):
-    """There is no connection. ``why``: in words."""
+    """The connection could not be made. ``why``: a text."""
 
     def __init__(self, why: str, *, cut: bool = False) -> None:
         super().__init__(why)
@@ -50,28 +50,28 @@ class NotMade(Exception):
 
 
 class Lacking(NotMade):
-    """This process, or its machine, has no descriptor, port or memory left."""
+    """This process or machine has no descriptor, port or memory left."""
 
 
 class CutAtDoor(NotMade):
-    """It was closed before the holder had proven itself, as under a flood."""
+    """The connection broke before the handshake was done, as in a flood."""
 
 
 def is_cut(error: OSError) -> bool:
-    """Return True if nothing gets through, as it seems."""
+    """Return True if the network path seems broken."""
     return isinstance(error, TimeoutError) or error.errno in _CUT
 
 
 class Line:
-    """A proven connection to a holder.
+    """An authenticated connection to a holder. Its methods block.
 
-    :param last: it is the last holder that is left, and gets more time.
+    :param last: no other holder is left; this one gets more time.
     """
 
     def __init__(self, sock: socket.socket, holder: Holder, *, last: bool) -> None:
         self.sock, self.holder = sock, holder
         self.patience_s = LAST_SILENT_S if last else SILENT_S
-        if isinstance(sock, ssl.SSLSocket):  # it waits by itself, record by record
+        if isinstance(sock, ssl.SSLSocket):  # Python waits, record by record
             sock.settimeout(WAKES_S)
         else:
             sock.settimeout(None)
@@ -81,7 +81,10 @@ class Line:
         self.sock.sendall(data)
 
     def receive(self, into: memoryview) -> int:
-        """All of it, or what has come within :data:`WAKES_S`."""
+        """Fill ``into``, or what arrives within :data:`WAKES_S`; return the bytes.
+
+        :raises OSError: the holder closed the connection, or sent nothing for too long.
+        """
         began = time.monotonic()
         while True:
             try:
@@ -99,16 +102,16 @@ class Line:
             into = into[self.receive(into) :]
 
     def number(self) -> int:
-        """The next four bytes: a head, or a length."""
+        """Return the next four bytes, a head or a length, as a number."""
         head = bytearray(HEAD.size)
         self.receive_all(memoryview(head))
         (found,) = HEAD.unpack(head)
         if found == OVER:
-            raise ConnectionError("does not serve the version any more")
+            raise ConnectionError("no longer serves the version")
         return int(found)
 
     def piece(self, most: int) -> int:
-        """How many bytes follow; :data:`DELTA_FOLLOWS`: a delta does."""
+        """Return how many bytes follow, or :data:`DELTA_FOLLOWS`."""
         piece = self.number()
         if piece > most and piece != DELTA_FOLLOWS:
             raise ConnectionError("sends more than was asked for")
@@ -116,11 +119,11 @@ class Line:
 
 
 class Dialler:
-    """Makes them, for one pull.
+    """Makes the connections of one pull. Thread-safe.
 
-    :param source: address to connect from; empty: any.
-    :param trips: round trips in seconds by host, kept up to date.
-    :param encrypt: in TLS, and never without.
+    :param source: address to connect from; empty means any.
+    :param trips: round trips in seconds by host, updated by each connection.
+    :param encrypt: use TLS, and never connect without.
     """
 
     def __init__(
@@ -134,12 +137,12 @@ class Dialler:
         self._put_off: set[socket.socket] = set()
         self._over = False
         self.made: Counter[Holder] = Counter()
-        """Connections to each holder, those included that are still being made."""
+        """Connections by holder, including those being made."""
         self.proven: Counter[Holder] = Counter()
-        """Connections that work."""
+        """Connections by holder whose handshake is done."""
 
     def hang_up(self, holder: Holder | None = None) -> None:
-        """End the connections to a holder; None: all, also those made just now."""
+        """End the connections to a holder, or all, including those being made."""
         with self._lock:
             if holder is None:
                 self._over = True
@@ -149,19 +152,19 @@ class Dialler:
                     tls.hang_up(sock)
 
     def is_far(self, holder: Holder | None) -> bool:
-        """Whether it was far when it was last connected to."""
+        """Return True if the last connection to the holder had a long round trip."""
         return holder is not None and self._trips.get(holder.host, 0.0) > FAR_S
 
     def begin(self) -> None:
-        """Make connections again, after all have ended."""
+        """Allow connections again after :meth:`hang_up`."""
         with self._lock:
             self._over = False
 
     @contextlib.contextmanager
     def dialled(self, holder: Holder, *, last: bool = True) -> Iterator[Line]:
-        """A connection, both ends proven; silence ends it.
+        """Context manager: connect, do the handshake, and close at the end.
 
-        :raises Over: it was hung up. :raises NotMade: there is none.
+        :raises Over: it was hung up. :raises NotMade: it could not be made.
         """
         with self._lock:
             self.made[holder] += 1
@@ -186,9 +189,9 @@ class Dialler:
                 self._lose(sock)
 
     def _connect(self, holder: Holder, timeout_s: float) -> socket.socket:
-        """A connection that ends when the pull does; nothing is sent yet."""
+        """Return a connected socket, wrapped for TLS, before any handshake."""
         if self._tls is not None and not holder.certificate_hash:
-            raise tls.NotTheHolder("has told no certificate, and the channel is encrypted")
+            raise tls.NotTheHolder("announced no certificate, but the channel is encrypted")
         sock: socket.socket | None = None
         try:
             sock, there = endpoint.prepare(holder.host, holder.port, self._source)
@@ -214,14 +217,14 @@ class Dialler:
             raise
 
     def _sealed(self, sock: socket.socket, holder: Holder, context: ssl.SSLContext) -> ssl.SSLSocket:
-        with self._lock:  # it changes hands
+        with self._lock:  # hang_up finds one of both sockets
             self._sockets.pop(sock, None)
             sealed = tls.wrap(sock, context)
             self._keep(sealed, holder)
         return sealed
 
     def _keep(self, sock: socket.socket, holder: Holder) -> None:
-        """Note a connection that is to end with the pull."""
+        """Register a connection for :meth:`hang_up`. :raises Over: that was called."""
         with self._lock:
             self._sockets[sock] = holder
             if self._over:
@@ -234,7 +237,7 @@ class Dialler:
         sock.close()
 
     def _greet(self, sock: socket.socket, holder: Holder) -> None:
-        """Know the holder, and prove to it that this is a puller."""
+        """Do the handshakes: TLS if the socket has it, then the greeting."""
         deadline, binding = time.monotonic() + GREET_S, b""
         try:
             sock.settimeout(GREET_S)
@@ -252,7 +255,7 @@ class Dialler:
 
 
 def words(error: OSError) -> str:
-    """What the other end has done."""
+    """Return how the peer ended the connection, as text."""
     if isinstance(error, ssl.SSLError):
         return f"broke the connection ({error.reason or error})"
     return str(error) if error.strerror is None else f"broke the connection ({error.strerror})"

@@ -1,14 +1,14 @@
-"""Deltas of an image's blocks against a base, made when they are first asked for.
+"""Deltas of an image's blocks against a base, made when a puller first asks for them.
 
-Who packed a version has the version before in another slot: the delta of a block is
-encoded when the first puller asks for it, and kept for the others; before that, where
-pullers are far. Who has pulled a version by deltas serves those on. A block without a
-delta is sent as bytes.
+A rank that packed a version has the previous version in another slot. The carrier
+encodes a block's delta for the first puller, or ahead of time if pullers are far, and
+keeps it for the others. A host that pulled a version by deltas serves these deltas. A
+block without a delta is sent as bytes.
 
-*Which is cheaper* (:class:`Choice`) depends on the link: over 100 Gbit/s a version is
-there before its delta is computed. So a carrier remembers how fast versions came from a
-host in both ways, takes the faster one, and tries the other one again so rarely that
-the trials cost a few per cent at most.
+*Bytes or deltas* (:class:`Choice`) depends on the link: over 100 Gbit/s a version
+arrives before its delta is computed. So a carrier remembers the rate of both ways for
+each host, takes the faster one, and retries the slower one so rarely that the trials
+cost a few per cent at most.
 """
 
 from __future__ import annotations
@@ -23,28 +23,25 @@ from replicas.carry.blocks import BLOCK_NBYTES, block_range
 from replicas.carry.image import Image, Withdrawn
 
 AGAIN = 16
-"""After so many pulls the slower way is tried again; it is 3 times slower: 3 times as
-many."""
+"""Pulls until the slower way is tried again, times how much slower it is."""
 MARGIN = 1.1
-"""Bytes are taken instead of deltas where they were this much faster: deltas leave the
-link to others."""
+"""How much faster bytes must be than deltas, which leave more of the link to others."""
 VAIN = 2
-"""So many more blocks without a delta than with one, and no more are looked for."""
+"""Stop making deltas when this many more blocks had no delta than had one."""
 AT_ONCE = max(2, (os.cpu_count() or 1) // 8)
-"""Deltas of one image that are made at the same time: the host has other work."""
+"""Deltas of one image that are made in parallel; the host has other work."""
 SHORT_S = 0.1
-"""What took less proves nothing, and is fast enough."""
+"""Shorter pulls are fast enough, and not measured."""
 PROOFS = 2
-"""So many pulls by deltas are judged by the fastest of them: one may have been slow by
-chance."""
+"""Pulls whose fastest counts: a single one may have been slow by chance."""
 
 
 class Deltas:
     """The deltas of one image. Thread-safe.
 
-    :param base: the base's bytes, as many as the image has; None: it has none here.
+    :param base: the base's bytes, as many as the image has; None to make no deltas.
     :param data: the image's bytes.
-    :param regions: where elements of which size are (:func:`delta.encode_block`).
+    :param regions: as in :func:`delta.encode_block`.
     """
 
     def __init__(
@@ -58,15 +55,15 @@ class Deltas:
         self._known: dict[int, bytes] = {}
         self._making: set[int] = set()
         self._vain = 0
-        """Blocks that had changed throughout, less those that had not."""
+        """Blocks that changed too much for a delta, minus those that did not."""
         self._changed = threading.Condition()
 
     def may_have(self, number: int) -> bool:
-        """Return True if the block, of which something is here, may have a delta."""
+        """Return True if the block may have a delta."""
         return number in self._known or (self._base is not None and self._vain < VAIN)
 
     def of(self, number: int) -> bytes | None:
-        """The delta of a block that is here; None: it is to be sent as bytes."""
+        """Return a present block's delta, made if need be; None to send its bytes."""
         with self._changed:
             self._changed.wait_for(
                 lambda: number in self._known or (number not in self._making and len(self._making) < AT_ONCE)
@@ -80,7 +77,7 @@ class Deltas:
         return None if known is None or delta.is_whole(known) else known
 
     def _pair(self, number: int) -> tuple[memoryview, memoryview] | None:
-        """The block in base and image; None: no delta is made of it."""
+        """Return the block in base and image, or None if no delta is to be made."""
         if self._base is None or self._data is None or self._vain >= VAIN:
             return None
         block = slice(*block_range(number, self._nbytes))
@@ -99,7 +96,10 @@ class Deltas:
                 self._changed.notify_all()
 
     def make_ahead(self, image: Image) -> None:
-        """Make all, each once it is here, for pullers that take time to ask."""
+        """Make the deltas of all blocks as these arrive, for pullers that are far.
+
+        Blocks; for a thread of its own.
+        """
         with contextlib.suppress(Withdrawn):
             for end in range(BLOCK_NBYTES, self._nbytes + BLOCK_NBYTES, BLOCK_NBYTES):
                 last = min(end, self._nbytes)
@@ -108,17 +108,17 @@ class Deltas:
                 self.of(end // BLOCK_NBYTES - 1)
 
     def keep(self, number: int, found: bytes) -> None:
-        """Keep a delta that was received, for the next hosts."""
+        """Keep a received delta, to serve it to other hosts."""
         with self._changed:
             self._known[number] = found
 
     def drop(self, number: int) -> None:
-        """A block came wrong by its delta."""
+        """Forget a delta that made a wrong block."""
         with self._changed:
             self._known.pop(number, None)
 
     def without_base(self) -> None:
-        """Make no more deltas; when this returns, nobody reads the base."""
+        """Stop making deltas; return when no thread reads the base."""
         with self._changed:
             views, self._base, self._data = (self._base, self._data), None, None
             self._changed.wait_for(lambda: not self._making)
@@ -128,15 +128,15 @@ class Deltas:
 
 
 class Choice:
-    """Whether versions from a host come faster by deltas or as bytes."""
+    """Chooses bytes or deltas for each host, by the rates measured so far."""
 
     def __init__(self) -> None:
         self._rates: dict[tuple[str, bool], tuple[float, ...]] = {}
         self._pulls: dict[str, int] = {}
-        """By host: pulls since the slower way was tried."""
+        """By host: pulls since the slower way was last tried."""
 
     def by_delta(self, host: str) -> bool:
-        """Which way to take for the next version from this host."""
+        """Return True to pull the next version from this host by deltas."""
         deltas, whole = self._rates.get((host, True), ()), self._rates.get((host, False), ())
         if len(deltas) < PROOFS or not whole:
             return True
@@ -147,6 +147,6 @@ class Choice:
         return (ratio <= MARGIN) != again
 
     def took(self, host: str, *, by_delta: bool, nbytes: int, seconds: float) -> None:
-        """A version of ``nbytes`` has come."""
+        """Record that a version of ``nbytes`` took ``seconds``."""
         if seconds >= SHORT_S:
             self._rates[host, by_delta] = (*self._rates.get((host, by_delta), ()), nbytes / seconds)[-PROOFS:]

@@ -1,13 +1,13 @@
-"""Where a carrier listens, how another one gets there, and why it does not, in words.
+"""The address at which a carrier listens, how pullers connect to it, and error texts.
 
-A carrier listens at its member's address alone: the one by which the coordinator sees
-the member. A puller connects from its own such address, so bytes take the interfaces
-that the run uses. With a fixed port the carriers of one machine take the next free ones
-behind it; a port that another program has is named.
+A carrier listens only at its member's address as the coordinator sees it. A puller
+connects from its own such address, so bytes take the interfaces that the run uses. With
+a fixed port the carriers of one machine take the first free ports from it on; a warning
+names another program that has one of them.
 
-The scope of a link-local IPv6 address (``%eth0``) is a name of the machine that told
-the address. Here the interface that has the address counts, and for another machine's
-address the one by which this machine reaches the coordinator.
+The scope of a link-local IPv6 address (``%eth0``) is valid only on the machine that
+announced it. So an own address gets the interface that has it, and another machine's
+address the interface by which this machine reaches the coordinator.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from replicas.linux.sockets import listeners
 from replicas.messages.bounds import CARRY_PORTS as PORTS
 
 NAME = "replicas-carry"
-"""Of the process of a carrier."""
+"""Name of a carrier's process."""
 REMEDY = (
     "open the TCP ports of carriers between these machines (cluster.carry_port fixes them), and let each join by an "
     "address that the others reach"
@@ -37,7 +37,7 @@ _NOT_OURS = (
     "address translation"
 )
 _APPEARS_S = 0.1
-"""In which whoever has bound a port listens at it."""
+"""A program that has bound a port listens at it after at most this time."""
 _Address = tuple[str, int] | tuple[str, int, int, int]
 
 
@@ -46,10 +46,10 @@ def shown(host: str, port: int) -> str:
 
 
 def listen(host: str, port: int, backlog: int) -> tuple[socket.socket, str]:
-    """Listen at ``host``; return the socket, and what to warn of.
+    """Listen at ``host``; return the socket and a warning, or an empty text.
 
-    :param port: the first one to try; 0: any.
-    :raises OSError: it cannot; its ``strerror`` names the address and the remedy.
+    :param port: the first port to try; 0 means any.
+    :raises OSError: ``strerror`` names the address and the remedy.
     """
     warning = ""
     for number in range(port, min(port + PORTS, 1 << 16)) if port else (0,):
@@ -60,7 +60,7 @@ def listen(host: str, port: int, backlog: int) -> tuple[socket.socket, str]:
                 raise OSError(error.errno, _why_not(error, host, number)) from error
         if not warning and (other := _other_program(host, number)):
             warning = (
-                f"port {number} of {host}, which is for carriers, is taken by {other}: the next free one is used. "
+                f"port {number} of {host}, which is for carriers, is taken by {other}; trying the next ports. "
                 f"End that program, or set cluster.carry_port so that the {PORTS} ports from it on are free, best "
                 "below 32768"
             )
@@ -71,7 +71,7 @@ def listen(host: str, port: int, backlog: int) -> tuple[socket.socket, str]:
 def _listen(host: str, port: int, backlog: int) -> socket.socket:
     family, address = _resolved(host, port)
     if ipaddress.ip_address(address[0]).is_unspecified:
-        raise OSError(errno.EADDRNOTAVAIL, "every address is none to tell others")
+        raise OSError(errno.EADDRNOTAVAIL, "other hosts cannot connect to an unspecified address")
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -84,9 +84,9 @@ def _listen(host: str, port: int, backlog: int) -> socket.socket:
 
 
 def prepare(host: str, port: int, source: str) -> tuple[socket.socket, _Address]:
-    """A socket at the address ``source`` (empty: any), and where to connect it to.
+    """Return a socket, bound to ``source`` if given, and the address to connect to.
 
-    :raises OSError: the source is none of this machine, or the other one is no address.
+    :raises OSError: ``source`` is not on this machine, or ``host`` is not an address.
     """
     family, there = _resolved(host, port, interface_of(source))
     sock = socket.socket(family, socket.SOCK_STREAM)
@@ -102,7 +102,7 @@ def prepare(host: str, port: int, source: str) -> tuple[socket.socket, _Address]
 
 
 def unreached(error: OSError, host: str, port: int, source: str) -> str:
-    """Why there is no connection: both ends, the reason, and what to do."""
+    """Return an error text: both ends, the reason, and the remedy."""
     interface = interface_of(source)
     here = f" from {source}" + (f" ({interface})" if interface and not source.endswith(interface) else "")
     return f"{shown(host, port)} cannot be reached{here if source else ''}: {_reason(error, source)}; {REMEDY}"
@@ -111,11 +111,11 @@ def unreached(error: OSError, host: str, port: int, source: str) -> str:
 def _reason(error: OSError, source: str) -> str:
     match error.errno:
         case errno.ECONNREFUSED:
-            return "connection refused: nobody listens there any more, or a firewall refuses it"
+            return "connection refused: no program listens there, or a firewall refuses it"
         case errno.EHOSTUNREACH | errno.ENETUNREACH:
             return f"{os.strerror(error.errno)}: no interface leads there"
         case errno.EADDRNOTAVAIL:
-            return f"{source or 'an address'} is no address of this machine, or it has no free port"
+            return f"{source or 'an address'} is not an address of this machine, or has no free port"
     if isinstance(error, TimeoutError):
         return "no answer in time: packets are lost on the way, as behind a firewall"
     return error.strerror or str(error) or type(error).__name__
@@ -123,24 +123,24 @@ def _reason(error: OSError, source: str) -> str:
 
 def _why_not(error: OSError, host: str, port: int) -> str:
     if error.errno == errno.EADDRNOTAVAIL:
-        return f"a carrier cannot listen at {host}, which is no address of this machine: {_NOT_OURS}"
+        return f"a carrier cannot listen at {host}, which is not an address of this machine: {_NOT_OURS}"
     text = f"a carrier cannot listen at {shown(host, port)}: {error.strerror or error}"
     return f"{text}; set cluster.carry_port to 1024 or more" if error.errno == errno.EACCES else text
 
 
 def _resolved(host: str, port: int, link: str = "") -> tuple[socket.AddressFamily, _Address]:
-    """The family and address of an IP address, with a scope that holds here.
+    """Return the family and socket address of an IP address, with this machine's scope.
 
     :param link: the interface that leads to another machine's link-local address.
-    :raises OSError: it is none, or is on no interface of this machine.
+    :raises OSError: ``host`` is not an IP address, or its interface does not exist.
     """
     text, _, scope = host.partition("%")
     try:
         found = ipaddress.ip_address(text)
     except ValueError as error:
         raise OSError(errno.EADDRNOTAVAIL, str(error)) from error
-    if not 0 <= port < 1 << 16:  # another member's word
-        raise OSError(errno.EADDRNOTAVAIL, f"{port} is no port")
+    if not 0 <= port < 1 << 16:  # from another member
+        raise OSError(errno.EADDRNOTAVAIL, f"{port} is not a valid port")
     if found.version == 6 and found.ipv4_mapped is not None:
         found = found.ipv4_mapped
     if found.version == 4:
@@ -150,7 +150,7 @@ def _resolved(host: str, port: int, link: str = "") -> tuple[socket.AddressFamil
 
 
 def _other_program(host: str, port: int) -> str:
-    """The program at the port, in words; empty: a carrier, or nobody knows."""
+    """Describe the program at the port; return "" for a carrier or an unknown one."""
     deadline = time.monotonic() + _APPEARS_S
     here = {ipaddress.ip_address(_resolved(host, 0)[1][0]), ipaddress.IPv4Address(0), ipaddress.IPv6Address(0)}
     while True:

@@ -1,13 +1,13 @@
-"""Both ends of a connection prove the secret of a transfer before anything else.
+"""Handshake: both ends of a connection prove that they know a transfer's secret.
 
-The puller sends the transfer's number and a nonce; the server answers with a nonce of
-its own and a keyed hash of both; the puller with another one. The secret comes to both
-over their sessions, and is of one version only. Each hash names the side that made it,
-so neither can be reflected, and the certificate of the connection's TLS, if it has one
-(*binding*), so that none is of use in another one. Keyed BLAKE2b (RFC 7693), compared
-in constant time.
+The puller sends the transfer's number and a nonce; the server answers with its own
+nonce and a keyed hash of both; the puller answers with another hash. Both ends get the
+secret, which is valid for one version, over their sessions. Each hash names its side,
+so it cannot be reflected, and the certificate of the connection's TLS, if any
+(*binding*), so it cannot be replayed in another connection. The hash is keyed BLAKE2b
+(RFC 7693), compared in constant time.
 
-All of it has one deadline: who sends a byte now and then gains no time.
+The whole handshake has one deadline, so that a slow sender gains no time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ANSWER = struct.Struct(f"<{NONCE_NBYTES}s{_PROOF_NBYTES}s")
 
 
 class Stranger(ConnectionError):
-    """The other end does not know the secret."""
+    """The peer does not know the secret."""
 
 
 def _proof(secret: bytes, side: bytes, *said: bytes) -> bytes:
@@ -37,11 +37,12 @@ def _proof(secret: bytes, side: bytes, *said: bytes) -> bytes:
 
 
 def read_exactly(sock: socket.socket, nbytes: int, deadline: float | None = None) -> bytes:
-    """Read so many bytes.
+    """Block until ``nbytes`` bytes have arrived, and return them.
 
-    :param deadline: of the monotonic clock; None: the socket's own timeout, each time.
-    :raises ConnectionError: the other end has closed the connection.
-    :raises TimeoutError: they did not come in time.
+    :param deadline: of the monotonic clock; without one the socket's own timeout
+        applies to each read.
+    :raises ConnectionError: the peer has closed the connection.
+    :raises TimeoutError: the bytes did not arrive in time.
     """
     data = bytearray()
     while len(data) < nbytes:
@@ -59,13 +60,13 @@ def read_exactly(sock: socket.socket, nbytes: int, deadline: float | None = None
 def greet(
     sock: socket.socket, transfer: int, secret: bytes, binding: bytes = b"", deadline: float | None = None
 ) -> None:
-    """The puller's side. :raises Stranger: the server does not know the secret."""
+    """Do the puller's side. :raises Stranger: the server does not know the secret."""
     hello = _HELLO.pack(MAGIC, transfer, secrets.token_bytes(NONCE_NBYTES))
     sock.sendall(hello)
     answer = read_exactly(sock, _ANSWER.size, deadline)
     nonce, proof = _ANSWER.unpack(answer)
     if not hmac.compare_digest(proof, _proof(secret, b"server", hello, nonce, binding)):
-        raise Stranger("does not know the secret of the transfer: it is no holder of the version")
+        raise Stranger("does not know the secret of the transfer, so it does not hold the version")
     sock.sendall(_proof(secret, b"puller", hello, nonce, binding))
 
 
@@ -75,14 +76,15 @@ def answer(
     binding: bytes = b"",
     deadline: float | None = None,
 ) -> int:
-    """The server's side; return the transfer.
+    """Do the server's side; return the transfer's number.
 
-    :raises Stranger: it is none of ours, or the puller does not know its secret.
+    :param secret_of: returns a transfer's secret, or None if it is not served here.
+    :raises Stranger: it is not served here, or the puller does not know its secret.
     """
     hello = read_exactly(sock, _HELLO.size, deadline)
     magic, transfer, _ = _HELLO.unpack(hello)
     secret = secret_of(transfer) if magic == MAGIC else None
-    known = secret if secret is not None else secrets.token_bytes(SECRET_NBYTES)  # takes as long
+    known = secret if secret is not None else secrets.token_bytes(SECRET_NBYTES)  # same time
     nonce = secrets.token_bytes(NONCE_NBYTES)
     sock.sendall(_ANSWER.pack(nonce, _proof(known, b"server", hello, nonce, binding)))
     given = read_exactly(sock, _PROOF_NBYTES, deadline)

@@ -1,8 +1,8 @@
-"""The holders of which one version is pulled: in order of preference, and measured.
+"""The holders from which one version is pulled: in order of preference, and measured.
 
-*A slow holder* would hold up all that are behind it in a chain: one that gives little
-(:data:`SLOW_NBYTES_S`) for :data:`TRY_S`, as its own holder or the way to it gives no
-more, makes room for the next one; when all were measured, the best goes on.
+A slow holder would delay all hosts behind it in a chain. So a holder that sends less
+than :data:`SLOW_NBYTES_S` during :data:`TRY_S` makes room for the next one; when all
+were measured, the fastest stays.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from replicas.carry import endpoint
 from replicas.common.sizes import size_text
 
 TRY_S = 1.0
-"""For so long a holder is measured,"""
+"""How long a holder is measured."""
 SLOW_NBYTES_S = 20e6
-"""and makes room for another one if it gives less a second,"""
+"""A holder that sends less a second makes room for another one,"""
 LEFT_S = 3.0
-"""and more than so much time would be left."""
+"""if the rest would take longer than this."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Where the version can be pulled from.
+    """A carrier from which the version can be pulled.
 
-    ``name``: of the member, for messages. ``certificate_hash``: of what it shows in
-    TLS. ``transfer``: its number there; 0: the puller's.
+    ``name``: of the member, for messages. ``certificate_hash``: of its TLS certificate.
+    ``transfer``: the transfer's number there; 0 means the puller's own.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Holder:
 
 @dataclass(frozen=True)
 class _Trial:
-    """Of a holder: from when on, and after how many bytes of it."""
+    """A measurement of a holder: its start, and the bytes received until then."""
 
     holder: Holder
     began: float
@@ -52,17 +52,17 @@ class _Trial:
 
 
 class Holders:
-    """Those that are left of ``holders``. Not thread-safe.
+    """The holders that are still usable, the preferred first. Not thread-safe.
 
     :ivar why: why holders were given up or put off, by name.
-    :ivar cut: those of them to whom nothing, or little, gets through, as it seems.
+    :ivar cut: names of those whose network path seems broken or slow.
     """
 
     def __init__(self, holders: Sequence[Holder] = ()) -> None:
         self._left = list(holders)
         self._talking: set[Holder] = set()
         self._rates: dict[Holder, float] = {}
-        """Bytes a second of those that were measured, and slow."""
+        """Bytes a second of the holders that were measured as slow."""
         self._trial: _Trial | None = None
         self.why: dict[str, str] = {}
         self.cut: set[str] = set()
@@ -75,25 +75,25 @@ class Holders:
 
     @property
     def first(self) -> Holder | None:
-        """The one to pull from."""
+        """The holder to pull from."""
         return self._left[0] if self._left else None
 
     def is_last(self, holder: Holder) -> bool:
         return self._left == [holder]
 
     def talks(self, holder: Holder) -> None:
-        """It has proven itself, and is measured from now on."""
+        """Note that a connection to the holder works, so that it can be measured."""
         self._talking.add(holder)
 
     def give_up(self, holder: Holder, why: str, *, cut: bool) -> None:
-        """Pull no more from it. ``cut``: nothing gets through to it, as it seems."""
+        """Remove the holder. ``cut``: its network path seems broken."""
         self._left.remove(holder)
         self.why[holder.name] = why
         if cut:
             self.cut.add(holder.name)
 
     def put_off(self, received: Mapping[str, int], left_nbytes: int) -> Holder | None:
-        """Measure the first one; return it if it has made room for a better one.
+        """Measure the first holder; return it if a better one takes its place.
 
         :param received: bytes by holder.
         """

@@ -1,9 +1,9 @@
-"""One version's bytes in a slot, as far as they are here: filled, and waited for.
+"""Which bytes of a version are in its slot, and how threads wait for the others.
 
-A holder's own slot is filled from its start, while its rank packs (:meth:`Image.fill`
-of growing prefixes), or is full. A slot that is pulled is filled chunk by chunk, in any
-order. Whoever serves a chunk waits until it is here: so a host serves what it is still
-receiving, and hosts form a chain by themselves. Thread-safe.
+A rank that packs fills its slot from the start (:meth:`Image.fill` of growing
+prefixes); a pull fills it chunk by chunk, in any order. A thread that serves a chunk
+waits until that is in the slot, so a host serves a version that it is still receiving,
+and hosts form a chain. Thread-safe.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import threading
 import time
 
 CHUNK_NBYTES = 1 << 20
-"""What is received in one go, and forwarded as soon as it has landed."""
+"""Bytes that are received in one call, and forwarded as soon as they are complete."""
 
 
 class Withdrawn(Exception):
-    """Nobody may read or write the slot any more."""
+    """The transfer has ended: stop reading and writing the slot."""
 
 
 class Image:
-    """``nbytes`` bytes at ``offset`` of the file ``fd``, which the image owns.
+    """``nbytes`` bytes at ``offset`` of the file ``fd``.
 
-    :param full: all of it is here.
-    :param data: the bytes themselves, from which it is served over TLS.
+    :param full: all bytes are in the slot.
+    :param data: the same bytes mapped, to serve them over TLS.
     """
 
     def __init__(
@@ -33,12 +33,12 @@ class Image:
         self.data = data
         self._here = bytearray(b"\x01" if full else b"\x00") * -(-nbytes // CHUNK_NBYTES)
         self._prefix = nbytes if full else 0
-        """So many bytes are here from the start; the flags may know of more."""
+        """Bytes that are in the slot from the start; the flags may show more."""
         self._changed = threading.Condition()
         self._withdrawn = ""
 
     def fill(self, start: int, end: int) -> None:
-        """Bytes ``start`` to ``end`` are here: whole chunks, or a prefix of all."""
+        """Mark bytes ``start`` to ``end`` as present: whole chunks, or a prefix."""
         with self._changed:
             if start <= self._prefix:
                 self._prefix = max(self._prefix, end)
@@ -49,18 +49,18 @@ class Image:
             self._changed.notify_all()
 
     def empty(self, start: int, end: int) -> None:
-        """Bytes ``start`` to ``end``, whole chunks, were wrong: they are not here."""
+        """Mark bytes ``start`` to ``end``, whole chunks, as missing."""
         with self._changed:
             first, last = start // CHUNK_NBYTES, -(-end // CHUNK_NBYTES)
             self._here[first:last] = b"\x00" * (last - first)
             self._prefix = min(self._prefix, start)
 
     def here(self, start: int, end: int, timeout_s: float) -> int:
-        """Wait for a byte at ``start``; return how many are here from it, to ``end``.
+        """Wait for the byte at ``start``; return how many from it on are present.
 
-        0: none came within ``timeout_s``.
+        Return 0 if it did not arrive within ``timeout_s``.
 
-        :raises Withdrawn: the image is not served any more.
+        :raises Withdrawn: the transfer has ended.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
@@ -82,7 +82,7 @@ class Image:
         return max(0, min(end, known) - start)
 
     def withdraw(self, why: str) -> None:
-        """Wake all that wait: nothing of it is served any more."""
+        """Wake all waiting threads with :class:`Withdrawn`."""
         with self._changed:
             self._withdrawn = self._withdrawn or why
             self._changed.notify_all()

@@ -3,36 +3,34 @@
 Theory of operation
 ===================
 
-Each connection has a thread, takes the lowest block that nobody has asked for
-(:class:`~replicas.carry.blocks.Asking`), and keeps two asked, so that the server never
-waits for us. A block is digested while its bytes are in the processor's caches; each
-chunk that lands is there for whoever pulls from this host
+Each connection has a thread, requests the lowest block that is not under way
+(:class:`~replicas.carry.blocks.Asking`), and keeps two requests open, so that the
+server never waits for requests. A block is digested while its bytes are in the
+processor's caches. Each complete chunk can be served to other hosts at once
 (:class:`~replicas.carry.image.Image`).
 
-*How many connections.* Two to begin with; :data:`FIRST_FAR` to a holder that was far
-the last time, as each needs round trips to gain speed, and a small delta is over before
-that. As long as blocks wait to be asked for, and the rate has grown by :data:`PAYS`
-since the number last doubled, it doubles again, up to :data:`MOST`. Where there are
-fewer blocks than connections, each takes one.
+*Number of connections.* Two at first, or :data:`FIRST_FAR` to a holder that was far
+the last time, as a connection needs round trips to gain speed, and a small delta ends
+before that. While blocks wait to be requested, and the rate has grown by :data:`PAYS`
+since the number last doubled, the number doubles again, up to :data:`MOST`. With fewer
+blocks than connections, each connection takes one block.
 
-*Holders* come in order of preference. All connections are to the first one that works;
-one that fails, or is silent (a server sends a sign of life while it waits), is given up
-for this pull, and what had been asked of it is asked of the next one. What has landed
-stays: a pull that failed goes on from there when it is run again. A further connection
-that cannot be made is no failure of its holder: those that there are go on. Nor is it
-one of a holder that this process has no descriptor, port or memory left. One that is
-cut before it has proven itself, as under a flood, is tried :data:`TRIES` times. A slow
+*Holders* are in order of preference. All connections go to the first that works. A
+holder that fails, or is silent (servers send signs of life), is given up for this pull,
+and the next one gets its requests. Received bytes stay: a failed pull resumes when
+run again. If a further connection cannot be made, the present ones continue, and the
+holder stays; so also if this process lacks descriptors, ports or memory. A connection
+that breaks in its handshake, as in a flood, is retried :data:`TRIES` times. A slow
 holder makes room for another (:mod:`replicas.carry.holders`).
 
-*As deltas.* Where both ends have a base (:mod:`replicas.carry.delta`), a block is asked
-for as its delta, and comes as that or as its bytes. A block that came out wrong is
-asked for as bytes.
+*Deltas.* If both ends have a base (:mod:`replicas.carry.delta`), the puller requests
+blocks as deltas, and gets deltas or bytes. It requests a block that came out wrong as
+bytes.
 
-*Verified by block.* The version's digest, which comes over the session, is that of the
-digests of its blocks. So when it is not that of the blocks that came, holders are asked
-for theirs until one has those of the digest: they tell which blocks are wrong. These
-are asked for again, elsewhere if there is an elsewhere, and the holder that has served
-them is named.
+*Verification.* The version's digest comes over the session, and is the digest of its
+blocks' digests. If the received blocks do not match it, the puller asks holders for
+their blocks' digests until these match, requests the wrong blocks again, if possible
+from other holders, and reports the holder that served them.
 """
 
 from __future__ import annotations
@@ -54,39 +52,39 @@ from replicas.carry.image import CHUNK_NBYTES, Image
 from replicas.carry.serve import ASK, CHANGES, DELTA_FOLLOWS, DIGESTS, RANGE
 
 TRIES = 6
-"""To be let in by a holder to which no connection works."""
+"""Attempts at a handshake with a holder to which no connection works."""
 AGAIN_S = 0.1
-"""Before another one, each time twice as long."""
+"""Pause before the second attempt; doubles each time."""
 ASKED = 2
-"""Blocks that one connection has asked for at most."""
+"""Most open requests of one connection, in blocks."""
 FIRST, FIRST_FAR, MOST = 2, 16, 64
-"""Connections to begin with, to a far holder, and at most."""
+"""Connections at first, at first to a far holder, and at most."""
 PAYS = 1.15
-"""By which the rate must have grown for the connections to be doubled again."""
+"""Growth of the rate for which the connections are doubled again."""
 LOOK_S = 0.2
-"""Between two looks at the rate."""
+"""Interval of measurements of the rate."""
 Start = Callable[[Callable[[], None]], object]
 """Starts a thread that runs the given function."""
 
 
 class Failed(Exception):
-    """No holder is left. ``why``: for each one, by its name; "": of this process."""
+    """No holder is left. ``why``: by holder's name, or "" for this process."""
 
     def __init__(self, why: dict[str, str]) -> None:
-        super().__init__("; ".join(f"{name}: {text}" for name, text in why.items()) or "nobody serves it")
+        super().__init__("; ".join(f"{name}: {text}" for name, text in why.items()) or "no holder serves it")
         self.why = why
 
 
 class Pull:
-    """One version on its way into a slot.
+    """The pull of one version into a slot. Thread-safe.
 
     :param memory: the slot's file, mapped for writing.
-    :param source: address to connect from; empty: any.
-    :param base: the bytes of a version that holders have, too: blocks come as deltas.
-    :param trips: round trips in seconds by host, of this pull and those before.
-    :param encrypt: in TLS, and never without.
+    :param source: address to connect from; empty means any.
+    :param base: the bytes of a version that holders also have, to request deltas.
+    :param trips: round trips in seconds by host, shared with other pulls.
+    :param encrypt: use TLS, and never connect without.
 
-    It has many fields on purpose: its connections share what they have received.
+    The many fields are the state that its connections share.
     """
 
     def __init__(
@@ -110,31 +108,31 @@ class Pull:
         self._by: list[str] = [""] * self._asking.count
         self._holders = Holders()
         self._halves: dict[int, int] = {}
-        """Bytes of blocks that are on their way, by number."""
+        """Received bytes of incomplete blocks, by number."""
         self._running = 0
         self._most = MOST
         self._cut: Counter[Holder] = Counter()
-        """Connections in a row that were cut at a holder's door."""
+        """By holder: handshakes that broke, in a row."""
         self._lack = ""
         self.active = False
         self._changed = threading.Condition()
         self._stopped = ""
         self.received: dict[str, int] = {}
-        """Bytes of the network by holder, those that were wrong included."""
+        """Network bytes by holder, including wrong ones."""
         self.landed_nbytes = 0
-        """Bytes of the image that have come."""
+        """Received bytes of the image, from bytes and deltas."""
         self.wrong: dict[str, str] = {}
-        """Holders that have served wrong bytes, in any run, and which."""
+        """The last wrong block by holder, in any run."""
         self.again = 0
-        """Blocks that were asked for again."""
+        """Number of blocks requested again."""
 
     # ------------------------------------------------------------ what the carrier does
 
     def run(self, holders: Sequence[Holder], deadline: float, start: Start, digest: str = "") -> str:
-        """Pull all that is missing; return the digest. On a thread of its own.
+        """Pull all missing blocks, verify them, and return the digest. Blocks.
 
         :param deadline: of the monotonic clock. :param start: starts a thread.
-        :param digest: of the version; empty: not known yet, and not compared.
+        :param digest: of the version; empty if not known yet, to skip the check.
         :raises Failed: no holder is left, or the deadline has passed.
         """
         with self._changed:
@@ -164,7 +162,7 @@ class Pull:
                 raise Failed({"": self._stopped})
 
     def _wait(self, deadline: float, start: Start) -> None:
-        """Keep as many connections as pay, until all is here."""
+        """Start connections as long as more of them pay, until all blocks are here."""
         best, at, nbytes = 0.0, time.monotonic(), self.received_nbytes
         wanted = FIRST_FAR if self._dialler.is_far(self._holders.first) else FIRST
         while not self._asking.done and not self._stopped:
@@ -185,7 +183,7 @@ class Pull:
                     wanted, best = (2 * wanted if best else wanted), rate
 
     def _begin(self, start: Start) -> bool:
-        """Begin one more connection; False: this process has no thread left."""
+        """Start one more connection; return False if no thread is left for it."""
         self._running += 1
         try:
             start(self._connection)
@@ -196,10 +194,10 @@ class Pull:
         return True
 
     def _find_wrong(self, holders: Sequence[Holder], digest: str, deadline: float) -> None:
-        """Mark the blocks that are not what was published, to be asked for again.
+        """Find the wrong blocks, and have them requested again.
 
-        :raises Failed: no holder knows the digests of the blocks, or one that was asked
-            again has served wrong bytes again.
+        :raises Failed: no holder knows the blocks' digests, or a holder served wrong
+            bytes a second time.
         """
         with self._changed:
             if self._stopped:
@@ -232,7 +230,7 @@ class Pull:
             self._holders.why, self._holders.cut = why, cut
 
     def _digests_of(self, holder: Holder, deadline: float) -> list[bytes]:
-        """What this holder says are the digests of all blocks."""
+        """Ask this holder for the digests of all blocks."""
         with self._dialler.dialled(holder) as line:
             line.send(ASK.pack(DIGESTS, 0, 0))
             left = 16 * self._asking.count
@@ -246,7 +244,7 @@ class Pull:
         return [bytes(answer[at : at + 16]) for at in range(0, len(answer), 16)]
 
     def stop(self, why: str) -> None:
-        """End :meth:`run`, and wait for that: then nobody writes the slot."""
+        """End :meth:`run`; return when no thread writes the slot."""
         with self._changed:
             self._stopped = why
             self._dialler.hang_up()
@@ -254,7 +252,7 @@ class Pull:
             self._changed.wait_for(lambda: not self.active)
 
     def without_base(self) -> None:
-        """Let go of the base: the pull has ended."""
+        """Release the base, after the pull has ended."""
         if self._base is not None:
             self._base.release()
             self._base = None
@@ -266,7 +264,7 @@ class Pull:
 
     @property
     def cut(self) -> set[str]:
-        """Those of them to whom nothing, or little, gets through, as it seems."""
+        """Names of those whose network path seems broken or slow."""
         return self._holders.cut
 
     @property
@@ -300,7 +298,7 @@ class Pull:
                 self._changed.notify_all()
 
     def _not_made(self, holder: Holder, error: NotMade) -> None:
-        """Do with the connections that there are, try again, or give the holder up."""
+        """Continue with the present connections, try again, or give the holder up."""
         with self._changed:
             others = self._running - 1
             if isinstance(error, Lacking):
@@ -320,7 +318,7 @@ class Pull:
                 self._give_up(holder, error.why, cut=error.cut)
 
     def _lacks(self, why: str, others: int) -> None:
-        """No further connection can be made here: do with the others, if any."""
+        """Note that this process cannot make further connections."""
         self._most = max(1, others)
         self._lack = "" if others else why
 
@@ -351,7 +349,10 @@ class Pull:
                     self._changed.notify_all()
 
     def _ask(self, line: Line, asked: deque[int]) -> None:
-        """Ask for the next blocks; when there are none, wait, or be over."""
+        """Request the next blocks; wait while there are none.
+
+        :raises Over: all blocks have arrived, or the holder was given up.
+        """
         with self._changed:
             while True:
                 if self._stopped or self._asking.done or line.holder not in self._holders:
@@ -369,11 +370,11 @@ class Pull:
             line.send(b"".join(ASK.pack(kind, *self._asking.range_of(number)) for number, kind in kinds.items()))
 
     def _by_delta(self, number: int) -> bool:
-        """Return True if a block is asked for as a delta: not if one was wrong."""
+        """Return True to request a block as a delta, False after a wrong one."""
         return self._base is not None and not self._by[number]
 
     def _block(self, line: Line, number: int) -> None:
-        """Receive one block, and digest it as it comes."""
+        """Receive one block, and digest its bytes as they arrive."""
         start, end = self._asking.range_of(number)
         at, digest, piece = start, xxhash.xxh3_128(), 0
         while at < end:
@@ -396,7 +397,7 @@ class Pull:
         self._landed(number, digest.digest(), line.holder)
 
     def _delta(self, line: Line) -> bytes:
-        """Receive the delta of a block; empty: its bytes follow."""
+        """Receive the delta of a block; return b"" if its bytes follow."""
         nbytes = line.number()
         if self._base is None or nbytes > DELTA_NBYTES_MAX:
             raise ConnectionError("sends more than was asked for")
@@ -405,7 +406,7 @@ class Pull:
         return bytes(found)
 
     def _apply(self, holder: Holder, number: int, found: bytes, digest: xxhash.xxh3_128) -> bool:
-        """Make the block of its delta; False: it is none, and its bytes are needed."""
+        """Make a block from its delta; return False if the delta is not valid."""
         if self._base is None:
             raise Over
         start, end = self._asking.range_of(number)
@@ -438,7 +439,7 @@ class Pull:
             self._changed.notify_all()
 
     def _bad(self, number: int) -> None:
-        """A block is not what was published: ask for it again, of others first."""
+        """Note a wrong block, and have it requested again, as bytes."""
         name = self._by[number]
         self.image.empty(*self._asking.range_of(number))
         self.deltas.drop(number)

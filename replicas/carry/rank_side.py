@@ -1,4 +1,7 @@
-"""One carrier, as its rank uses it."""
+"""The rank's handle of its carrier: starts, asks, watches and kills the process.
+
+carrier = await Carrier.start(host); carrier.serve(...); await carrier.pull(...)
+"""
 
 from __future__ import annotations
 
@@ -21,15 +24,15 @@ from replicas.trust.certificate import certificate_hash
 logger = Log("replicas.channel")
 
 START_TIMEOUT_S = 30.0
-"""In which a new carrier must listen."""
+"""Within this time a new carrier must listen."""
 WITHDRAW_TIMEOUT_S = 5.0
-"""In which nobody may use a slot any more whose transfer has ended."""
+"""Within this time a carrier must stop using the slot of an ended transfer."""
 
 _R = TypeVar("_R")
 
 
 class Watched(Protocol):
-    """Memory of a slot. ``watchers``: told when it is closed."""
+    """Memory of a slot. ``watchers``: objects to notify when it is closed."""
 
     @property
     def fd(self) -> int: ...
@@ -45,31 +48,31 @@ Lent = tuple[Watched, tuple[int, int]]
 
 
 class CarrierDied(HelperDied):
-    """The carrier is dead, or was killed at a deadline."""
+    """The carrier has died, or was killed at a deadline."""
 
     kind = "carrier"
 
 
 class PullFailed(RuntimeError):
-    """No holder is left. ``why``: for each one, by its name; ``cut``: those to whom
-    nothing gets through, as it seems."""
+    """No holder is left. ``why``: by holder's name; ``cut``: those whose network path
+    seems broken, and why."""
 
     def __init__(self, reply: wire.PullFailed) -> None:
-        super().__init__("; ".join(f"{name}: {text}" for name, text in reply.why.items()) or "nobody serves it")
+        super().__init__("; ".join(f"{name}: {text}" for name, text in reply.why.items()) or "no holder serves it")
         self.why, self.received = reply.why, reply.received
         self.cut = cut_off(reply)
 
 
 def cut_off(reply: wire.Pulled | wire.PullFailed) -> dict[str, str]:
-    """The holders to whom nothing gets through, as it seems, and why."""
+    """Return the holders whose network path seems broken, and why."""
     return {name: reply.why[name] for name in reply.cut if name in reply.why}
 
 
 class Carrier(HelperProcess):
-    """A carrier process: a method for each request.
+    """A carrier process, with a method for each request.
 
-    :ivar port: where it listens.
-    :ivar certificate_hash: of the certificate that it shows; empty: it has none.
+    :ivar port: the port at which it listens.
+    :ivar certificate_hash: of its TLS certificate; empty if it has none.
     """
 
     died, decode, ping = CarrierDied, staticmethod(wire.decode_reply), wire.Ping
@@ -82,18 +85,18 @@ class Carrier(HelperProcess):
         self.certificate_hash = ""
         self._mapped: set[int] = set()
         self.receivers: dict[int, Callable[[int], object]] = {}
-        """Told, for each transfer that is pulled, the bytes so far, now and then."""
+        """Callbacks by transfer, with the bytes pulled so far, after each pong."""
         self.ends: list[Callable[[], object]] = []
-        """Called on the loop when it has ended."""
+        """Callbacks on the loop when the process has ended."""
         self._listens: asyncio.Future[wire.Listening] = self._loop.create_future()
 
     @classmethod
     async def start(cls, host: str, port: int = 0) -> Carrier:
-        """Start one that listens at ``host``.
+        """Start a carrier, and wait until it listens at ``host``.
 
-        :param port: the first one that it tries; 0: any.
+        :param port: the first port that it tries; 0 means any.
         :raises CarrierDied: it cannot listen, or did not within ``START_TIMEOUT_S``;
-            its own words are on stderr.
+            details are on its stderr.
         """
         ours, process = _spawn(host, port)
         carrier = cls(process.pid, os.pidfd_open(process.pid), ours)
@@ -122,7 +125,7 @@ class Carrier(HelperProcess):
 
     @property
     def at_work(self) -> bool:
-        """Others wait for what it serves: one that is frozen is replaced soon."""
+        """Whether the rank or other hosts wait for it, so that a freeze matters."""
         return bool(self._pending or self._serving)
 
     def kill(self, reason: str = "killed") -> None:
@@ -138,7 +141,7 @@ class Carrier(HelperProcess):
             end()
 
     def certify(self, pem: bytes) -> None:
-        """Give it a key and its certificate, once, before what is encrypted."""
+        """Send the carrier its key and certificate, once, before any encrypted use."""
         self.certificate_hash = certificate_hash(pem)
         if self.usable:
             self._send(wire.Certify(pem))
@@ -155,10 +158,10 @@ class Carrier(HelperProcess):
         *,
         encrypt: bool = False,
     ) -> None:
-        """Serve a version. ``place``: offset and bytes. Never waits.
+        """Have a version served. ``place``: offset and bytes. Never waits.
 
-        :param base: a version that pullers may have, to make deltas of.
-        :param regions: where elements of which size are in the version.
+        :param base: an older version that pullers may have, for deltas.
+        :param regions: (first byte, end, bytes of an element) of parts of the version.
         """
         if self.usable:
             self._map(memory)
@@ -168,7 +171,7 @@ class Carrier(HelperProcess):
             self._send(wire.Serve(transfer, secret, where, filled, self._lent(base), tuple(regions), encrypt))
 
     def filled(self, transfer: int, nbytes: int) -> None:
-        """So many bytes of it are packed. Never waits."""
+        """Send how many bytes of the version are packed. Never waits."""
         if self.usable:
             self._send(wire.Filled(transfer, nbytes))
 
@@ -187,17 +190,16 @@ class Carrier(HelperProcess):
         encrypt: bool = False,
         numbers: tuple[int, ...] = (),
     ) -> wire.Pulled:
-        """Pull a version; again, with the same memory: go on with these holders.
+        """Have a version pulled, or resumed if called again with the same memory.
 
-        :param base: a version that holders may have, to take deltas to.
-        :param numbers: of the transfer at each holder; none: as here.
-
+        :param base: an older version that holders may have, for deltas.
+        :param numbers: as in :class:`wire.StartPull`.
         :raises PullFailed: no holder is left, or the time was up.
         :raises CarrierDied: it died.
         """
         number, where, given = next(self._numbers), wire.Place(memory.key, *place), tuple(holders)
         old = None if base is None else wire.Place(base[0].key, *base[1])
-        self._serving.add(transfer)  # what has come, until it is withdrawn
+        self._serving.add(transfer)  # the bytes received, until it is withdrawn
         request = wire.StartPull(
             number, transfer, secret, where, given, timeout_s, source, digest, old, encrypt, numbers
         )
@@ -209,16 +211,16 @@ class Carrier(HelperProcess):
         return await self._ask(request, timeout_s, wire.Pulled, map_both)
 
     async def drop_base(self, transfer: int) -> None:
-        """Have no more deltas made; nobody reads the base afterwards.
+        """Stop making deltas; when this returns, the carrier does not read the base.
 
-        :raises CarrierDied: it died; then nobody does either.
+        :raises CarrierDied: it died, and does not read the base either.
         """
         await self._ask(wire.DropBase(next(self._numbers), transfer), WITHDRAW_TIMEOUT_S, wire.Dropped, lambda: None)
 
     async def withdraw(self, transfer: int, why: str) -> int:
-        """End the transfer; return the bytes sent. Nobody uses its slot afterwards.
+        """End the transfer; return the bytes sent. The carrier no longer uses its slot.
 
-        :raises CarrierDied: it died; then nobody does either.
+        :raises CarrierDied: it died, and does not use the slot either.
         """
         request = wire.Withdraw(next(self._numbers), transfer, why)
         self._serving.discard(transfer)

@@ -1,35 +1,35 @@
-"""Serve slots to pullers of other hosts: ranges of bytes, straight out of the slot.
+"""Serve slots to pullers on other hosts: ranges of bytes, straight out of the slot.
 
 Theory of operation
 ===================
 
-A connection is of one transfer, proven before anything else
-(:mod:`replicas.carry.greeting`), and has a thread of its own: all it does is wait, in
-the kernel or for bytes. The puller asks for ranges, several at once, or for the digests
-of all blocks; each is answered in order, in pieces, each behind a head of 4 bytes::
+A connection serves one transfer, after the handshake (:mod:`replicas.carry.greeting`),
+on a thread of its own, which waits in the kernel or for bytes. The puller asks for
+ranges, several at a time, or for the digests of all blocks. The server answers in
+order, in pieces, each after a head of 4 bytes::
 
     n > 0          n bytes of the answer follow
-    0              nothing is here yet: the answer goes on when it is
+    0              a sign of life: the next bytes are not in the slot yet
     0xFFFFFFFE     a length of 4 bytes and a delta follow; length 0: bytes follow
     0xFFFFFFFF     the transfer is withdrawn; the connection ends
 
-``sendfile`` copies nothing and holds no GIL. Bytes that are not here yet (a slot that
-is packed, or pulled itself) are waited for; a sign of life goes out meanwhile, so that
-a frozen server is told from one that waits.
+``sendfile`` copies nothing and does not hold the GIL. While the server waits for bytes
+(of a slot that is being packed or pulled) it sends signs of life, so that pullers can
+tell a frozen server from a waiting one.
 
-*Encrypted.* A connection that begins with a TLS handshake is sent the slot's mapping,
-record by record, also without the GIL. A transfer is served either in TLS or in plain
-(:meth:`Server.offer`): to who asks for it in the other way it is unknown.
+*Encrypted.* A connection that begins with a TLS handshake gets the slot's mapping,
+record by record, also without the GIL. A transfer is served either over TLS or in plain
+(:meth:`Server.offer`), and is unknown to pullers that ask in the other way.
 
-*Strangers.* What has not proven itself within :data:`PROOF_S`, the handshake included,
-is closed. At most :data:`UNPROVEN` connections are at that: a further one takes the
-place of the oldest of the address that has most, and of those that have named a
-transfer of ours last. So a flood costs memory and threads for so many, and a puller,
-which needs milliseconds, gets through.
+*Strangers.* A connection that has not done its handshakes within :data:`PROOF_S` is
+closed. At most :data:`UNPROVEN` connections may be unproven: a further one replaces the
+oldest of the address that has most, preferably one that has not named a known transfer.
+So a flood costs a bounded number of threads, and a puller, which needs milliseconds,
+gets through.
 
-A puller that reads nothing is cut by TCP_USER_TIMEOUT, or when its transfer is
-withdrawn: then all its connections are shut down, and :meth:`Server.withdraw` returns
-when none of their threads uses the slot.
+A puller that reads nothing is cut by TCP_USER_TIMEOUT, or by the withdrawal of its
+transfer: :meth:`Server.withdraw` shuts the connections down, and returns when none of
+their threads uses the slot.
 """
 
 from __future__ import annotations
@@ -55,27 +55,26 @@ from replicas.carry.image import Image, Withdrawn
 from replicas.linux.sockets import round_trip_s
 
 PROOF_S = 2.0
-"""In which a connection must have proven the secret of its transfer, TLS included."""
+"""Timeout of both handshakes of a connection, TLS and greeting."""
 UNPROVEN = 128
-"""Connections that may be at that."""
+"""Connections that may be in their handshakes."""
 ROOM_S = 0.01
-"""How long a newcomer waits for threads of connections that were turned away to end."""
+"""How long to wait before accepting, until threads of closed connections end."""
 SIGN_S = 0.5
-"""Between two signs of life while nothing is here yet."""
+"""Interval of signs of life while bytes are missing."""
 SILENT_MS = 10_000
-"""A puller whose machine acknowledges nothing for so long is gone."""
+"""A puller is gone if its machine acknowledges nothing for this time."""
 FAR_S = 0.01
-"""With a longer round trip a connection asks the kernel for BBR: others take each lost
-packet for a full link."""
+"""With a longer round trip a connection asks the kernel for BBR, as other algorithms
+take each lost packet for a full link."""
 AHEAD_S = 600.0
-"""For so long after a far puller has asked for deltas, they are made ahead."""
+"""After a far puller asked for deltas, make them ahead of time for this long."""
 PIECE_NBYTES = 4 << 20
-"""Bytes behind one head at most."""
+"""Most bytes after one head."""
 ASK = struct.Struct("<cQQ")
-"""What is asked for: a range's first byte, and the one behind its last; or 0 and 0."""
+"""A request: its kind; first byte and end of a range, or 0 and 0."""
 RANGE, DIGESTS, CHANGES = b"R", b"D", b"C"
-"""A range's bytes; the digests of all blocks; a block, named by its range, as its
-delta."""
+"""A range's bytes; the digests of all blocks; the delta of the block in the range."""
 HEAD = struct.Struct("<I")
 OVER, DELTA_FOLLOWS = 0xFFFFFFFF, 0xFFFFFFFE
 DELTA = struct.Struct("<II")
@@ -94,9 +93,10 @@ class _Offered:
 
 @dataclass(eq=False)
 class _Guest:
-    """A connection that has proven nothing yet.
+    """A connection in its handshakes.
 
-    ``named``: but has named a transfer of ours. ``told``: something has changed.
+    ``named``: it has named a transfer that is served. ``told``: offers have changed, or
+    the connection was turned away.
     """
 
     sock: socket.socket
@@ -117,24 +117,24 @@ class Server:
         self._started = started
         self._offered: dict[int, _Offered] = {}
         self._guests: dict[_Guest, None] = {}
-        """Those that may still prove themselves, the oldest first."""
+        """Connections in their handshakes, the oldest first."""
         self._at_door = 0
         """Threads of these, and of those turned away that have not ended yet."""
         self._tls: ssl.SSLContext | None = None
         self._binding = b""
         self._ahead_until = 0.0
-        """Deltas are made ahead, as a far puller has asked for some lately."""
+        """Until this time deltas are made ahead, as a far puller asked for some."""
         self._lock = threading.Condition()
 
     def certify(self, context: ssl.SSLContext, certificate_hash: str) -> None:
-        """From now on, speak TLS with whoever begins so."""
+        """Accept TLS connections from now on."""
         with self._lock:
             self._tls, self._binding = context, bytes.fromhex(certificate_hash)
 
     def offer(
         self, transfer: int, image: Image, secret: bytes, deltas: Deltas | None = None, *, encrypt: bool = False
     ) -> None:
-        """Serve ``image`` to whoever knows ``secret``, in TLS or in plain, not both.
+        """Serve ``image`` to pullers that know ``secret``, over TLS or in plain.
 
         :param deltas: of its blocks.
         """
@@ -147,9 +147,9 @@ class Server:
                 self._started(lambda: deltas.make_ahead(image))
 
     def withdraw(self, transfer: int, why: str) -> int:
-        """Serve it no more; return the bytes sent. Nobody reads the slot afterwards.
+        """Stop serving a transfer; return the bytes sent.
 
-        Its connections are shut down, which ends every wait of their threads.
+        Shuts its connections down, and waits until no thread reads the slot.
         """
         with self._lock:
             found = self._offered.pop(transfer, None)
@@ -162,16 +162,16 @@ class Server:
             return found.sent_nbytes
 
     def accept(self) -> bool:
-        """Take one connection of the listener, which has one; it gets a thread.
+        """Accept one waiting connection, and start a thread for it.
 
-        False: this process has no descriptor or memory left, and the connection waits.
+        Return False if this process has no descriptor or memory left for it.
         """
         with self._lock:
             if not self._lock.wait_for(lambda: self._at_door < 2 * UNPROVEN, ROOM_S):
-                return True  # it waits in the kernel
+                return True  # the connection waits in the kernel
         try:
             sock, address = self._listener.accept()
-        except OSError as error:  # the others: it has gone
+        except OSError as error:  # for other errors: it has gone
             return error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
         guest = _Guest(sock, address[0])
         with self._lock:
@@ -193,7 +193,7 @@ class Server:
             self._lock.notify_all()
 
     def _turn_one_away(self) -> None:
-        """The oldest of the source that has most."""
+        """Close the oldest connection of the address that has most."""
         guests = [guest for guest in self._guests if not guest.named] or [*self._guests]
         ((source, _),) = Counter(guest.source for guest in guests).most_common(1)
         guest = next(guest for guest in guests if guest.source == source)
@@ -211,7 +211,7 @@ class Server:
                 self._leave_door(guest)
             if found is not None:
                 self._answer(guest.sock, found)
-        except (OSError, Withdrawn):  # the puller asks elsewhere, or nobody needs it any more
+        except (OSError, Withdrawn):  # the puller asks another holder, or has ended
             pass
         finally:
             guest.sock.close()
@@ -242,13 +242,16 @@ class Server:
     def _begin_tls(self, guest: _Guest, deadline: float) -> None:
         with self._lock:
             if self._tls is None or guest.turned_away:
-                raise greeting.Stranger("is not spoken with")
+                raise greeting.Stranger("asks for TLS, which is not served here")
             guest.sock = sock = tls.wrap(guest.sock, self._tls, server_side=True)
         sock.settimeout(max(0.001, deadline - time.monotonic()))
         sock.do_handshake()
 
     def _secret_of(self, transfer: int, guest: _Guest, deadline: float, *, sealed: bool) -> bytes | None:
-        """Its secret; a puller may have been told a moment before this process was."""
+        """Return the transfer's secret, or None if it is not served.
+
+        Waits for an offer a while: the puller may learn of the transfer first.
+        """
         while True:
             guest.told.clear()
             with self._lock:
@@ -262,14 +265,14 @@ class Server:
                 return None
 
     def _answer(self, sock: socket.socket, offered: _Offered) -> None:
-        sock.settimeout(None)  # the puller may take its time; a dead one is noticed by the kernel
+        sock.settimeout(None)  # the kernel notices a dead puller
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_MS)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
         if far := round_trip_s(sock) > FAR_S:
-            with contextlib.suppress(OSError):  # it does not have it, or may not use it
+            with contextlib.suppress(OSError):  # the kernel lacks BBR, or forbids it
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
         while True:
             kind, start, end = ASK.unpack(greeting.read_exactly(sock, ASK.size))
@@ -278,9 +281,9 @@ class Server:
                     self._send_digests(sock, offered.image)
                     continue
                 if not start < end <= offered.image.nbytes or kind not in (RANGE, CHANGES):
-                    raise ConnectionError("it asks for bytes that the version has not")
+                    raise ConnectionError("it asks for bytes that the version does not have")
                 if kind == CHANGES:
-                    # the delta is kept for all: it must be of a whole block
+                    # the delta is kept for all pullers, so it must be of a whole block
                     if (start, end) != block_range(start // BLOCK_NBYTES, offered.image.nbytes):
                         raise ConnectionError("it asks for the changes of less or more than a block")
                     self._ahead_until = time.monotonic() + AHEAD_S if far else self._ahead_until
@@ -298,13 +301,13 @@ class Server:
                 continue
             self._send(sock, offered.image, start, found)
             start += found
-            offered.sent_nbytes += found  # by one thread of several: it is a sign of progress
+            offered.sent_nbytes += found  # not atomic: approximate
 
     @staticmethod
     def _send_changes(sock: socket.socket, offered: _Offered, start: int, end: int) -> bool:
-        """Send a block as its delta; False: its bytes are to follow."""
+        """Send a block as its delta; return False if its bytes must follow."""
         number, found = start // BLOCK_NBYTES, b""
-        _wait_for(sock, offered.image, start)  # a delta is known before it is applied
+        _wait_for(sock, offered.image, start)  # a pulled delta is kept before this byte is marked
         if offered.deltas.may_have(number):
             _wait_for(sock, offered.image, end - 1)
             found = offered.deltas.of(number) or b""
@@ -314,7 +317,7 @@ class Server:
 
     @staticmethod
     def _send_digests(sock: socket.socket, image: Image) -> None:
-        """Digest the slot as it is now: it is asked for only where a digest differs."""
+        """Send the digests of all blocks, computed now: pullers rarely ask for them."""
         digests = []
         for start in range(0, image.nbytes, BLOCK_NBYTES):
             end = min(image.nbytes, start + BLOCK_NBYTES)
@@ -341,13 +344,13 @@ class Server:
 
 
 def _wait_for(sock: socket.socket, image: Image, at: int) -> None:
-    """Until this byte is here; with the last one of a block all of it is."""
+    """Wait until this byte is in the slot, sending signs of life."""
     while not image.here(at, at + 1, SIGN_S):
         sock.sendall(HEAD.pack(0))
 
 
 def _say_over(sock: socket.socket) -> None:
-    """If that can be said at once: it may be shut down already."""
+    """Tell the puller that the transfer is withdrawn, unless that would block."""
     with contextlib.suppress(OSError):
         sock.settimeout(0.0)
         sock.send(HEAD.pack(OVER))

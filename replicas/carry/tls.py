@@ -1,19 +1,17 @@
 """TLS 1.3 between carriers, for channels with ``encrypt = true``.
 
-Each rank makes a key and a certificate for its carrier, in memory only, and tells the
-coordinator the SHA-256 of the certificate. Pullers hear it over their own sessions, and
-speak with the holder of that very certificate: :func:`meet` compares it as soon as the
-handshake has proven that the other end has its key, before a byte is sent. OpenSSL
-verifies nothing else: a certificate that is known needs no issuer, name or date, and
-each of them could only be a way to accept another one. The pullers are known by the
-greeting, which then runs inside.
+Each rank makes a key and a certificate for its carrier, in memory only, and sends the
+SHA-256 of the certificate to the coordinator. Pullers get this hash over their own
+sessions and accept that certificate alone: :func:`meet` compares it after the handshake
+has proven that the peer has the key, before sending a byte. OpenSSL verifies nothing
+else: a known certificate needs no issuer, name or date, and checking these could only
+accept other ones. Pullers prove themselves by :mod:`replicas.carry.greeting`, inside
+TLS; its proofs name the certificate (the *binding*), so a proof made for a plain
+connection or for another carrier does not work here.
 
-The greeting's proofs name the certificate, too (the *binding*), so none that was made
-for a plain connection, or for another carrier, is of use here.
-
-Threads wait in a connection that another thread ends: :func:`hang_up`. It is not
-``SSLSocket.shutdown``, which takes the TLS away first, so that the waiting thread would
-go on in plain text for a moment.
+:func:`hang_up` ends a connection in which another thread waits. It does not use
+``SSLSocket.shutdown``, which removes the TLS first, so that the waiting thread would
+continue in plain text for a moment.
 """
 
 from __future__ import annotations
@@ -29,11 +27,11 @@ HANDSHAKE = b"\x16"
 
 
 class NotTheHolder(ConnectionError):
-    """Somebody else than the holder answers, or in another way."""
+    """The peer is not the holder, or does not speak TLS 1.3."""
 
 
 def client_context() -> ssl.SSLContext:
-    """Verifies nothing: :func:`meet` does."""
+    """Return a context that verifies no certificate: :func:`meet` does."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
@@ -42,15 +40,15 @@ def client_context() -> ssl.SSLContext:
 
 
 def wrap(sock: socket.socket, context: ssl.SSLContext, *, server_side: bool = False) -> ssl.SSLSocket:
-    """Take over ``sock``; nothing is sent, and nothing waited for, until it is met."""
+    """Wrap ``sock`` and take it over, without sending anything or waiting."""
     return context.wrap_socket(sock, server_side=server_side, do_handshake_on_connect=False)
 
 
 def meet(sock: ssl.SSLSocket, certificate_hash: str) -> None:
-    """The puller's handshake, within the socket's timeout. Send nothing before it.
+    """Do the puller's handshake, within the socket's timeout. Send nothing before it.
 
-    :raises NotTheHolder: the other end has another certificate, or no TLS 1.3.
-    :raises OSError: it was not in time, or was cut.
+    :raises NotTheHolder: the peer has another certificate, or no TLS 1.3.
+    :raises OSError: the handshake timed out or broke.
     """
     try:
         sock.do_handshake()
@@ -61,12 +59,12 @@ def meet(sock: ssl.SSLSocket, certificate_hash: str) -> None:
     shown = hashlib.sha256(sock.getpeercert(binary_form=True) or b"").hexdigest()
     if not hmac.compare_digest(shown.encode(), certificate_hash.encode()):
         raise NotTheHolder(
-            f"shows another certificate ({shown[:16]}...) than the holder's ({certificate_hash[:16]}...): somebody is "
-            "in between, and was sent nothing"
+            f"shows another certificate ({shown[:16]}...) than the holder's ({certificate_hash[:16]}...): another "
+            "program answers there, and was sent nothing"
         )
 
 
 def hang_up(sock: socket.socket) -> None:
-    """End every wait in the connection, from any thread; it stays as it is."""
-    with contextlib.suppress(OSError):  # it is not connected, or closed
+    """Shut the connection down, from any thread: every wait in it ends."""
+    with contextlib.suppress(OSError):  # not connected, or closed
         socket.socket.shutdown(sock, socket.SHUT_RDWR)

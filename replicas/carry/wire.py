@@ -1,11 +1,11 @@
 """Messages between a rank and its carrier: frames over a Unix socket.
 
-Requests with an ``id`` are answered by exactly one reply with it, in any order: pulls
-run side by side. A slot's memory is sent once (:class:`MapSlot`, with its descriptor)
-and named by a key from then on. A *transfer* is one version that this carrier serves,
-pulls, or both; its number and secret come from the coordinator. What a message says of
-a transfer that has ended is ignored: it may have crossed the end. The end of the
-socket, or of the rank's process, ends the carrier.
+Each request with an ``id`` gets exactly one reply with that id, in any order, as pulls
+run in parallel. The rank sends a slot's memory once (:class:`MapSlot`, with a
+descriptor) and names it by a key afterwards. A *transfer* is one version that the
+carrier serves, pulls, or both; its number and secret come from the coordinator. The
+carrier ignores messages about transfers that have ended, as these may cross the end. It
+exits when the socket or the rank's process ends.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from replicas.messages import HolderAddress
 
 
 class MapSlot(msgspec.Struct, frozen=True, tag=True):
-    """Descriptor: the slot's memory. ``key``: its number from now on."""
+    """A slot's memory, as the frame's descriptor; ``key`` names it from now on."""
 
     key: int
 
 
 class ForgetSlot(msgspec.Struct, frozen=True, tag=True):
-    """The slot's memory goes; no transfer uses it."""
+    """Unmap and close the slot's memory; no transfer uses it."""
 
     key: int
 
 
 class Certify(msgspec.Struct, frozen=True, tag=True):
-    """Speak TLS with this key and certificate, in PEM, which are kept nowhere else."""
+    """Use this key and certificate (PEM) for TLS; no file ever holds them."""
 
     pem: bytes
 
@@ -45,11 +45,11 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Serve(msgspec.Struct, frozen=True, tag=True):
-    """Serve a version. ``filled``: so many bytes are here, from its start.
+    """Serve a version whose first ``filled`` bytes are in the slot.
 
-    ``base``: a version that pullers may have, to make deltas of. ``regions``: first
-    byte, the one behind the last, and bytes of an element. ``encrypt``: in TLS alone; a
-    :class:`Certify` came before.
+    ``base``: an older version that pullers may have, for deltas. ``regions``: (first
+    byte, end, bytes of an element). ``encrypt``: over TLS only, after a
+    :class:`Certify`.
     """
 
     transfer: int
@@ -62,19 +62,20 @@ class Serve(msgspec.Struct, frozen=True, tag=True):
 
 
 class Filled(msgspec.Struct, frozen=True, tag=True):
-    """So many bytes of a version that is served are here now, from its start."""
+    """The first ``nbytes`` bytes of a served version are in the slot now."""
 
     transfer: int
     nbytes: int
 
 
 class StartPull(msgspec.Struct, frozen=True, tag=True):
-    """Pull a version, and serve what is here meanwhile.
+    """Pull a version, and serve the bytes that have arrived meanwhile.
 
-    Again, with the same place: go on, with these holders. ``source``: address to
-    connect from; empty: any. ``digest``: of the version; empty: not known yet.
-    ``base``: a version that holders may have, to take deltas to. ``encrypt``: pull and
-    serve in TLS alone. ``numbers``: of the transfer at each holder; none: as here.
+    Sent again with the same place, it resumes the pull with these holders. ``source``:
+    address to connect from; empty means any. ``digest``: of the version; empty if not
+    known yet. ``base``: an older version that holders may have, for deltas.
+    ``encrypt``: pull and serve over TLS only. ``numbers``: the transfer's number at
+    each holder; empty if all use ``transfer``.
     """
 
     id: int
@@ -91,14 +92,14 @@ class StartPull(msgspec.Struct, frozen=True, tag=True):
 
 
 class DropBase(msgspec.Struct, frozen=True, tag=True):
-    """Make no more deltas; answered when nobody reads the base's slot any more."""
+    """Stop making deltas. The reply means that no reader uses the base's slot."""
 
     id: int
     transfer: int
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag=True):
-    """End the transfer; answered when nobody reads or writes its slot any more."""
+    """End the transfer. The reply means that no thread reads or writes its slot."""
 
     id: int
     transfer: int
@@ -113,9 +114,9 @@ Request = MapSlot | ForgetSlot | Certify | Serve | Filled | StartPull | DropBase
 
 
 class Listening(msgspec.Struct, frozen=True, tag=True):
-    """The first message: pullers connect to this port.
+    """The carrier's first message: the port to which pullers connect.
 
-    ``text``: what to warn of; with ``port`` 0: why it does not listen.
+    ``text``: a warning or, with ``port`` 0, why the carrier cannot listen.
     """
 
     id: int
@@ -124,11 +125,11 @@ class Listening(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pulled(msgspec.Struct, frozen=True, tag=True):
-    """``received``: bytes by holder. ``again``: blocks that were asked for again.
+    """A pull is complete. ``received``: bytes by holder. ``again``: blocks requested
+    again.
 
-    ``why``: reasons, by name, why holders were given up on the way; ``wrong``: those
-    that have served wrong bytes; ``cut``: those to whom nothing, or little, gets
-    through, as it seems.
+    By holder's name: ``why`` it was given up; ``wrong``: the wrong bytes that it
+    served; ``cut``: holders whose network path seems broken or slow.
     """
 
     id: int
@@ -142,9 +143,9 @@ class Pulled(msgspec.Struct, frozen=True, tag=True):
 
 
 class PullFailed(msgspec.Struct, frozen=True, tag=True):
-    """``why``: for each holder, by its name; ``cut``: as in :class:`Pulled`.
+    """No holder is left. ``why`` and ``cut``: as in :class:`Pulled`.
 
-    What has landed stays, to go on from.
+    The bytes received so far stay in the slot, so that the pull can resume.
     """
 
     id: int
@@ -154,7 +155,7 @@ class PullFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Withdrawn(msgspec.Struct, frozen=True, tag=True):
-    """``sent_nbytes``: to all pullers together."""
+    """The transfer has ended. ``sent_nbytes``: to all pullers together."""
 
     id: int
     sent_nbytes: int
@@ -165,14 +166,14 @@ class Dropped(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The request could not be done at all: the memory cannot be mapped, say."""
+    """The carrier cannot carry out the request, for example cannot map the memory."""
 
     id: int
     text: str
 
 
 class Pong(msgspec.Struct, frozen=True, tag=True):
-    """``received``: bytes so far of each version that is being pulled, by transfer."""
+    """The carrier is alive. ``received``: bytes so far, by transfer being pulled."""
 
     id: int
     received: dict[int, int]

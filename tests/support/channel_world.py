@@ -447,7 +447,7 @@ class SimMember:
                 elif found is None:
                     del self.pulling[number]
                     self.serving.pop(number, None)
-                    why = "; ".join(f"{name}: {text}" for name, text in cut.items()) or "nobody serves it"
+                    why = "; ".join(f"{name}: {text}" for name, text in cut.items()) or "no holder serves it"
                     error = wire.WireError("SyncError", why, phase="transfer")
                     self.outbox.append(wire.TransferFailed(number, error, cut))
                     break

@@ -140,7 +140,7 @@ def test_an_ipv4_address_in_ipv6_is_that_address() -> None:
 
 @pytest.mark.parametrize("host", ["", "0.0.0.0", "::", "203.0.113.9", "a.name"])
 def test_only_an_address_of_this_machine_is_listened_at(host: str) -> None:
-    with pytest.raises(OSError, match="no address of this machine: the coordinator must be reached by") as caught:
+    with pytest.raises(OSError, match="not an address of this machine: the coordinator must be reached by") as caught:
         endpoint.listen(host, 0, 8)
     assert host in str(caught.value.strerror)
 
@@ -161,7 +161,7 @@ def test_a_pull_by_any_family(host: str, encrypt: bool) -> None:
 
 @pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 65_536), ("127.0.0.1", -1), ("a.name", 1), ("", 1)])
 def test_what_is_no_address_is_an_error_as_others_are(host: str, port: int) -> None:
-    with pytest.raises(OSError, match=r"no port|does not appear"):
+    with pytest.raises(OSError, match=r"not a valid port|does not appear"):
         endpoint.prepare(host, port, "")
 
 
@@ -209,12 +209,12 @@ def test_all_ports_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        (ConnectionRefusedError(errno.ECONNREFUSED, "x"), "connection refused: nobody listens there any more, or a fi"),
+        (ConnectionRefusedError(errno.ECONNREFUSED, "x"), "connection refused: no program listens there, or a fi"),
         (TimeoutError("timed out"), "no answer in time: packets are lost on the way, as behind a firewall"),
         (TimeoutError(errno.ETIMEDOUT, "x"), "no answer in time"),
         (OSError(errno.EHOSTUNREACH, "x"), "No route to host: no interface leads there"),
         (OSError(errno.ENETUNREACH, "x"), "Network is unreachable: no interface leads there"),
-        (OSError(errno.EADDRNOTAVAIL, "x"), "127.0.0.1 is no address of this machine, or it has no free port"),
+        (OSError(errno.EADDRNOTAVAIL, "x"), "127.0.0.1 is not an address of this machine, or has no free port"),
         (OSError(errno.EACCES, "Permission denied"), "Permission denied"),
         (OSError("whatever"), "whatever"),
     ],

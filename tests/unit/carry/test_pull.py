@@ -345,7 +345,7 @@ def test_a_range_that_the_version_has_not_ends_the_connection(
 
 @pytest.mark.parametrize(
     ("heads", "why"),
-    [([HEAD.pack(OVER)], "does not serve the version any more"), ([HEAD.pack(1 << 30)], "sends more than was asked")],
+    [([HEAD.pack(OVER)], "no longer serves the version"), ([HEAD.pack(1 << 30)], "sends more than was asked")],
 )
 def test_a_holder_that_talks_nonsense_is_given_up(threads: Threads, data: bytes, heads: list[bytes], why: str) -> None:
     false = FalseHost(threads)

@@ -322,7 +322,10 @@ def test_another_certificate_is_sent_nothing(sealed: Threads, data: bytes) -> No
                     heard.append(all_of(known))
 
     sealed.start(listen)
-    with closing(false.listener), pytest.raises(Failed, match=r"shows another certificate .* somebody is in between"):
+    with (
+        closing(false.listener),
+        pytest.raises(Failed, match=r"shows another certificate .* another program answers there"),
+    ):
         run(a_pull(sealed, len(data))[0], sealed, false.holder)
     sealed.end()
     assert set(heard) == {b""}
@@ -386,7 +389,7 @@ def test_a_puller_never_falls_back(sealed: Threads, data: bytes) -> None:
     plain = Threads()
     with hosts(plain, "trainer/0/0") as (host,):
         host.serves(data)
-        with pytest.raises(Failed, match=f"{host.holder.address} has told no certificate, and the channel is encr"):
+        with pytest.raises(Failed, match=f"{host.holder.address} announced no certificate, but the channel is encr"):
             run(a_pull(sealed, len(data))[0], sealed, host.holder)
         holder = Holder("trainer/0/0", host.holder.host, host.holder.port, Certificate().hash)
         with pytest.raises(Failed, match=f"{host.holder.address} (closed|broke) the connection"):
