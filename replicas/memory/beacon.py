@@ -2,10 +2,10 @@
 
 Each process that joins has a *beacon*: a memfd that contains a random nonce. Its Hello
 names its pid, descriptor and nonce. A process that opens ``/proc/PID/fd/FD`` and reads
-that nonce is on the same host and allowed to map the other's memory; in another pid
+that nonce is on the same host and may map the other's memory. From another pid
 namespace it opens the beacon through the other's door
-(:mod:`replicas.memory.memory_door`), and so proves the same. Names, addresses and boot
-ids prove none of this: network namespaces share a kernel, containers share names.
+(:mod:`replicas.memory.memory_door`), which proves the same. Names, addresses and boot
+ids prove nothing: network namespaces share a kernel, containers share names.
 """
 
 from __future__ import annotations
@@ -23,39 +23,42 @@ from replicas.messages.identity import ProcessIdentity
 
 _NONCE_NBYTES = 32
 _FIND_S = 4.0
-"""Limit of a search: doors of frozen processes do not answer."""
+"""Time limit of :func:`find`: doors of frozen processes do not answer."""
 _beacon: Beacon | None = None
 
 
 def own_process() -> ProcessIdentity:
-    """Pid, start time, boot id and pid namespace of this process."""
+    """Return pid, start time, boot id and pid namespace of this process."""
     return ProcessIdentity(os.getpid(), int(stat_fields("self")[START_TIME]), boot_id(), namespace("pid"))
 
 
 def own_beacon() -> Beacon:
-    """The beacon of this process, alive as long as it; a forked child gets its own."""
-    global _beacon  # one per process, whatever it joins
+    """Return this process's beacon, created on first use; a forked child gets its own.
+
+    Opens its door, too, if a socket and a thread can be had.
+    """
+    global _beacon  # one for all channels of the process
     if _beacon is None or _beacon.pid != os.getpid():
         nonce = secrets.token_hex(_NONCE_NBYTES // 2)
         fd = os.memfd_create("replicas-beacon", os.MFD_CLOEXEC)
         os.write(fd, nonce.encode())
         try:
             door = str(MemoryDoor().address)
-        except (OSError, RuntimeError):  # no socket or thread can be had: other namespaces are other hosts then
+        except (OSError, RuntimeError):  # without a door other namespaces count as other hosts
             door = ""
         _beacon = Beacon(os.getpid(), fd, nonce, os.geteuid(), door)
     return _beacon
 
 
 def own_door() -> str:
-    """The door of this process; empty: it has none."""
+    """Return the address of this process's door, or "" if it has none."""
     return _beacon.door if _beacon is not None and _beacon.pid == os.getpid() else ""
 
 
 def find(beacons: Sequence[Beacon]) -> int:
-    """Index of the first beacon that can be opened and has its nonce, or -1.
+    """Return the index of the first beacon that is readable and has its nonce, or -1.
 
-    Doors are tried for some seconds at most, after ``/proc``.
+    Blocks for up to 4 s if doors must be tried, after ``/proc``.
     """
     until = time.monotonic() + _FIND_S - ANSWER_S
     for index, beacon in enumerate(beacons):
@@ -68,7 +71,7 @@ def find(beacons: Sequence[Beacon]) -> int:
 
 
 def _read(beacon: Beacon, *, by_door: bool = False) -> bytes:
-    """The nonce read; empty if unreadable, or no plain file (opening might block)."""
+    """Return the nonce at a beacon, or b"" if it cannot be read."""
     try:
         fd = fetch(beacon.door, beacon.fd) if by_door else open_plain(beacon.pid, beacon.fd)
         try:

@@ -1,18 +1,18 @@
-"""Hold memory of another process through own descriptors: it outlives its owner.
+"""Hold memory of another process through own descriptors, beyond its owner's life.
 
 Theory of operation
 ===================
 
 A place (:class:`~replicas.messages.SlotPlace`) names a descriptor of a living process.
-:func:`hold` opens that very file with a file description of its own, through ``/proc``
-or else through the door of the process (:mod:`replicas.memory.memory_door`), and takes
-the locks that flag it as held (:mod:`replicas.linux.locks`). From then on the owner
-does not refill the memory, and it is not freed when the owner ends.
+:func:`hold` opens that file with a file description of its own, through ``/proc`` or
+else through the process's door (:mod:`replicas.memory.memory_door`), and takes the
+locks that flag it as held (:mod:`replicas.linux.locks`). From then on the owner does
+not refill the memory, and the kernel does not free it when the owner ends.
 
 :class:`MemoryHolder` lets the newest committed version of a channel outlive its source:
 members open it in the coordinator's process as they would have opened it in the source.
-Nothing is mapped or copied. Memory that cannot be held (of another host, user or pid
-namespace; of a GPU, which ends with its owner) is not kept.
+Nothing is mapped or copied. Memory of another host, user or pid namespace cannot be
+held, nor GPU memory, which ends with its owner.
 """
 
 from __future__ import annotations
@@ -41,31 +41,31 @@ log = Log("replicas.memory")
 
 
 def is_near(place: SlotPlace) -> bool:
-    """True if ``/proc`` shows the file at this place, so that no door is needed."""
+    """Return True if ``/proc`` shows the file at this place: no door is needed."""
     if place.door and place.pid == os.getpid() and place.door != own_door():
-        return False  # of another container, where it has the same pid
+        return False  # a process of another container with this pid
     with contextlib.suppress(OSError):  # the process has ended, or its /proc cannot be read
         return Path(f"/proc/{place.pid}/fd/{place.fd}").stat().st_ino == place.inode
     return False
 
 
 def is_there(place: SlotPlace) -> bool:
-    """Like :func:`is_near`; of memory that came through a door: the process lives."""
+    """Return True if the memory is near, or the process behind its open door lives."""
     return is_near(place) or (place.door not in ("", own_door()) and memory_door.is_open(place.door))
 
 
 def hold(place: SlotPlace, version: int, *, wait: bool = True, lock: bool = True) -> int:
-    """Open and lock memory of another process on this host; a read-only descriptor.
+    """Open and lock memory of another process on this host.
 
-    Closing the descriptor ends the locks. The caller must have proven that the pid is
-    the process, owner or holder, that named the place.
+    Returns a read-only descriptor; closing that ends the locks. The caller must have
+    proven that the pid is the process, owner or holder, that named the place.
 
-    :param wait: knock at its door, if ``/proc`` does not show it, for up to
-        :data:`~replicas.memory.memory_door.ANSWER_S`.
-    :param lock: False: only open it; its owner may refill it at any moment.
+    :param wait: if ``/proc`` does not show the memory, ask at the process's door, for
+        up to :data:`~replicas.memory.memory_door.ANSWER_S`.
+    :param lock: take the locks; without them the owner may refill the memory.
     :raises Gone: the process has ended, or the memory is gone or reused.
     :raises NoCapacity: this process has no descriptor or memory left at the moment.
-    :raises WorldError: this process can never open it, though it may exist.
+    :raises WorldError: this process can never open the memory, though it may exist.
     """
     what = f"version {version} in the memory of process {place.pid}"
     try:
@@ -97,7 +97,7 @@ def hold(place: SlotPlace, version: int, *, wait: bool = True, lock: bool = True
 
 def _too_little(what: str, error: OSError, version: int) -> NoCapacity:
     why, remedy = limit(error)
-    return NoCapacity(f"{what}: {why}", version=version, hint=f"{remedy}; the version is fetched again by itself")
+    return NoCapacity(f"{what}: {why}", version=version, hint=f"{remedy}; the version is fetched again automatically")
 
 
 def _open(place: SlotPlace, *, wait: bool) -> int:
@@ -109,24 +109,23 @@ def _open(place: SlotPlace, *, wait: bool) -> int:
         try:
             return memory_door.fetch(place.door, place.fd, inode=place.inode, nbytes=place.nbytes)
         except (ConnectionError, FileNotFoundError, TimeoutError):
-            # Over, or frozen. What /proc showed may be another process of this pid.
+            # The process has ended or is frozen; /proc may show another one of its pid.
             raise FileNotFoundError from None
         except PermissionError as refused:
             raise (error if isinstance(error, PermissionError) else refused) from None
 
 
 class Living(Generic[T]):
-    """A set of the live objects that were added; usable on any thread.
+    """A set of the objects that were added and still live. Thread-safe.
 
     The callback of its weak references runs no Python, unlike ``weakref.WeakSet``'s. An
     object dies on the thread that drops the last reference, which may be the user's
     main thread, where signal handlers run: if one raises in a Python callback, Python
     discards the exception and Ctrl-C is lost. Here the callback is ``deque.append``,
-    written in C: it only records which reference is dead, and the next :meth:`add`
-    removes it.
+    written in C: it records the dead reference, which the next :meth:`add` removes.
 
-    :param in_child: called with each of them in a forked child, for sets that live as
-        long as the process.
+    :param in_child: called with each object in a forked child; only for sets that live
+        as long as the process.
     """
 
     def __init__(self, in_child: Callable[[T], object] | None = None) -> None:
@@ -149,7 +148,7 @@ class Living(Generic[T]):
 
 
 class MemoryHolder:
-    """Memory that this process keeps alive for others, by key."""
+    """Memory that this process keeps alive for other processes, by key."""
 
     _living: Living[MemoryHolder] = Living(operator.methodcaller("forget"))
 
@@ -161,9 +160,10 @@ class MemoryHolder:
         return len(self._held)
 
     def keep(self, key: object, place: SlotPlace, version: int) -> SlotPlace | None:
-        """Hold the memory at ``place``; returns the place where others can open it now.
+        """Hold the memory at ``place``; return the place where others can open it now.
 
-        A place already held under ``key`` is let go of first. None: it cannot be held.
+        Lets go of memory held under ``key`` first. Returns None if the memory cannot be
+        held.
         """
         self.let_go(key)
         if place.device:
@@ -171,13 +171,13 @@ class MemoryHolder:
         try:
             fd = hold(place, version, wait=False)  # on the loop of the coordinator
         except ReplicasError as error:
-            log.info("version %d is not kept: %s", version, error)
+            log.info("not keeping version %d: %s", version, error)
             return None
         self._held[key] = (fd, place.serial)
         return SlotPlace(os.getpid(), fd, place.inode, place.nbytes, place.serial, place.part, door=own_door())
 
     def let_go(self, key: object) -> None:
-        """Stop holding it; does nothing if it is not held."""
+        """Stop holding the memory under ``key``, if any."""
         fd, serial = self._held.pop(key, (-1, 0))
         if fd >= 0:
             locks.let_go(fd)  # a child being started may share the file description a moment longer

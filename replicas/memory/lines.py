@@ -1,9 +1,9 @@
-"""Which lines of 64 bytes of two runs of memory differ, and which elements in them.
+"""Find the 64-byte lines that differ between two runs of memory, and their elements.
 
-A version differs from the one before in few elements. A bit for each line says where to
-look for them: an eighth of a byte for 64. The bits are set by a pass over both runs.
-The C code lies with that of the copies, is loaded without torch, and called without the
-GIL; where it was not compiled, numpy is slower, and as right.
+A version differs from the previous one in few elements. One bit for each line, set by a
+pass over both runs, says where to look for them. The C code is in the library of the
+copies, is loaded without torch, and runs without the GIL; where it was not compiled,
+numpy does the same, more slowly.
 """
 
 from __future__ import annotations
@@ -45,19 +45,20 @@ _library = _load()
 class Lines:
     """The lines of a run of bytes that differ from a base of the same length.
 
-    :param run: starts at a multiple of 64, and stays where it is; so does ``base``.
-    :ivar words: bit ``i % 64`` of word ``i // 64``, from the lowest on, is that of line
-        ``i``. Set: it may differ; clear: it was not compared yet, or is the same.
+    :param run: starts at a multiple of 64; neither it nor ``base`` may move.
+    :ivar words: bit ``i % 64`` of word ``i // 64``, from the lowest on, belongs to line
+        ``i``. It is set if the line may differ, and clear if the line is the same or
+        was not compared yet.
     """
 
     def __init__(self, run: Bytes, base: Bytes) -> None:
         if run.nbytes != base.nbytes or (run.nbytes and run.ctypes.data % LINE_NBYTES):
-            raise ValueError(f"{base.nbytes} bytes are no base of {run.nbytes} bytes at {run.ctypes.data:#x}")
+            raise ValueError(f"a base of {base.nbytes} bytes does not fit {run.nbytes} bytes at {run.ctypes.data:#x}")
         self._run, self._base, self._lock = run, base, threading.Lock()
         self.words = np.zeros(-(-run.nbytes // WORD_NBYTES), np.uint64)
 
     def compare(self, first: int, last: int, threads: int = 1) -> None:
-        """Set the bits of the bytes ``first`` to ``last``. Thread-safe."""
+        """Compare bytes ``first`` to ``last``; set the lines' bits. Thread-safe."""
         if not 0 <= first <= last <= self._run.nbytes:
             raise ValueError(f"bytes {first} to {last} of {self._run.nbytes}")
         if _library is not None:
@@ -72,11 +73,12 @@ class Lines:
 def changed(
     run: Bytes, base: Bytes, words: npt.NDArray[np.uint64] | None, first: int, last: int, width: int, most: int
 ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[Any]] | None:
-    """Numbers of the elements that differ among the bytes ``first`` to ``last``, and
-    the xor of each; None: they are more than ``most``.
+    """Find the elements that differ in bytes ``first`` to ``last``: indices and xors.
 
-    :param words: bits of the lines that may differ, from the start of the run on, of
-        which the C code looks at no others; None: all may.
+    Returns None if more than ``most`` differ. Indices count from ``first``.
+
+    :param words: as :attr:`Lines.words`, to make the C code skip lines that are the
+        same; None to compare all.
     :param width: bytes of an element: 1, 2, 4 or 8; ``first`` and ``last`` are
         multiples of it.
     """
@@ -93,7 +95,7 @@ def changed(
 
 
 def change(run: Bytes, numbers: npt.NDArray[np.uint32], xors: npt.NDArray[Any]) -> None:
-    """The way back: xor elements of ``run``, all of which exist, with these."""
+    """Reverse :func:`changed`: xor these elements of ``run``, which must exist."""
     if _library is None:
         run.view(xors.dtype)[numbers] ^= xors
     else:

@@ -3,27 +3,26 @@
 Theory of operation
 ===================
 
-Mostly a process opens another one's memory as ``/proc/PID/fd/FD``, which needs one pid
-namespace and the permission to look (no ``ptrace``, ``pidfd_getfd`` or
-``process_vm_readv``). Containers of one machine have pid namespaces of their own.
-Therefore each process with a beacon has a *door* as well: an abstract Unix socket, at
-which a thread answers. A client names a descriptor, and gets a new file description of
-that file, for reading only (``SCM_RIGHTS``): with locks of its own, mapped like any
-other, at full speed. Only a memfd is given away.
+Mostly a process opens another process's memory as ``/proc/PID/fd/FD``, which needs a
+common pid namespace and read permission (but no ``ptrace``, ``pidfd_getfd`` or
+``process_vm_readv``). Containers of one machine have their own pid namespaces.
+Therefore each process with a beacon also has a *door*: an abstract Unix socket, served
+by a thread. A client names a descriptor, and gets a new read-only file description of
+that file (``SCM_RIGHTS``): with its own locks, and mapped at full speed. A door gives
+away memfds only.
 
-An abstract socket belongs to a network namespace, and leaves nothing behind when its
-process is killed. So containers share memory if they share the pid or the network
-namespace; else their versions go through the process group.
+An abstract socket belongs to a network namespace, and disappears with its process. So
+containers share memory if they share the pid or the network namespace.
 
-**Who gets in.** Both ends check that the other is of the same user, and prove that they
+**Authentication.** Both ends check that the peer has the same user, and prove that they
 know the door's secret, which travels only in messages of the run's coordinator: root in
-one container is not root in another one, and a name may be bound by another process
-once its owner is dead. A door has at most :data:`CLIENTS` connections; one that has not
-asked within :data:`PATIENCE_S` is closed. A client waits at most :data:`ANSWER_S`, and
-never on a thread that must not block.
+one container is not root in another, and after a process has died another one may bind
+its name. A door has at most :data:`CLIENTS` connections, and closes one that has not
+asked within :data:`PATIENCE_S`. A client waits at most :data:`ANSWER_S`, and never on a
+thread that must not block.
 
-A client keeps one connection to each door from which it has fetched something, and so
-learns that the process has ended (:func:`is_open`).
+A client keeps one connection to each door that it has used, and so learns that the
+process has ended (:func:`is_open`).
 """
 
 from __future__ import annotations
@@ -44,26 +43,26 @@ from replicas.linux.files import open_plain
 from replicas.linux.sockets import SocketAddress, peer_uid
 
 CLIENTS = 1024
-"""Connections at a time: one for each process of the host that reads this memory."""
+"""Most connections: one for each process of the host that reads this memory."""
 PATIENCE_S = 5.0
 """How long a connection may last without a request."""
 ANSWER_S = 2.0
-"""How long a client waits: the process may be frozen."""
+"""How long a client waits, as the process may be frozen."""
 
 _SCARCE_S = 0.1
-"""Pause after a client that could not be accepted: it still waits."""
+"""Pause after a client could not be accepted; the client waits."""
 _CHALLENGE_NBYTES = 16
-_REQUEST = struct.Struct("<qqq")  # descriptor, inode and size; -1: any
+_REQUEST = struct.Struct("<qqq")  # descriptor, inode and size; -1 means any
 _MAC_NBYTES = 32
 _GIVEN, _NOT_THERE = b"\1", b"\0"
 _MESSAGE_NBYTES = 256
 
 
 class MemoryDoor:
-    """The door of this process, until it ends."""
+    """The door of this process, open until the process ends; a thread serves it."""
 
     def __init__(self) -> None:
-        """Open it; OSError or RuntimeError: no socket or no thread can be had."""
+        """Open the door. :raises OSError, RuntimeError: no socket or thread is left."""
         self.address = SocketAddress(f"replicas-door-{secrets.token_hex(8)}", secrets.token_hex(16))
         self._clients: dict[socket.socket, _Asker] = {}
         self._socket = self.address.listen()
@@ -78,7 +77,7 @@ class MemoryDoor:
         os.register_at_fork(after_in_child=self.forget)
 
     def forget(self) -> None:
-        """Close it; in a forked child, which would keep clients waiting."""
+        """Close the door, in a forked child, where no thread would answer clients."""
         self._selector.close()
         for one in (self._socket, *self._clients):
             one.close()
@@ -95,7 +94,7 @@ class MemoryDoor:
                         self._admit()
                     elif not self._answer(key.fileobj, self._clients[key.fileobj]):
                         self._drop(key.fileobj)
-                except OSError:  # it is gone, or this process has no descriptor left
+                except OSError:  # the client has gone, or this process has no descriptor left
                     if key.fileobj is not self._socket:
                         self._drop(key.fileobj)
                     else:
@@ -115,7 +114,7 @@ class MemoryDoor:
         one.send(client.challenge)
 
     def _answer(self, one: socket.socket, client: _Asker) -> bool:
-        """Answer one request; False: there will be no other one."""
+        """Answer one request; return False if the connection is to be closed."""
         message = one.recv(_MESSAGE_NBYTES)
         theirs, mac, request = _split(message)
         if len(request) != _REQUEST.size or not _proves(mac, self.address, b"ask", client.challenge, theirs, request):
@@ -128,7 +127,7 @@ class MemoryDoor:
             one.send(_mac(self.address, b"give", theirs, client.challenge, request, _NOT_THERE) + _NOT_THERE)
             return True
         try:
-            fcntl.fcntl(fd, fcntl.F_GET_SEALS)  # OSError: it is no memfd
+            fcntl.fcntl(fd, fcntl.F_GET_SEALS)  # raises OSError if fd is not a memfd
             reply = _mac(self.address, b"give", theirs, client.challenge, request, _GIVEN) + _GIVEN
             socket.send_fds(one, [reply], [fd])
         finally:
@@ -143,7 +142,7 @@ class MemoryDoor:
 
 @dataclass(eq=False)
 class _Asker:
-    """``served``: it has proven who it is."""
+    """A client of a door. ``served``: it has proven that it knows the secret."""
 
     challenge: bytes = field(default_factory=lambda: secrets.token_bytes(_CHALLENGE_NBYTES))
     until: float = field(default_factory=lambda: time.monotonic() + PATIENCE_S)
@@ -155,13 +154,15 @@ _lock = threading.Lock()
 
 
 def fetch(door: str, fd: int, *, inode: int = -1, nbytes: int = -1) -> int:
-    """A descriptor for reading of the file that a process has open; it may block.
+    """Return a read-only descriptor of a file that the process at ``door`` has open.
 
-    :raises FileNotFoundError: the descriptor is closed, or is now another file's.
-    :raises ConnectionError: there is no such door in this network namespace, or whoever
-        answers hangs up.
-    :raises PermissionError: whoever answers is not the process, or of another user.
-    :raises OSError: there is no answer in time, or no descriptor left here.
+    Blocks for at most :data:`ANSWER_S`.
+
+    :raises FileNotFoundError: the descriptor is closed, or now of another file.
+    :raises ConnectionError: this network namespace has no such door, or the peer hung
+        up.
+    :raises PermissionError: the peer is not the process, or of another user.
+    :raises OSError: no answer in time, or no descriptor left here.
     """
     address, deadline = SocketAddress.parse(door), time.monotonic() + ANSWER_S
     one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -192,7 +193,7 @@ def fetch(door: str, fd: int, *, inode: int = -1, nbytes: int = -1) -> int:
 
 
 def _within(one: socket.socket, deadline: float) -> socket.socket:
-    """The socket, whose next call ends by the deadline; TimeoutError: it is past."""
+    """Limit the socket's next call to the deadline. :raises TimeoutError: it is past."""
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError("the process with the memory does not answer in time")
@@ -201,7 +202,7 @@ def _within(one: socket.socket, deadline: float) -> socket.socket:
 
 
 def is_open(door: str) -> bool:
-    """Return True if the process behind this door, which was used here, is alive."""
+    """Return True if this process has used the door, and the door's process lives."""
     with _lock:
         one = _open.get(door)
         if one is None:
@@ -248,8 +249,8 @@ def _proves(mac: bytes, address: SocketAddress, *parts: bytes) -> bool:
 
 
 def _forget() -> None:
-    """In a forked child: the connections are the parent's."""
-    global _lock  # a thread may have had it
+    """Close the parent's connections, in a forked child."""
+    global _lock  # a thread of the parent may have held it
     _lock = threading.Lock()
     for one in _open.values():
         os.close(one)

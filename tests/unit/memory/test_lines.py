@@ -100,9 +100,9 @@ def test_only_lines_with_a_bit_are_looked_at() -> None:
 
 def test_no_memory_beyond_the_runs_is_compared() -> None:
     run = placed(100)
-    with pytest.raises(ValueError, match="no base"):
+    with pytest.raises(ValueError, match="does not fit"):
         Lines(run, placed(99))
-    with pytest.raises(ValueError, match="no base"):
+    with pytest.raises(ValueError, match="does not fit"):
         Lines(placed(100, 1), run)
     with pytest.raises(ValueError, match="bytes 90 to 101 of 100"):
         Lines(run, placed(100)).compare(90, 101)
