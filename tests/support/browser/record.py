@@ -131,7 +131,7 @@ class Recording:
             (140.0, lambda: self._client.order(Scale(group="rollout", replicas=5))),
             (165.0, lambda: self._fault("0", ONCE)),
             (213.0, lambda: self._fault("3", SUSPEND)),
-            (225.0, lambda: self._throttle("50mbit", 18)),
+            (225.0, lambda: self._throttle("50mbit", 22)),
             (250.0, lambda: self._client.order(Restart(target="rollout/2"))),
             (262.0, lambda: self._fault("4", FOR_GOOD)),
         ):
@@ -150,6 +150,7 @@ class Recording:
             text = text.replace(old, new)
         # Machines that are namespaces of one are advised to share memory.
         text = re.sub(r'"policy: other members are on this machine[^"]*",', "", text)
+        text = re.sub(r'"\w+":null,|,"\w+":null(?=})', "", text)
         began_at = float(re.findall(r'"at":([0-9.]+)', text)[0])
         text = re.sub(r'(?<="at":)[0-9.]+', lambda found: f"{float(found[0]) - began_at:.3f}", text)
         return re.sub(r"\d+\.\d{5,}", lambda found: f"{float(found[0]):.4f}", text)
