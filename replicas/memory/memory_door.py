@@ -193,7 +193,7 @@ def fetch(door: str, fd: int, *, inode: int = -1, nbytes: int = -1) -> int:
 
 
 def _within(one: socket.socket, deadline: float) -> socket.socket:
-    """Limit the socket's next call to the deadline. :raises TimeoutError: it is past."""
+    """Limit the socket's next call to the deadline; raise TimeoutError if past."""
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError("the process with the memory does not answer in time")
