@@ -37,7 +37,8 @@ def concerns(record: events.Record, target: str) -> bool:
 def routine(event: events.Event) -> bool:
     """Return True if every version, or collective, that goes well has such events.
 
-    The same if another one tells it: a change of state tells how the replica ended.
+    The same if another one tells it: a change of state tells how the replica ended, and
+    with it its version; ``LoadFailed`` why a version was not loaded by all ranks.
     """
     if isinstance(event, effects.SyncEnded):
         return event.record.outcome == "committed" and not event.record.lost
@@ -45,7 +46,7 @@ def routine(event: events.Event) -> bool:
         return event.outcome == "ok"
     if isinstance(event, effects.MemberLost):
         return event.reason == "exited" and not event.observes
-    return isinstance(event, events.ReplicaExited) or (isinstance(event, effects.ReplicaLoaded) and event.version > 0)
+    return isinstance(event, events.ReplicaExited | effects.ReplicaLoaded)
 
 
 def subject(event: events.Event) -> str:
@@ -146,7 +147,7 @@ def _channel_words(who: str, event: events.Event) -> tuple[str, str, str]:
             what = f"was served wrong bytes of version {event.version} by {event.holder}"
             return event.member.name, f"{what}{_because(event.reason)}", "error"
         case effects.ReplicaLoaded():
-            what = f"serves version {event.version}" if event.version else "serves no whole version any more"
+            what = f"serves version {event.version}" if event.version else "serves no version"
             return who, f"{what} of {event.channel}", ""
         case effects.LoadFailed():
             what = "refused" if event.kept else "did not load"

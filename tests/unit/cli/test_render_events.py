@@ -106,6 +106,7 @@ TOLD: list[tuple[events.Event, str, str]] = [
         "version 3 committed in 500 ms, 2 KiB, 2 members",
     ),
     (effects.ReplicaLoaded("policy", "rollout", 1, 3), "rollout/1", "serves version 3 of policy"),
+    (effects.ReplicaLoaded("policy", "rollout", 1, 0), "rollout/1", "serves no version of policy"),
     (effects.StepFell("policy", 3, 0, 812), "policy", "version 3 has step 0 after 812"),
     (effects.StoreChanged("policy", False), "policy", "store down"),
     (effects.CaughtUp("policy", 3, (MEMBER,), 10), "policy", "caught up with version 3: rollout/1/0"),
@@ -135,6 +136,7 @@ def test_what_a_change_of_state_tells_is_not_listed_twice() -> None:
     assert not routine(effects.MemberLost("policy", MEMBER, "exited", observes=True)), "no replica changes for it"
     assert not routine(effects.MemberLost("policy", MEMBER, "lease"))
     assert routine(events.ReplicaExited(group="a", replica=0, generation=1, outcome="failed"))
+    assert routine(effects.ReplicaLoaded("policy", "rollout", 1, 0))
     assert not routine(transition(event=Step.RETRY, after="backoff"))
 
 
