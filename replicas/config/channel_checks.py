@@ -41,7 +41,7 @@ def encryption(place: Place, channel: ChannelConfig) -> None:
     elif channel.transport == "group":
         place.problem('transport = "group" passes process groups, which torch does not encrypt; remove one of the two')
     elif channel.staging != "host":
-        place.problem('slots on GPUs pass process groups, which are not encrypted; set staging = "host", or remove it')
+        place.problem('is for slots in host memory, and these are on GPUs; set staging = "host", or remove it')
 
 
 def slots(place: Place, channel: ChannelConfig, replicas: Mapping[str, int]) -> None:

@@ -100,8 +100,9 @@ class LogsConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     bind: Annotated[str, forms.address] = "127.0.0.1"
-    """Address or host name at which the rendezvous store listens. Members connect to it
-    here. Set it when ranks run on other machines.
+    """Address or host name at which the rendezvous store listens. Members of a process
+    group connect to it here. Set it when a channel forms groups (peers, ``transport =
+    "group"``, slots on GPUs) and ranks run on other machines.
     """
     port: Annotated[int, forms.port] = 0
     """The store listens on this port; 0: one of the system's choice. Set it when a

@@ -354,7 +354,7 @@ def test_a_command_is_looked_up_in_the_groups_own_folder_and_path(folder: Path) 
         ),
         (
             {**POLICY, "encrypt": True, "transport": "tcp", "staging": "device"},
-            "channels.policy.encrypt: slots on GPUs pass process groups, which are not encrypted; "
+            "channels.policy.encrypt: is for slots in host memory, and these are on GPUs; "
             'set staging = "host", or remove it',
         ),
     ],
