@@ -1,30 +1,28 @@
 """The agent of a node: join a supervisor, run its shims, and end them in time.
 
 There is one agent for each node of a run, the supervisor's own machine included. It
-dials the supervisor (:mod:`replicas.supervisor.agent.messages`), starts what it is
-told, and relays what the shims say. It decides one thing by itself: when to end
-everything, which is
+dials the supervisor (:mod:`replicas.supervisor.agent.messages`), starts shims as it is
+told, and relays their messages. It decides only when to end everything:
 
 * when the supervisor says that the run is over;
-* when its lease is over (:mod:`replicas.core.lives.lease_times`): nothing was heard of
-  the supervisor for that time, whatever the reason, and the replicas may be started
-  elsewhere soon. Then it tries for a minute more to offer its node anew, unless its
-  supervisor is plainly gone. The shims have the same lease, from the agent's pings:
-  so they end in time, too, if the agent is frozen or dead;
+* when its lease is over (:mod:`replicas.core.lives.lease_times`): it heard nothing from
+  the supervisor for that time, and the replicas may soon be started elsewhere. It then
+  offers its node again for one minute, unless its supervisor is plainly gone. Pings
+  give the shims the same lease, so they end in time if the agent is frozen or dead;
 * without a lease, as on the supervisor's own machine, when the connection is closed,
-  which means that the process of the supervisor is gone: at once, or after ``adopt`` if
+  which means that the supervisor process is gone: immediately, or after ``adopt`` if
   no other supervisor has come by then. The shims have a patience instead of a lease;
-* when another supervisor comes, and the one before wanted no adoption.
+* when another supervisor comes, and the previous one did not allow adoption.
 
-A signal to end (SIGTERM, SIGINT) makes a node leave in order: the supervisor moves its
-replicas first, or the next one does, within the lease; a second signal ends it at once.
-The agent of the supervisor's own machine ignores it: a signal to a whole session or
-process tree must not end it before the supervisor has ended the replicas. All else that
-differs there is what the supervisor's Welcome says. The states in which an agent can be
-are the table :data:`replicas.core.lives.tenancy.TENANCY`.
+SIGTERM or SIGINT makes a node leave in order: the supervisor, or its successor, moves
+the replicas first, within the lease. A second signal ends the agent immediately. The
+agent of the supervisor's own machine ignores both: a signal to a whole session or
+process tree must not end it before the supervisor has ended the replicas. All other
+differences there come from the supervisor's Welcome. The states of an agent are the
+table :data:`replicas.core.lives.tenancy.TENANCY`.
 
-Whatever a dead agent has left is ended by its shims, by the next agent of the node
-(``Clean``), or by the next supervisor.
+The shims, the node's next agent (``Clean``) or the next supervisor end the processes of
+a dead agent.
 """
 
 from __future__ import annotations
@@ -61,21 +59,21 @@ log = Log("replicas.agent")
 AGAIN = Backoff(0.05, 1.0)
 _UNREACHED = "the supervisor could not be reached"
 REJOIN_S = 60.0
-"""How long an agent whose lease is over, and which has nothing left, tries again."""
+"""How long an agent without processes tries to rejoin after its lease is over."""
 JOIN_S = 300.0
-"""How long an agent that was never taken tries to reach its supervisor."""
+"""How long an agent that was never accepted tries to reach its supervisor."""
 _ANSWER_S = 10.0
 _SILENCE_S = 5 * BEAT_S
-"""Silence after which an agent with a lease dials again: TCP mends a connection over a
-link that was broken for some seconds only after as long again, a new one works at
-once."""
+"""Silence after which an agent with a lease dials again. After an outage of some
+seconds, TCP resumes an old connection only as many seconds later; a new connection
+works immediately."""
 _GRACE_S = 2.0
 """Time from SIGTERM to SIGKILL when everything of the run ends."""
 _KILL_S = END_S - 1.0
 
 
 class SupervisorLink(Protocol):
-    """A connection to a supervisor: whole frames, in order."""
+    """A connection to a supervisor. It carries whole frames, in order."""
 
     async def send(self, message: bytes, /) -> None: ...
     async def recv(self) -> str | bytes: ...
@@ -83,21 +81,21 @@ class SupervisorLink(Protocol):
 
 
 class _Refused(Exception):
-    """The supervisor does not take this agent, and will not later."""
+    """The supervisor rejects this agent for good."""
 
 
 class Agent:
     """One node of a run, from :meth:`run`'s start to its exit code.
 
-    :param dial: opens a connection, and tells its own address. OSError, or an error of
-        websockets: there is none.
-    :param shims: what runs the processes.
+    :param dial: opens a connection; returns it and its local address. Raises OSError or
+        an error of websockets.
+    :param shims: the shims of this node, which run the processes.
     :param state_dir: folder of the logs and of the token for the ranks.
-    :param address: at which ranks of other nodes reach those of this one; default: that
-        of the connection.
-    :param wanted: whether to go on trying before any supervisor has answered.
+    :param address: address of this node's ranks for ranks of other nodes; default: the
+        connection's local address.
+    :param wanted: returns whether to keep dialling before a supervisor has answered.
     :param on_token: called with a new token for the next connection.
-    :param machine: what the node offers; None: its supervisor knows.
+    :param machine: the node's resources; None if the supervisor is on the same machine.
     """
 
     def __init__(
@@ -136,16 +134,16 @@ class Agent:
         self._welcome: wire.Welcome | None = None
         self._outbox: list[wire.AgentMessage] = []
         self._lease_ended_at: float | None = None
-        """When the last lease ended; a connection from before is of no use."""
+        """When the last lease ended; connections opened before are stale."""
         self._may_join = asyncio.Event()
-        """Clear while what ends with the lease is not gone yet."""
+        """Clear while processes that end with the lease still run."""
         self._may_join.set()
         self._reason, self._code = "", 0
-        """Why it is leaving, or over, and its exit code."""
+        """Why the agent leaves or has ended, and its exit code."""
         self._stop = asyncio.Event()
 
     def leave(self, reason: str) -> None:
-        """Leave in order; the second time at once."""
+        """Ask the supervisor to move the replicas; end at the second call."""
         if self._tenancy.state != "serving":
             self._end(reason)
             return
@@ -154,17 +152,17 @@ class Agent:
         self._tell(wire.Leaving(reason))
 
     async def run(self) -> int:
-        """Serve until the end. Nothing that it started is left then.
+        """Serve until the end, and end every process that this agent started.
 
-        :return: 0: the run is over, or this node was released; 1: the
-            supervisor could not be reached within the lease, nor after it.
-        :raises replicas.errors.WorldError: no supervisor took it.
+        :return: 0 if the run is over or this node was released; 1 if the supervisor
+            could not be reached, neither within the lease nor after it.
+        :raises replicas.errors.WorldError: no supervisor accepted this node.
         """
         work = [asyncio.create_task(one) for one in (self._stop.wait(), self._serve(), self._watch())]
         try:
             done, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                task.result()  # without its watch it would keep no lease: an error of either ends the agent
+                task.result()  # an error of either ends the agent: without _watch it would not keep its lease
         finally:
             with anyio.CancelScope(shield=True):
                 await self._end_everything()
@@ -184,7 +182,7 @@ class Agent:
         self._shims.end(_GRACE_S)
         await is_set_within(self._shims.empty, _KILL_S)
         self._shims.kill_all()
-        await self._shims.empty.wait()  # what SIGKILL does not end now is swept until it is gone
+        await self._shims.empty.wait()  # sweeps go on until unkillable processes are gone
         await self._shims.aclose()
 
     # ------------------------------------------------------------ time
@@ -209,8 +207,8 @@ class Agent:
             await asyncio.sleep(BEAT_S if until is None else max(0.01, min(BEAT_S, until - now)))
 
     async def _end_with_lease(self) -> None:
-        """End all replicas, as they may start elsewhere; then offer the node anew."""
-        log.warning("node %s: %s within the lease: everything of the run ends here", self.node, _UNREACHED)
+        """End all replicas, as they may start elsewhere; then offer the node again."""
+        log.warning("node %s: ending all its replicas: %s within the lease", self.node, _UNREACHED)
         self._tenancy.step("lease_over")
         self._lease_ended_at = self._loop.time()
         self._may_join.clear()
@@ -246,7 +244,7 @@ class Agent:
                 except _Refused as error:
                     raise errors.WorldError(str(error)) from None
                 except (ConnectionClosed, TimeoutError, OSError) as error:
-                    problem = str(error) or "nothing is heard of it"
+                    problem = str(error) or "the supervisor is silent"
                 finally:
                     await link.close()
                 self._disconnected()
@@ -258,8 +256,8 @@ class Agent:
     def _is_final(self, error: InvalidStatus | errors.UsageError) -> bool:
         """Return True if the refusal is permanent: no supervisor counts on this node.
 
-        While replicas run here, somebody else may have the port for a moment: then the
-        lease alone decides.
+        While replicas run here, another program may have the port for a moment; only
+        the lease decides then.
         """
         refused = isinstance(error, errors.UsageError) or error.response.status_code in (401, 403)
         return refused and not self._tenancy.serves
@@ -267,7 +265,7 @@ class Agent:
     def _should_give_up(self, error: Exception) -> bool:
         """Return True if this empty node should stop waiting for a supervisor.
 
-        Where the connection is refused, the machine is there and its supervisor is not.
+        A refused connection means that the machine runs and its supervisor does not.
         """
         if not self._shims.empty.is_set() or self._tenancy.state not in ("leaving", "ending", "rejoining"):
             return False
@@ -284,14 +282,14 @@ class Agent:
             self._tenancy.alone(self._loop.time(), self._welcome.adopt_s)
 
     def _is_stale(self, began_after: float | None) -> bool:
-        """Return True if what this connection brings is for processes that are ended.
+        """Return True if messages of this connection are for ended processes.
 
-        :param began_after: when the last lease had ended before it was begun.
+        :param began_after: when the last lease before this connection had ended.
         """
         return self._tenancy.ended or self._lease_ended_at != began_after
 
     async def _converse(self, link: SupervisorLink, began_after: float | None) -> None:
-        """Say Hello, and obey until the connection ends or is stale."""
+        """Send Hello, and obey orders until the connection ends or is stale."""
         asked_at = self._loop.time()
         if self._is_stale(began_after):
             return
@@ -315,7 +313,7 @@ class Agent:
         if before is None or before.supervisor != answer.supervisor:
             log.info("node %s: joined run %s", self.node, answer.run)
         if before is not None and before.supervisor != answer.supervisor and not before.adopt_s:
-            self._shims.end(_GRACE_S)  # the supervisor before wanted no adoption
+            self._shims.end(_GRACE_S)  # the previous supervisor did not allow adoption
         self._take(answer, asked_at)
         if self._tenancy.state == "leaving":
             self._tell(wire.Leaving(self._reason))
@@ -329,7 +327,7 @@ class Agent:
                 try:
                     order = _order(data)
                 except _Refused as error:
-                    log.error("an order is ignored: %s", error)
+                    log.error("ignoring an order: %s", error)
                 else:
                     self._obey(order)
         finally:
@@ -338,7 +336,7 @@ class Agent:
     def _take(self, welcome: wire.Welcome, asked_at: float) -> None:
         before = self._tenancy.until
         self._tenancy.granted(welcome.lease_s, asked_at)
-        self._shims.lease_until = self._tenancy.until  # of shims that are started before the next look
+        self._shims.lease_until = self._tenancy.until  # for shims that start before the next tick
         self._shims.patience_s = 0.0 if welcome.lease_s else local_patience_s(welcome.adopt_s)
         if welcome.state_id:
             self._shims.identity = welcome.state_id
@@ -347,7 +345,7 @@ class Agent:
         self._renewed(before)
 
     def _renewed(self, before: float | None) -> None:
-        """Tell shims that would end before the next look that they do not."""
+        """Ping the shims now if the lease they know ends before the next tick."""
         now = self._loop.time()
         if before is not None and before - now < 2 * BEAT_S:
             self._shims.look(now, self._tenancy.until)
@@ -359,7 +357,7 @@ class Agent:
             outbox, self._outbox = self._outbox, []
             stacks = [wire.StacksFound(nonce=nonce, found=dict(found)) for nonce, found in self._shims.stacks()]
             news = [wire.PartNews(plain(state)) for state in self._shims.news()]
-            for message in (*stacks, *news, *outbox):  # an end is told with the stacks that are known
+            for message in (*stacks, *news, *outbox):  # stacks first: the report of an end shows those received
                 await link.send(wire.encode(message))
 
     def _tell(self, message: wire.AgentMessage) -> None:
@@ -380,7 +378,7 @@ class Agent:
             case wire.Clean() | wire.LogQuery() | wire.Examine():
                 self._long.begin(order)
             case wire.Welcome() | wire.Refused():
-                log.error("an unexpected %s of the supervisor", type(order).__name__)
+                log.error("ignoring an unexpected %s of the supervisor", type(order).__name__)
             case _:
                 self._shims.obey(order)
 

@@ -1,15 +1,14 @@
-"""The state folder of an agent on a machine of its own, while this process has it.
+"""The locked state folder of an agent on a machine without a supervisor.
 
 ::
 
     <state_dir>/lock    flock'ed by the agent and its shims
     <state_dir>/id      identity of the folder; in the environment of its processes
-    <state_dir>/token   what its ranks show to the coordinator (mode 0600)
+    <state_dir>/token   token that its ranks show to the coordinator (mode 0600)
     <state_dir>/logs/   as in the state folder of a supervisor
 
-An agent that starts where another one was killed waits until the shims of that have
-ended, kills those that are slow or frozen, and sweeps what is left by the folder's
-identity.
+An agent that follows a killed one waits for that one's shims to end, kills the slow and
+frozen ones, and sweeps remaining processes by the folder's identity.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ class AgentFolder(LockedFolder):
         self._said_at = -math.inf
 
     def acquire(self) -> str:
-        """Take the folder, and end what a dead agent has left; return its identity.
+        """Lock the folder, end a dead agent's processes, and return the identity.
 
         Blocks up to about 15 s; longer while shims of a dead agent do not die.
 
         :raises replicas.errors.UsageError: another agent has it, or it is unusable.
-        :raises replicas.errors.WorldError: they have not died within 5 minutes.
+        :raises replicas.errors.WorldError: those shims have not died within 5 minutes.
         """
         try:
             self._made = not self.path.exists()
@@ -64,8 +63,8 @@ class AgentFolder(LockedFolder):
     def _free(self, lock: int) -> None:
         """Kill the shims of a dead agent that hold the lock.
 
-        :raises replicas.errors.UsageError: a living agent, or somebody who cannot be
-            seen from here, holds it.
+        :raises replicas.errors.UsageError: a living agent, or a process that is not
+            visible from here, holds it.
         """
         holders = leftovers.lock_holders(self.path / "lock")
         orphans = [pid for pid in holders if leftovers.is_orphan(pid)]
@@ -74,7 +73,7 @@ class AgentFolder(LockedFolder):
             raise self._taken(Owner())
         if orphans and time.monotonic() - self._said_at > _SAY_INTERVAL_S:
             self._said_at = time.monotonic()
-            log.warning("shims of an earlier agent have the state folder: %s; they are killed", orphans)
+            log.warning("killing shims of an earlier agent that lock the state folder: %s", orphans)
         Sweep(finder(lambda: orphans, leftovers.is_orphan)).once()
 
     def _taken(self, owner: Owner) -> errors.ReplicasError:
@@ -89,9 +88,9 @@ class AgentFolder(LockedFolder):
         )
 
     def release(self, *, failed: bool = False) -> None:
-        """Give it up; one that was made for a start that ``failed`` goes with it."""
+        """Unlock the folder; remove it if it was made for a start that ``failed``."""
         if failed and self._made and not any((self.path / "logs").glob("*")):
             private.remove_tree(self.path)
-        with contextlib.suppress(OSError):  # the disk is read-only by now: the next agent writes another token
+        with contextlib.suppress(OSError):  # e.g. the disk is read-only by now; the next agent replaces the token
             private.remove(self.path / "token")
         self._unlock()

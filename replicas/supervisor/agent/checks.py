@@ -1,8 +1,8 @@
-"""The checks of a machine for ``replicas doctor``, by its commands and by agents.
+"""The checks of a machine for ``replicas doctor``, for the command and for agents.
 
-Leftovers of dead runs, GPUs, limits, disk. Nothing is changed. Each check gives
-:class:`Finding` values: *ok*, a *note* (allowed, but worth knowing), or a *problem*
-with its remedy.
+They look for leftovers of dead runs, GPUs, limits and disk space, and change nothing.
+Each check yields :class:`Finding` values: *ok*, a *note* (allowed, but worth knowing),
+or a *problem* with its remedy.
 """
 
 from __future__ import annotations
@@ -40,9 +40,11 @@ _PROCESSES_EACH = 16
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """Result of a check. ``about``: which check. ``remedy``: for a problem.
+    """Result of a check.
 
-    ``node``: on which node; empty: the machine on which it was asked.
+    :ivar about: name of the check.
+    :ivar remedy: for a problem or a note.
+    :ivar node: name of the node; empty for the machine of the caller.
     """
 
     about: str
@@ -53,7 +55,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run asks of one machine: replicas plus ranks, and bytes of logs."""
+    """Needs of a run on one machine: its replicas plus ranks, and bytes of logs."""
 
     processes: int = 0
     log_nbytes: int = 0
@@ -65,36 +67,36 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of_all(cls, config: Config) -> Self:
-        """Of a run whose replicas are all on this machine."""
+        """Return the demand of a run whose replicas are all on this machine."""
         groups = config.groups.values()
         ranks = sum(group.replicas * group.world_size for group in groups)
         return cls.of(config.logs, replicas=sum(group.replicas for group in groups), ranks=ranks)
 
 
 def family(*roots: int) -> frozenset[int]:
-    """These processes and all below them; 0 is none."""
+    """Return these processes and their descendants; skip 0."""
     return frozenset(pid for root in roots if root for pid in (root, *descendants(root)))
 
 
 def examine_node(state_dir: Path, supervisor: int, demand: Demand) -> tuple[Finding, ...]:
-    """The findings of an agent on its machine. Blocks: with GPUs some seconds.
+    """Return the findings of an agent on its machine. Blocks; seconds with GPUs.
 
-    :param state_dir: of the agent. :param supervisor: pid of that of this machine; 0:
-        it is on another one.
+    :param state_dir: the agent's state folder.
+    :param supervisor: pid of the supervisor; 0 if it is on another machine.
     """
     try:
         return tuple(examine_machine(look(), state_dir, family(os.getpid(), supervisor), demand))
     except OSError as error:
         text = f"its machine cannot be examined: {error}"
-        return (Finding("node", "problem", text, "mend that, or run `replicas doctor` there"),)
+        return (Finding("node", "problem", text, "correct that, or run `replicas doctor` there"),)
 
 
 def examine_machine(
     machine: Machine, state_dir: Path | None, ours: Collection[int], demand: Demand
 ) -> Iterator[Finding]:
-    """The checks that need no config.
+    """Yield the findings of all checks that need no config.
 
-    :param ours: processes of the run; none: it does not run.
+    :param ours: processes of the run; empty if it does not run.
     """
     if state_dir is not None:
         yield from _leftovers(state_dir, ours)
@@ -108,7 +110,7 @@ def _leftovers(state_dir: Path, ours: Collection[int]) -> Iterator[Finding]:
     found = leftovers.find(RunState(state_dir / "state.json").peek(), identity_of(state_dir))
     remedy = "the next start of this run kills it"
     if ours:
-        found = [one for one in found if one.pid not in ours]  # the state file may never have been written
+        found = [one for one in found if one.pid not in ours]  # a run without a state file finds itself
         remedy = "it is of an earlier supervisor or agent of this run; end it by hand"
     for one in found:
         whose = f" of {one.group}/{one.replica}, generation {one.generation}" if one.group else ""
@@ -126,7 +128,7 @@ def _gpus(machine: Machine, ours: Collection[int]) -> Iterator[Finding]:
     try:
         holders = gpu_processes(_SMI_TIMEOUT_S)
     except (OSError, subprocess.SubprocessError) as error:
-        yield Finding("gpus", "note", f"who uses them cannot be told: {error}")
+        yield Finding("gpus", "note", f"their processes cannot be listed: {error}")
         return
     for pid, gpu, used, command in holders:
         whose = "this run's" if pid in ours else "not of this run"
@@ -149,7 +151,7 @@ def _limits(machine: Machine, demand: Demand) -> Iterator[Finding]:
     try:
         yield Finding("limits", "ok", f"control groups can be made in {cgroups.find_own()}")
     except OSError as error:
-        text = f"no control groups: {error.strerror}; what a replica leaves is found by descent and by its mark"
+        text = f"no control groups: {error.strerror}; processes of a replica are found by descent and by its mark"
         yield Finding("limits", "note", text)
     if machine.limits_refused:
         yield Finding("limits", "note", f"memory and max_processes cannot be enforced: {machine.limits_refused}")
@@ -190,5 +192,5 @@ def _disk(state_dir: Path, demand: Demand) -> Iterator[Finding]:
         yield Finding("disk", "ok", f"{size_text(free)} are free for logs in {folder}")
     if demand.log_nbytes > free:
         text = f"all logs together may take up to {size_text(demand.log_nbytes)}, and {size_text(free)} are free in {folder}"
-        remedy = "lower logs.max_size, logs.keep or logs.keep_generations, or make room; ranks go on when it is full"
+        remedy = "lower logs.max_size, logs.keep or logs.keep_generations, or make room; ranks run on without it"
         yield Finding("disk", "note", text, remedy)

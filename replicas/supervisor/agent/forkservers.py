@@ -1,22 +1,22 @@
 """Keep the sidecar forkserver of a node running, from when it is needed.
 
-A forkserver holds some 150 MB and takes seconds to load torch, so a node has one, for
-the ranks of all replicas. Where ranks will need it, it is started with them, ahead of
-that. Where they probably never will, because all members share memory, the agent
-listens on its socket, and starts it when the first rank has connected; the rank waits
-for its answer. (systemd does so with a service's socket.) Ranks whose environment
-differs in what a process reads only while it starts have one of their own
-(:func:`replicas.linux.place.lasting`); one that no replica on the node uses any more
-is ended when the next replica starts.
+A forkserver holds about 150 MB and takes seconds to load torch, so the ranks of all
+replicas of a node share one. If ranks will need it, it is started together with them.
+If they probably never will, because all members share memory, the agent listens on its
+socket and starts it at the first connection; the rank waits for the answer. (systemd
+does so with a service's socket.) Ranks that differ in environment variables that a
+process reads only at its start have a separate forkserver
+(:func:`replicas.linux.place.lasting`). A forkserver that no replica of the node uses
+ends when the next replica starts.
 
 A forkserver that died, or could not be started for lack of processes, is started again
-in the same way, but later each time. One that froze (SIGSTOP), or stalls while it
-should load torch, is killed and thus replaced; it counts as starting until its first
-byte on the *ready* pipe (:mod:`replicas.linux.stalls`). A hang after that shows when a
-rank asks it to fork: the rank then kills it. After ``TRIES`` starts, each within a
-minute of the one before, its replicas cannot sync, and are ended.
+in the same way, after growing delays. A forkserver that froze (SIGSTOP), or stalls
+while it loads torch, is killed and thus replaced; it counts as starting until its first
+byte on the *ready* pipe (:mod:`replicas.linux.stalls`). A later hang shows when a rank
+asks it to fork: the rank then kills it. After ``TRIES`` starts, each within a minute of
+the previous, its replicas cannot sync, and are ended.
 
-A death signal ends it with its agent.
+A death signal ends a forkserver with its agent.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ Starter = Callable[[Mapping[str, str], int, int], subprocess.Popen[bytes]]
 
 @naming_limits()
 def start_forkserver(environment: Mapping[str, str], listener: int, ready: int) -> subprocess.Popen[bytes]:
-    """Start a forkserver on a socket that listens; its output is that of this process.
+    """Start a forkserver on a listening socket; it shares this process's stderr.
 
-    :param ready: descriptor to which it writes when it is ready.
+    :param ready: descriptor to which the forkserver writes when it is ready.
     """
     options = ("--listener", str(listener), "--ready", str(ready))
     return subprocess.Popen(
@@ -66,8 +66,8 @@ def start_forkserver(environment: Mapping[str, str], listener: int, ready: int) 
 class Forkservers:
     """The forkservers of a node, by their addresses. For the event loop's thread only.
 
-    :param broken: called with an address, and the reason, when ranks that have that
-        address cannot sync.
+    :param broken: called with an address and a reason when ranks with that address
+        cannot sync.
     """
 
     def __init__(self, broken: Callable[[str, str], None], start: Starter = start_forkserver) -> None:
@@ -75,11 +75,11 @@ class Forkservers:
         self._kept: dict[tuple[tuple[str, str], ...], KeptForkserver] = {}
 
     def address(self, environment: Mapping[str, str], *, ahead: bool, identity: str = "") -> str:
-        """The address for ranks with this environment.
+        """Return the address of the forkserver for ranks with this environment.
 
-        :param ahead: start it now, unless it runs.
-        :param identity: of the state folder, if any.
-        :raises OSError: its socket cannot be bound.
+        :param ahead: start the forkserver now, unless it runs.
+        :param identity: identity of the state folder, if any.
+        :raises OSError: the socket cannot be bound.
         """
         own = lasting(environment)
         key = (("", identity), *sorted(own.items()))
@@ -91,13 +91,13 @@ class Forkservers:
         return self._kept[key].address
 
     def retain(self, addresses: Collection[str]) -> None:
-        """End those of other addresses."""
+        """Kill the forkservers with other addresses."""
         for key, one in list(self._kept.items()):
             if one.address not in addresses:
                 self._kept.pop(key).kill()
 
     async def aclose(self, timeout_s: float = 5.0) -> None:
-        """End all, and wait for their ends; one that does not die is left."""
+        """Kill all forkservers, and wait up to ``timeout_s`` for their ends."""
         kept = list(self._kept.values())
         self.retain(())
         try:
@@ -105,7 +105,7 @@ class Forkservers:
                 for one in kept:
                     await one.gone.wait()
         except TimeoutError:
-            log.error("a forkserver survives SIGKILL")
+            log.error("leaving a forkserver that survives SIGKILL")
 
     def _given_up(self, key: tuple[tuple[str, str], ...], reason: str) -> None:
         one = self._kept.pop(key)
@@ -114,12 +114,12 @@ class Forkservers:
 
 
 class KeptForkserver:
-    """One forkserver, at once or from the first connection on.
+    """One forkserver, kept running from the first connection or from :meth:`need` on.
 
-    :param environment: its own variables, beyond those of this process.
-    :param given_up: called, once, with the reason if it is not started again.
+    :param environment: variables in addition to those of this process.
+    :param given_up: called once, with the reason, if it is not started again.
     :ivar gone: set while no process of it runs.
-    :raises OSError: its socket cannot be bound.
+    :raises OSError: the socket cannot be bound.
     """
 
     def __init__(
@@ -147,14 +147,14 @@ class KeptForkserver:
         return 0 if self._child is None or self._child.code is not None else self._child.pid
 
     def need(self) -> None:
-        """Start it, now and after each end, without waiting for a connection."""
+        """Start the process now and after each end, without waiting for connections."""
         if not self._ahead:
             self._ahead = True
             if self._life.state == "waiting" and not self._life.wakes:
                 self._begin()
 
     def kill(self) -> None:
-        """End it for good."""
+        """Kill the process and close its socket, for good."""
         self._life.stop()
         self._deafen()
         self._forget_readiness()
@@ -171,9 +171,9 @@ class KeptForkserver:
         self._loop.remove_reader(self._listener)
 
     def _begin(self) -> None:
-        """Start it; if that fails, try it again, later."""
+        """Start the process; schedule another try if that fails."""
         self._deafen()
-        self._forget_readiness()  # of the one before
+        self._forget_readiness()  # of the previous process
         now = self._loop.time()
         self._life.start(now)
         reader, writer = os.pipe2(os.O_CLOEXEC)
@@ -209,7 +209,7 @@ class KeptForkserver:
             self._schedule()
 
     def _schedule(self) -> None:
-        """Come back when the life of the child has something to do."""
+        """Set the timer to the next step of the child's lifecycle."""
         if self._timer is not None:
             self._timer.cancel()
         wakes = self._life.wakes
@@ -229,12 +229,12 @@ class KeptForkserver:
         assert self._watch is not None
         reason = self._watch.look(self._loop.time(), starting=self._life.state == "starting")
         if reason:
-            log.warning("the forkserver, process %d, %s: it is killed", self._child.pid, reason)
+            log.warning("killing the forkserver, process %d: it %s", self._child.pid, reason)
             self._life.give_up()
             self._child.signal(signal.SIGKILL)
 
     def _forget_readiness(self) -> None:
-        """It has loaded torch, or is gone."""
+        """Stop waiting for the ready pipe: the child has loaded torch, or is gone."""
         self._life.ready()
         if self._ready is not None:
             self._loop.remove_reader(self._ready)

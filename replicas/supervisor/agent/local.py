@@ -1,8 +1,8 @@
 """``python -m replicas.supervisor.agent.local``: the agent of the supervisor's machine.
 
 The supervisor starts it (:mod:`replicas.supervisor.fleet.local_agent`), and it dials
-the run's Unix socket. It ignores the signals that end a session: the supervisor, or its
-death, ends it.
+the run's Unix socket. It ignores the signals that end a session; it ends with the
+supervisor, or when that tells it to.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from replicas.supervisor.agent.shims import Shims
 from replicas.trust.dial import dial_socket
 
 CONNECTING: dict[str, Any] = {"open_timeout": 5.0, "max_size": 8 << 20}
-"""How any agent connects: beats are its pings."""
+"""Options of every agent's connection. No WebSocket pings: the beats replace them."""
 
 
 async def dial_run(path: Path) -> tuple[SupervisorLink, str]:
@@ -54,7 +54,7 @@ async def _run(options: argparse.Namespace) -> int:
         lambda: dial_run(options.socket),
         Shims(groups, options.state_dir, lock=options.lock),
         options.state_dir,
-        wanted=lambda: os.getppid() == options.parent,  # the supervisor that started this agent
+        wanted=lambda: os.getppid() == options.parent,  # until the supervisor that started this agent is gone
     )
     try:
         return await agent.run()

@@ -1,8 +1,8 @@
 """Read the logs of a node for readers at the supervisor, one request at a time.
 
-A reply is bounded in bytes as they travel (:data:`REPLY_NBYTES`): a line costs its
-names and escapes, too, so an empty one takes fifty bytes and a control character six.
-What does not fit is kept for the reader's next request.
+A reply is bounded in encoded bytes (:data:`REPLY_NBYTES`): names and escapes count, so
+an empty line takes fifty bytes and a control character six. Lines that do not fit wait
+for the reader's next request.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from replicas.supervisor.agent.messages import LogQuery, LogReply
 
 _READERS_MAX = 64
 REPLY_NBYTES = 1 << 20
-"""One line may take more, and then comes alone: up to 7.6 MiB, of a frame's 8 MiB."""
+"""A longer line comes alone: up to 7.6 MiB, in a frame of at most 8 MiB."""
 
 
 class _Reader:
     def __init__(self, follower: LogFollower) -> None:
         self.follower = follower
         self.waiting: deque[LogLine] = deque()
-        """Lines that did not fit into the reply before."""
+        """Lines that did not fit into the previous reply."""
 
     def reply(self, number: int) -> LogReply:
         body = bytearray()
@@ -40,16 +40,16 @@ class _Reader:
 
 
 class NodeLogReaders:
-    """The readers of one node's logs, by number; one that is done closes its files."""
+    """The readers of one node's logs, by number. A finished reader closes its files."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._readers: dict[int, _Reader] = {}
 
     async def answer(self, query: LogQuery) -> LogReply:
-        """The lines that a reader has not had yet, as JSON, one in each line.
+        """Return the lines that a reader has not had yet, as JSON Lines.
 
-        One that is done asks until there is nothing more.
+        A reader that is done asks until a reply is empty.
         """
         reader = self._readers.get(query.number)
         if query.selection is None:
@@ -74,7 +74,7 @@ class NodeLogReaders:
         return reply
 
     def _open(self, query: LogQuery) -> _Reader:
-        while len(self._readers) >= _READERS_MAX:  # of readers that went away without a word
+        while len(self._readers) >= _READERS_MAX:  # drop the oldest: it may have gone without a last request
             self._readers.pop(next(iter(self._readers))).follower.close()
         selection = msgspec.convert(query.selection, Selection)
         reader = self._readers[query.number] = _Reader(LogFollower(self._folder, selection))

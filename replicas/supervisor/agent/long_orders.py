@@ -1,4 +1,7 @@
-"""The orders of a supervisor that take an agent some time, and get an answer."""
+"""The slow orders of a supervisor: clean up, read logs, examine the machine.
+
+Each runs as a task and ends with a reply to the supervisor.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ _CLEAN_AGAIN_S = 1.0
 
 
 class LongOrders:
-    """Carries out orders in ``tasks``, for the owner to cancel.
+    """Carries out orders in ``tasks``, which the owner cancels.
 
     :param tell: sends a message to the supervisor.
     :param state_dir: folder of the node's logs.
@@ -35,7 +38,7 @@ class LongOrders:
         self.tasks: set[asyncio.Task[None]] = set()
 
     def begin(self, order: wire.Clean | wire.Query) -> None:
-        """Begin to carry an order out."""
+        """Start a task that carries out an order and sends the reply."""
         kept(asyncio.create_task(self._carry_out(order)), self.tasks)
 
     async def _carry_out(self, order: wire.Clean | wire.Query) -> None:
@@ -53,7 +56,7 @@ class LongOrders:
             try:
                 gone = await anyio.to_thread.run_sync(clean_up, left)
             except OSError as error:  # e.g. this process has no descriptor left
-                log.error("what an earlier agent has left cannot be ended yet: %s", error)
+                log.error("trying again to end the processes of an earlier agent: %s", error)
                 await asyncio.sleep(_CLEAN_AGAIN_S)
                 continue
             self._tell(wire.Cleaned(gone))

@@ -1,6 +1,6 @@
 """Find this machine's resources: GPUs, CPUs, memory, and whether they can be limited.
 
-:func:`look` finds them without torch and without a GPU context.
+:func:`look` uses neither torch nor a GPU context.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _NO_GPUS = ("", "-1", "NoDevFiles")
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """What this machine has for a run.
+    """Resources of this machine for a run.
 
     :ivar gpus: names for ``CUDA_VISIBLE_DEVICES``.
     :ivar gpus_from: source of the names, or why there are none.
-    :ivar gpu_order: the ``CUDA_DEVICE_ORDER`` that they need; empty: the present one.
-    :ivar limits_refused: why memory and processes cannot be limited; empty: they can.
+    :ivar gpu_order: the ``CUDA_DEVICE_ORDER`` of the names; empty for the present one.
+    :ivar limits_refused: why memory and processes cannot be limited; empty if they can.
     """
 
     gpus: tuple[str, ...] = ()
@@ -44,9 +44,9 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def look(*, gpus: bool = True, environ: Mapping[str, str] | None = None) -> Machine:
-    """This machine, bounded by CPU set, cgroups and ``CUDA_VISIBLE_DEVICES``.
+    """Return the resources within CPU set, cgroups and ``CUDA_VISIBLE_DEVICES``.
 
-    :param gpus: look for GPUs, which may take a second, and 20 s if the driver hangs.
+    :param gpus: look for GPUs. This takes up to 1 s, and 20 s if the driver hangs.
     """
     names: tuple[str, ...] = ()
     gpus_from = order = ""
@@ -77,13 +77,13 @@ def look(*, gpus: bool = True, environ: Mapping[str, str] | None = None) -> Mach
 
 
 def node_name() -> str:
-    """This machine's name as a node, of letters, digits, ``-``, ``_`` and ``.``."""
+    """Return the hostname as a name of letters, digits, ``-``, ``_`` and ``.``."""
     found = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:NAME_MAX].strip(".-_")
     return found or "local"
 
 
 def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...] | None:
-    """The GPUs in ``CUDA_VISIBLE_DEVICES`` (indices or UUIDs); None: it is not set."""
+    """Return the indices or UUIDs in ``CUDA_VISIBLE_DEVICES``, None if it is unset."""
     text = environ.get("CUDA_VISIBLE_DEVICES")
     if text is None:
         return None
@@ -96,7 +96,7 @@ def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...] | None:
 
 
 def _nvml_gpus() -> tuple[tuple[str, ...], str, str]:
-    """GPU indices in the order of the PCI bus, which is NVML's."""
+    """Return GPU indices in PCI bus order (NVML's), their source, and that order."""
     try:
         ctypes.CDLL(smi.NVML)  # loading it does not call the driver
     except OSError as error:
@@ -108,7 +108,7 @@ def _nvml_gpus() -> tuple[tuple[str, ...], str, str]:
 
 
 def nvml_count(command: list[str], timeout_s: float) -> tuple[int | None, str]:
-    """The number that ``command`` prints, or None and why. Blocks for ``timeout_s``."""
+    """Return the number that ``command`` prints, or None and the reason. Blocks."""
     try:
         code, text = smi.ask(command, timeout_s)
     except subprocess.TimeoutExpired:

@@ -1,22 +1,21 @@
-"""What an agent and its supervisor say to each other, one MessagePack map per frame.
+"""The messages between an agent and its supervisor, one MessagePack map per frame.
 
-The agent dials, says :class:`Hello`, and is answered with :class:`Welcome` or
-:class:`Refused`. It then relays the whole
-:class:`~replicas.supervisor.wire.part_state.PartState` of each part whenever that
-changes, and once more after each reconnection. Orders are repeated by the supervisor
-after a reconnection, so none is missed; each has the shim's mark (``nonce``). One for a
-shim that the agent does not have is ignored: the supervisor knows from the states in a
-Hello that it is gone.
+The agent dials and sends :class:`Hello`; the supervisor answers with :class:`Welcome`
+or :class:`Refused`. The agent then sends the whole
+:class:`~replicas.supervisor.wire.part_state.PartState` of each part whenever it
+changes, and again after each reconnection. The supervisor repeats its orders after a
+reconnection, so none is missed. Each order names its shim by the shim's mark
+(``nonce``). The agent ignores orders for shims that it does not have: the Hello told
+the supervisor that they are gone.
 
-:class:`Beat` and :class:`Heard` carry the lease: the agent may go on that long after
-it *sent* a beat that was heard, and the supervisor waits longer than that after it
-*received* one (:mod:`replicas.core.lives.lease_times`).
+:class:`Beat` and :class:`Heard` carry the lease: it starts when the agent *sends* a
+beat that is heard; the supervisor waits longer than the lease after it *received* one
+(:mod:`replicas.core.lives.lease_times`).
 
-What shims are told and say (specs, states) keeps the form of
-:mod:`replicas.supervisor.wire`, objects with names: agent and supervisor
-may be of different releases when a supervisor is replaced. ``PROTOCOL`` is raised when
-a message changes its meaning; unknown fields are ignored. All that an agent sends has a
-bound: its texts, its shims, and each frame.
+Specs and states of shims keep the form of :mod:`replicas.supervisor.wire`, objects with
+names: agent and supervisor may be of different releases when a supervisor is replaced.
+``PROTOCOL`` is raised when a message changes its meaning; unknown fields are ignored.
+Texts, shims and frames of an agent are bounded.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ _Mark = Annotated[str, msgspec.Meta(max_length=64)]
 _Word = Annotated[str, msgspec.Meta(max_length=256)]
 _Text = Annotated[str, msgspec.Meta(max_length=TEXT_LENGTH)]
 STATE_NBYTES = 1 << 20
-"""Largest state of one part as it travels."""
+"""Largest encoded state of one part."""
 SHIMS_MAX = 16_384
 """Most shims of one agent."""
 
 
 class PartNews(msgspec.Struct, frozen=True, tag=True):
-    """The state of a part, which has changed: see :func:`part_state`."""
+    """The changed state of a part; :func:`part_state` reads it."""
 
     state: Plain
 
@@ -56,10 +55,10 @@ class PartNews(msgspec.Struct, frozen=True, tag=True):
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The first message of an agent.
 
-    :ivar incarnation: random, new for each process of an agent.
-    :ivar machine: what the node offers; None: its supervisor is on the same machine.
-    :ivar scope: where its pids are valid (boot and pid namespace).
-    :ivar address: at which ranks of other nodes reach those of this one.
+    :ivar incarnation: random, new for each agent process.
+    :ivar machine: resources of the node; None if the supervisor is on the same machine.
+    :ivar scope: boot and pid namespace in which its pids are valid.
+    :ivar address: address of this node's ranks for ranks of other nodes.
     """
 
     protocol: int = PROTOCOL
@@ -77,7 +76,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """Sent each second; numbers grow."""
+    """A heartbeat, sent each second; numbers grow."""
 
     number: _Number
 
@@ -90,7 +89,7 @@ class StacksFound(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Cleaned(msgspec.Struct, frozen=True, tag=True):
-    """Nothing that was started under these marks is left on the node."""
+    """No process started under these marks is left on the node."""
 
     nonces: tuple[_Mark, ...]
 
@@ -102,7 +101,7 @@ class Leaving(msgspec.Struct, frozen=True, tag=True):
 
 
 class LogReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The answer to a :class:`LogQuery`; ``error``: why there is none."""
+    """The answer to a :class:`LogQuery`: JSON Lines, or an ``error``."""
 
     number: _Number
     body: bytes = b""
@@ -118,14 +117,14 @@ class Examined(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The supervisor takes the agent.
+    """The supervisor accepts the agent.
 
-    :ivar supervisor: random, new for each process of a supervisor.
-    :ivar lease_s: how long it may go on without being heard; 0: without limit, as the
-        end of the supervisor cannot be missed on its own machine.
-    :ivar adopt_s: how long it goes on when the supervisor is gone.
-    :ivar token: for the ranks of this node; empty: they have the supervisor's.
-    :ivar state_id: identity of the state folder; empty: the agent has one of its own.
+    :ivar supervisor: random, new for each supervisor process.
+    :ivar lease_s: how long the agent may run unheard; 0 for no limit, on the
+        supervisor's own machine, where its end cannot be missed.
+    :ivar adopt_s: how long the agent runs on after the supervisor is gone.
+    :ivar token: for the ranks of this node; empty if they use the supervisor's file.
+    :ivar state_id: identity of the state folder; empty if the agent has its own folder.
     """
 
     run: str
@@ -138,27 +137,27 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class NewToken(msgspec.Struct, frozen=True, tag=True):
-    """The tokens were replaced: for the ranks, and for its next connection."""
+    """New tokens: ``member`` for the ranks, ``operator`` for the next connection."""
 
     member: str
     operator: str
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The agent is not taken; ``again``: it may be later."""
+    """The supervisor rejects the agent; ``again`` if a later try may succeed."""
 
     message: str
     again: bool = False
 
 
 class Heard(msgspec.Struct, frozen=True, tag=True):
-    """The beat of this number has arrived."""
+    """Acknowledges the beat of this number."""
 
     number: int
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Start a shim, unless one with its mark was started before."""
+    """Start a shim, unless a shim with this mark was started before."""
 
     spec: Plain
     memory_nbytes: int | None = None
@@ -186,13 +185,13 @@ class AskStacks(msgspec.Struct, frozen=True, tag=True):
 
 
 class Forget(msgspec.Struct, frozen=True, tag=True):
-    """The end of this shim has been noted: it need not be reported again."""
+    """The supervisor has recorded the end of this shim; stop reporting it."""
 
     nonce: str
 
 
 class ShimLeft(msgspec.Struct, frozen=True, kw_only=True):
-    """A shim of an agent that is dead; ``pid`` 0: it is not known."""
+    """A shim of a dead agent; ``pid`` is 0 if it is unknown."""
 
     nonce: str
     pid: _Pid = 0
@@ -201,16 +200,17 @@ class ShimLeft(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Clean(msgspec.Struct, frozen=True, tag=True):
-    """End what is left of an earlier agent of this node, and say so."""
+    """End the processes of an earlier agent of this node; reply with Cleaned."""
 
     shims: tuple[ShimLeft, ...]
 
 
 class LogQuery(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The next lines of this node's logs; ``number``: of the reader, new for each.
+    """Ask for the next lines of this node's logs.
 
-    :ivar selection: a ``Selection`` of :mod:`replicas.control.log_files`; None: the
-        reader is done, and asks for its last lines until a reply has none.
+    :ivar number: identifies the reader.
+    :ivar selection: a ``Selection`` of :mod:`replicas.control.log_files`; None if the
+        reader is done. It then asks for its last lines until a reply is empty.
     """
 
     number: int
@@ -218,9 +218,10 @@ class LogQuery(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Examine(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Check the machine of this node, as ``replicas doctor`` does; ``number``: new.
+    """Check the machine of this node, as ``replicas doctor`` does.
 
-    :ivar supervisor: pid of that of the same machine; 0: it is on another one.
+    :ivar number: identifies the request.
+    :ivar supervisor: pid of the supervisor; 0 if it is on another machine.
     """
 
     number: int
@@ -229,7 +230,7 @@ class Examine(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Over(msgspec.Struct, frozen=True, tag=True):
-    """End everything, and then yourself: the run is over, or the node is not needed."""
+    """End all shims and exit: the run is over, or the node is not needed."""
 
     reason: str = "the run is over"
 
@@ -249,12 +250,15 @@ def encode(message: Order | AgentMessage) -> bytes:
 
 
 def decode_order(data: bytes) -> Order:
-    """:raises msgspec.DecodeError: it is no order of this protocol."""
+    """Decode an order. :raises msgspec.DecodeError: the data is not a valid order."""
     return decoded(_orders, data)
 
 
 def decode_from_agent(data: bytes) -> AgentMessage:
-    """:raises msgspec.DecodeError: it is no message of this protocol, or too large."""
+    """Decode a message of an agent.
+
+    :raises msgspec.DecodeError: the data is not a valid message, or is too large.
+    """
     message = decoded(_from_agent, data)
     if isinstance(message, PartNews) and len(data) > STATE_NBYTES:
         raise msgspec.DecodeError(f"the state of a part has {len(data):,} bytes, of {STATE_NBYTES:,} allowed")
@@ -262,7 +266,7 @@ def decode_from_agent(data: bytes) -> AgentMessage:
 
 
 def part_state(data: Plain) -> PartState:
-    """The state of a part as its agent has sent it. msgspec.DecodeError: it is none."""
+    """Read the state in a :class:`PartNews`. Raises msgspec.DecodeError."""
     try:
         return read(PartState, data)
     except Malformed as error:

@@ -1,7 +1,7 @@
-"""End what a dead agent of this node has left, and the socket of a dead supervisor.
+"""End the processes of a dead agent, and remove the socket of a dead supervisor.
 
-A shim whose agent is dead ends its processes by itself, within :data:`SHIMS_S`; if it
-is dead too, or does not, it is swept with all of its processes. Blocking, for a thread.
+A shim whose agent is dead ends its own processes within :data:`SHIMS_S`. If the shim is
+dead or stuck, it is killed with all of its processes. Blocking, for a thread.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _LOOK_INTERVAL_S = 0.02
 
 
 def clean_up(left: Sequence[ShimLeft], shims_s: float = SHIMS_S) -> tuple[str, ...]:
-    """End all processes under these shims, which have ``shims_s`` to end by themselves.
+    """Wait ``shims_s`` for these shims to end; then kill all processes of theirs.
 
-    :return: the marks under which nothing is left.
+    :return: the marks under which no process is left.
     """
     deadline = time.monotonic() + shims_s
     while any(start_time(one.pid) == one.start_time for one in left) and time.monotonic() < deadline:
@@ -43,6 +43,6 @@ def _sweep(shims: Sequence[ShimLeft], timeout_s: float) -> list[int]:
 
 def remove_socket(path: Path) -> None:
     """Remove the dead supervisor's socket; a file, or a socket in use, stays."""
-    with contextlib.suppress(OSError):  # it is in a folder that is gone, or is not ours: then it stays
+    with contextlib.suppress(OSError):  # the folder is gone or not ours: leave the socket
         if is_own(path) and not listens(path):
             path.unlink(missing_ok=True)

@@ -30,12 +30,12 @@ log = Log("replicas.agent")
 
 
 class Invitation:
-    """Where to join, and with what: ``TOKEN@HOST:PORT``.
+    """Token and address of the supervisor to join: ``TOKEN@HOST:PORT``.
 
-    White space at the token's ends is left out: a token that is read from a file, as a
-    Secret of Kubernetes is, ends in a newline.
+    White space around the token is removed: a token read from a file, such as a
+    Kubernetes Secret, ends in a newline.
 
-    :raises replicas.errors.UsageError: the text is none.
+    :raises replicas.errors.UsageError: the text is not an invitation.
     """
 
     def __init__(self, text: str) -> None:
@@ -48,7 +48,7 @@ class Invitation:
         self.endpoint = arguments.endpoint("the invitation's address", endpoint)
 
     def renew(self, token: str) -> None:
-        """Use another token from now on."""
+        """Use this token from the next connection on."""
         self.token = token
 
 
@@ -66,7 +66,7 @@ async def _serve(to: Invitation, name: str, labels: Mapping[str, str], folder: A
     machine = await anyio.to_thread.run_sync(look)
     groups = RunCgroups(f"agent-{name}", limited=True)
     if groups.path is None:
-        log.info("no control groups: %s", groups.refused)
+        log.info("running without control groups: %s", groups.refused)
     shims = Shims(groups, folder.path, lock=folder.lock)
     shims.identity, shims.endpoint = identity, to.endpoint
     agent = Agent(
@@ -88,8 +88,8 @@ async def _serve(to: Invitation, name: str, labels: Mapping[str, str], folder: A
 def serve_node(to: Invitation, *, name: str, labels: Mapping[str, str], state_dir: Path, address: str = "") -> int:
     """Run an agent in this process until its run is over.
 
-    :return: 0: the run is over, or the node was drained; 1: its supervisor was lost.
-    :raises replicas.errors.ReplicasError: it was not taken, or cannot be started.
+    :return: 0 if the run is over or the node was drained; 1 if the supervisor was lost.
+    :raises replicas.errors.ReplicasError: it was not accepted, or cannot be started.
     """
     if not encodable(str(state_dir)):
         raise errors.UsageError(no_text(state_dir), hint="or name another one with --state-dir")

@@ -1,4 +1,4 @@
-"""The agent's side of one shim: start, orders, state, sweep after its death."""
+"""The agent's side of a shim: start it, send orders, read states, sweep at its end."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ log = Log("replicas.agent")
 
 _PING_INTERVAL_S = 1.0
 _SILENT_S = 1.5
-"""A shorter silence is not told: an answer is on its way."""
+"""A shorter silence is not reported: an answer may be on its way."""
 _SWEEP_S = 2.0
-"""Duration of the first sweep; what is left then is reported, and looked at again."""
+"""Duration of the first sweep. Processes that are left are reported and swept again."""
 _MAX_SWEEP_INTERVAL_S = 1.0
 
 
 def base_environment() -> dict[str, str]:
-    """This process's environment, without that of any torchrun or outer run."""
+    """Return this process's environment without variables of torchrun or outer runs."""
     return {
         name: value
         for name, value in environ.without_torchrun(own_code.rooted(os.environ)).items()
@@ -50,13 +50,12 @@ def base_environment() -> dict[str, str]:
 
 
 class ShimProcess:
-    """One shim, until nothing of its part is left. For the event loop's thread only.
+    """One shim, until no process of its part is left. For the event loop's thread.
 
-    :param changed: called after each change of :attr:`state`, and with new stacks.
+    :param changed: called after each change of :attr:`state` or :attr:`stacks`.
     :param lock: descriptor of a lock, which the shim keeps open while it lives.
-    :ivar state: what the shim last said, or what was found after its death.
-    :ivar stacks: stacks by ``group/replica/rank`` that the shim has sent, until the
-        reader takes them out.
+    :ivar state: the shim's last message, or the findings after its death.
+    :ivar stacks: received stacks by ``group/replica/rank``; the reader sets it to None.
     """
 
     def __init__(self, spec: PartSpec, changed: Callable[[], None], lock: int | None = None) -> None:
@@ -65,7 +64,7 @@ class ShimProcess:
         self._changed = changed
         self._unlogged: tuple[LogLoss, ...] = ()
         self._finishing = False
-        self._said_gone = False  # the exit code does not tell: where SIGCHLD is ignored it is lost, and reads 0
+        self._said_gone = False  # the exit code is not enough: where SIGCHLD is ignored, it reads 0
         self._sweeper: asyncio.Task[None] | None = None
         self._told_until = spec.lease_until or None
         self._answered_at = time.monotonic()
@@ -84,7 +83,7 @@ class ShimProcess:
         try:
             orders.send(ours, start)
         except OSError as error:
-            # It could not be given its spec, so it has started nothing.
+            # The shim has no spec, so it has started no process.
             self._finishing = True
             self._close_control()
             self._loop.remove_reader(self._pidfd)
@@ -99,7 +98,7 @@ class ShimProcess:
 
     @naming_limits()
     def _spawn(self, control: int, lock: int | None) -> subprocess.Popen[bytes]:
-        """Start the shim, maybe with a lock, in a session of its own."""
+        """Start the shim in a session of its own, with the lock if there is one."""
         with ExitStack() as stack:
             given = {"control": control, "parent": os.getpid()}
             if lock is not None:
@@ -118,7 +117,7 @@ class ShimProcess:
             )
 
     def _log(self) -> IO[bytes]:
-        """Open the shim's log; ``/dev/null`` if the disk takes no new file."""
+        """Open the shim's log, or ``/dev/null`` if that fails."""
         path = Path(self.spec.log_dir) / f"shim-{self.spec.node}.log"
         try:
             log = private.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, make_folder=True)
@@ -134,27 +133,27 @@ class ShimProcess:
         """SIGTERM now, SIGKILL after ``timeout_s``; a later call can only shorten that.
 
         :param stacks: first save all stacks to their logs, which takes up to 3 s.
-        :param broken: why it cannot go on, if it is not to end as if it was asked to.
+        :param broken: why the part cannot run on; empty if the stop was ordered.
         """
         self._order({"type": "stop", "timeout_s": timeout_s, "stacks": stacks, "broken": broken})
 
     def show_stacks(self) -> None:
-        """Have the shim send the stacks of its ranks."""
+        """Ask the shim for the stacks of its ranks."""
         self._order({"type": "stacks"})
 
     def kill(self) -> None:
-        """Kill the shim; the processes under it are then swept by its mark."""
+        """Kill the shim; its processes are then found by its mark and killed."""
         if not self._finishing:
             send_signal(self._pidfd, signal.SIGKILL)
 
     def look(self, now: float, lease_until: float | None, patience_s: float) -> None:
-        """Note how long the shim is silent, and ping it; call it every second.
+        """Record how long the shim is silent, and ping it. To be called every second.
 
-        :param lease_until: when the shim ends by itself, unless it is told a later time
-            before, in seconds of the machine's monotonic clock.
-        :param patience_s: how long the shim goes on without a ping; 0: without limit.
+        :param lease_until: when the shim ends unless it learns a later time before, in
+            seconds of the machine's monotonic clock.
+        :param patience_s: how long the shim runs without a ping; 0 for no limit.
         """
-        silent_s = self._silence.lasts(now)  # without our own pauses
+        silent_s = self._silence.lasts(now)  # minus our own pauses
         self._silence.due = now + _PING_INTERVAL_S
         unheard_s = time.monotonic() - self._answered_at
         due = not self._silence.asked and now - self._answered_at >= _PING_INTERVAL_S
@@ -167,7 +166,7 @@ class ShimProcess:
                 self._told_until = lease_until
         self.state = self.state._replace(silent_s=silent_s if silent_s > _SILENT_S else 0.0)
         if not self._finishing and unheard_s >= REMAINS_INTERVAL_S + PAUSE_S:
-            self.state = self.state._replace(remains=None)  # a silent shim may not be waited for
+            self.state = self.state._replace(remains=None)  # do not wait for processes that a silent shim named
 
     def _order(self, message: orders.Message) -> bool:
         return self._control is not None and orders.send(self._control, message)
@@ -183,7 +182,7 @@ class ShimProcess:
         except BlockingIOError:
             return False
         except orders.Malformed as error:
-            log.error("what the shim of %s/%s said is no message: %s", self.spec.group, self.spec.replica, error)
+            log.error("malformed message of the shim of %s/%s: %s", self.spec.group, self.spec.replica, error)
         return True
 
     def _take(self, message: orders.Message) -> None:
@@ -199,7 +198,7 @@ class ShimProcess:
     def _take_state(self, state: PartState) -> None:
         if self.state.main_pid is None and state.main_pid is not None and state.release != __version__:
             log.warning(
-                "%s/%s is run by release %s of replicas, which was installed under this supervisor of %s: restart that",
+                "%s/%s runs release %s of replicas, installed while this supervisor of %s ran: restart the supervisor",
                 self.spec.group,
                 self.spec.replica,
                 state.release,
@@ -208,7 +207,7 @@ class ShimProcess:
         self._said_gone = state.gone
         known, self.state = self.state, state.of_part(self.state)
         losses = (*self._unlogged, *state.losses)
-        self._change(gone=False, losses=losses, silent_s=known.silent_s)  # gone only without its shim
+        self._change(gone=False, losses=losses, silent_s=known.silent_s)  # a part is gone only after its shim
 
     def _change(self, **changes: Any) -> None:
         self.state = self.state._replace(**changes)
@@ -217,8 +216,8 @@ class ShimProcess:
     def _on_exit(self) -> None:
         self._loop.remove_reader(self._pidfd)
         while self._control is not None and self._on_message():
-            pass  # messages from before its death
-        self._close_control()  # a child may still have the shim's end open, so end-of-stream may never come
+            pass  # read the messages sent before its death
+        self._close_control()  # a child may still have the shim's end open: do not wait for end of stream
         code = self._popen.wait()
         self._finishing = True
         os.close(self._pidfd)
@@ -235,7 +234,7 @@ class ShimProcess:
         self._sweeper = self._loop.create_task(self._sweep())
 
     async def _sweep(self) -> None:
-        """Kill what the shim has left, however long it takes, and report the rest."""
+        """Kill the shim's processes until none is left; report those that remain."""
         groups = [Path(self.spec.cgroup)] if self.spec.cgroup else []
         sweep = Sweep(by_mark([self.spec.nonce]), groups=groups, known=dict(self.state.belongings.processes))
         began, timeout_s, interval_s = time.time(), _SWEEP_S, 0.05
@@ -243,11 +242,11 @@ class ShimProcess:
             try:
                 left = await anyio.to_thread.run_sync(sweep.run, timeout_s)
             except OSError as error:  # e.g. this process has no descriptor left
-                log.error("what is left of %s/%s cannot be swept yet: %s", self.spec.group, self.spec.replica, error)
+                log.error("trying again to sweep %s/%s: %s", self.spec.group, self.spec.replica, error)
                 left = [UNSEEN]
             if not left:
                 break
-            named = tuple((pid, command_line(pid)) for pid in left if not is_pump(pid))  # pumps end by themselves
+            named = tuple((pid, command_line(pid)) for pid in left if not is_pump(pid))  # pumps end on their own
             self._change(remains=Remains(since=began, processes=named) if named else None)
             await asyncio.sleep(interval_s)
             timeout_s, interval_s = 0.0, min(2 * interval_s, _MAX_SWEEP_INTERVAL_S)

@@ -1,13 +1,12 @@
 """The shims of one agent: start them as ordered, and relay the states of their parts.
 
-Each shim starts in a control group for its part and generation, which exists before the
-shim starts anything: no process of it is lost, whichever is killed next. Where control
-groups cannot be made, processes are found by descent and by their mark.
+Each shim starts in a control group for its part and generation. The group exists before
+the shim starts a process, so no process is lost, whichever is killed next. Where
+control groups cannot be made, processes are found by descent and by their mark.
 
-A shim is known by its mark (``nonce``) from the order to start it until the supervisor
-has noted its end. :meth:`Shims.news` has the states that have changed since they were
-last told; :meth:`Shims.all` has all of them, for a supervisor that comes, or comes
-back.
+The agent keeps a shim, by its mark (``nonce``), from the order to start it until the
+supervisor has recorded its end. :meth:`Shims.news` returns the states that changed
+since they were last sent; :meth:`Shims.all` returns all, for a new connection.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Shims:
     :param groups: the control groups of the run on this node.
     :param state_dir: folder of the node's logs and of the token for its ranks.
     :param lock: descriptor of a lock that shims keep held, if any.
-    :param begin: starts a shim. OSError: it cannot be started.
+    :param begin: starts a shim; raises OSError.
     """
 
     def __init__(
@@ -48,24 +47,24 @@ class Shims:
     ) -> None:
         self.groups, self._state_dir, self._lock, self._begin = groups, state_dir, lock, begin
         self.changed: Callable[[], None] = lambda: None
-        """Called when there is something to tell."""
+        """Called when there are states or stacks to send."""
         self._shims: dict[str, ShimProcess] = {}
         self._unstarted: dict[str, PartState] = {}
         """The states of parts whose shims could not be started."""
         self._told: dict[str, PartState] = {}
         self._forkservers = Forkservers(self._cannot_sync)
         self.identity = ""
-        """What the processes have as the id of their state folder."""
+        """Identity of the state folder, in the environment of the processes."""
         self.address = ""
-        """At which ranks of other nodes reach those of this one."""
+        """Address of this node's ranks for ranks of other nodes."""
         self.lease_until: float | None = None
-        """When a shim that is started now ends by itself, unless it is pinged."""
+        """When a shim that is started now ends, unless it is pinged."""
         self.patience_s = 0.0
-        """How long shims go on without a ping; 0: without limit."""
+        """How long shims run without a ping; 0 for no limit."""
         self.endpoint = ""
-        """Where this node reaches the supervisor; empty: as that says.
+        """Address of the supervisor from this node; empty: use the spec's.
 
-        A name may lead to another address when another supervisor takes over.
+        A host name may resolve to another address after a takeover.
         """
         self.empty = asyncio.Event()
         """Set while no shim has a process left."""
@@ -81,7 +80,7 @@ class Shims:
     # ------------------------------------------------------------ orders
 
     def obey(self, order: ShimOrder) -> None:
-        """Carry out an order; what it concerns is gone if it is not known here."""
+        """Carry out an order; ignore it if its shim is unknown."""
         shim = self._shims.get(order.nonce) if not isinstance(order, Start) else None
         match order:
             case Start():
@@ -98,7 +97,7 @@ class Shims:
                 shim.show_stacks()
 
     def _start(self, order: Start) -> None:
-        """Start a shim, unless it is known; what fails is told as its end."""
+        """Start a shim, unless it is known; report a failure as its end."""
         state = _identity(order.spec)
         nonce = state.nonce
         if nonce in self:
@@ -112,7 +111,7 @@ class Shims:
         self._moved()
 
     def _localized(self, spec: PartSpec) -> PartSpec:
-        """The spec with this node's own environment, folders and address."""
+        """Return the spec with this node's environment, folders and address."""
         folder = self._state_dir / "logs" / spec.group / str(spec.replica) / f"gen-{spec.generation}"
         own = {environ.TOKEN_FILE: str(self._state_dir / "token"), environ.LOG_DIR: str(folder)}
         own |= {environ.STATE_ID: self.identity} if self.identity else {}
@@ -132,7 +131,7 @@ class Shims:
         )
 
     def _in_group(self, spec: PartSpec, order: Start) -> PartSpec:
-        """The spec with a control group. OSError: its limits cannot be set."""
+        """Return the spec with a control group. Raises OSError if limits fail."""
         limited = order.memory_nbytes is not None or order.max_processes is not None
         if self.groups.path is None and not limited:
             return spec
@@ -144,7 +143,7 @@ class Shims:
         except OSError as error:
             if limited:
                 raise
-            log.warning("no control group for %s: %s", name, error)
+            log.warning("starting %s without a control group: %s", name, error)
             return spec
         return spec._replace(cgroup=str(path))
 
@@ -155,7 +154,7 @@ class Shims:
                 shim.stop(shim.spec.stop_timeout_s, broken=f"the sidecar forkserver of its node {reason}")
 
     def _forget(self, nonce: str) -> None:
-        """The supervisor has noted the shim's end."""
+        """Drop a shim whose end the supervisor has recorded."""
         if nonce in self and self._states[nonce].gone:
             for known in (self._shims, self._unstarted, self._told):
                 known.pop(nonce, None)
@@ -163,9 +162,9 @@ class Shims:
     # ------------------------------------------------------------ watching
 
     def look(self, now: float, lease_until: float | None) -> None:
-        """Ping the shims, each of which then lives until ``lease_until`` at least.
+        """Ping the shims, so that they live until ``lease_until``.
 
-        Call it every second.
+        To be called every second.
         """
         self.lease_until = lease_until
         for shim in self._living():
@@ -173,17 +172,17 @@ class Shims:
         self.changed()
 
     def end(self, timeout_s: float) -> None:
-        """SIGTERM to all processes now, SIGKILL after ``timeout_s``."""
+        """Send SIGTERM to all processes now, and SIGKILL after ``timeout_s``."""
         for shim in self._living():
             shim.stop(timeout_s)
 
     def kill_all(self) -> None:
-        """Kill the shims that are left; their processes are swept."""
+        """Kill the living shims; their processes are then swept."""
         for shim in self._living():
             shim.kill()
 
     async def aclose(self) -> None:
-        """End what serves the shims; call it when they are gone."""
+        """End the forkservers. To be called when all shims are gone."""
         await self._forkservers.aclose()
 
     def _living(self) -> list[ShimProcess]:
@@ -199,7 +198,7 @@ class Shims:
     # ------------------------------------------------------------ telling
 
     def all(self) -> tuple[PartState, ...]:
-        """The state of each part; all of it counts as told."""
+        """Return the state of each part, and mark all as sent."""
         before, self._told = self._told, self._states
         return tuple(
             state._replace(known_losses=before[nonce].losses if nonce in before else ())
@@ -207,13 +206,13 @@ class Shims:
         )
 
     def news(self) -> list[PartState]:
-        """States that have changed since they were told; they count as told then."""
+        """Return the states that changed since they were sent; mark them as sent."""
         changed = [state for nonce, state in self._states.items() if state != self._told.get(nonce)]
         self._told |= {state.nonce: state for state in changed}
         return changed
 
     def stacks(self) -> Iterable[tuple[str, Mapping[str, str]]]:
-        """Mark and stacks of each shim that has sent some, which are told then."""
+        """Take out the received stacks; yield each shim's mark with its stacks."""
         for nonce, shim in self._shims.items():
             if (stacks := shim.stacks) is not None:
                 shim.stacks = None
@@ -221,6 +220,6 @@ class Shims:
 
 
 def _identity(spec: Plain) -> PartState:
-    """What part a spec is of, which may be of another release."""
+    """Return a state that identifies the part of a spec, maybe of another release."""
     known: dict[str, Any] = {name: spec.get(name) for name in IDENTITY}
     return UNKNOWN._replace(**{name: one for name, one in known.items() if type(one) is type(getattr(UNKNOWN, name))})

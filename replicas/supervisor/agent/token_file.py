@@ -13,8 +13,8 @@ log = Log("replicas.agent")
 class TokenFile:
     """The token of a node, kept at this path (mode 0600).
 
-    A disk that does not take it is no reason to serve no longer: two tokens are valid
-    at a time, so the file's is of use for a while, and is replaced when it can be.
+    An error of the disk does not end the agent: two tokens are valid at a time, so the
+    old one in the file works for a while. Writing is tried again each second.
     """
 
     def __init__(self, path: Path) -> None:
@@ -23,12 +23,12 @@ class TokenFile:
         self._problem = ""
 
     def keep(self, token: str) -> None:
-        """Write it, now or at a later :meth:`look`."""
+        """Write the token, now or at a later :meth:`look`."""
         self._token = token
         self.look()
 
     def look(self) -> None:
-        """Write what is not written yet; call it each second."""
+        """Write the token if the file has another one. To be called each second."""
         if self._token == self._written:
             return
         try:
@@ -37,7 +37,7 @@ class TokenFile:
         except OSError as error:
             words = error.strerror or str(error)
             if words != self._problem:
-                log.error("the token cannot be written to %s: %s; it is tried again", self.path, words)
+                log.error("trying again to write the token to %s: %s", self.path, words)
             self._problem = words
             return
         if self._problem:

@@ -118,7 +118,7 @@ def test_a_plan_that_does_not_fit_and_who_is_on_the_gpus(
         f"512 MiB on GPU-1: process {os.getpid()}, not of this run: python",
     ]
     smi.write_text("#!/bin/sh\nexit 9\n")
-    assert "who uses them cannot be told" in diagnosed(capsys, 1)["gpus"][1]["text"]
+    assert "their processes cannot be listed" in diagnosed(capsys, 1)["gpus"][1]["text"]
 
 
 def test_a_limit_that_is_too_low(folder: Path) -> None:

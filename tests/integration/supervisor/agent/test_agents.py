@@ -253,7 +253,7 @@ def test_a_frozen_shim_of_a_killed_agent_does_not_keep_the_next_one_out(tmp_path
         assert pid is not None
         assert not alive(pid)
         assert not alive(shim)
-        assert f"have the state folder: [{shim}]" in agents["n1"].output.read_text()
+        assert f"lock the state folder: [{shim}]" in agents["n1"].output.read_text()
         ready(run, "a")
         run.signal(signal.SIGTERM)
         assert run.wait() == 0

@@ -61,7 +61,7 @@ def test_shims_of_a_dead_agent_are_killed(tmp_path: Path, caplog: pytest.LogCapt
     with held(folder.path, [SHIM, DYING]) as killed:
         assert len(folder.acquire()) == 32
         assert killed == [SHIM]
-    assert caplog.text.count("have the state folder: [71]") == 1
+    assert caplog.text.count("lock the state folder: [71]") == 1
     folder.release()
 
 
@@ -86,7 +86,7 @@ def test_what_does_not_die_is_no_error_of_the_user(
         pytest.raises(errors.WorldError, match="do not die"),
     ):
         folder.acquire()
-    assert caplog.text.count("they are killed") == (holder == SHIM), "once a minute"
+    assert caplog.text.count("killing shims") == (holder == SHIM), "once a minute"
     folder.release()
 
 
