@@ -248,8 +248,7 @@ class Lifecycle:
         elif event is ReplicaEvent.RETRY:
             counted = restart_reason or "exit"
             self.restarts[counted] = self.restarts.get(counted, 0) + 1
-        silent_s = seconds if event is ReplicaEvent.SILENT else None
-        since = now - (silent_s or 0.0)
+        since = now - seconds if event is ReplicaEvent.SILENT else now
         if before == "ready" and after != "ready":
             self._lost_at = since
         if after != before:
@@ -268,6 +267,6 @@ class Lifecycle:
             restart_reason=counted,
             start_s=start_s,
             recovery_s=recovery_s,
-            silent_s=silent_s,
+            silent_s=seconds if event is ReplicaEvent.SILENT else None,
             resume_s=seconds if event is ReplicaEvent.RETRY else None,
         )
