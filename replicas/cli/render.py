@@ -36,13 +36,7 @@ STATE_STYLES = {
     "drained": "magenta",
 }
 LEVEL_STYLES = {"good": "bold green", "note": "bold yellow", "warn": "bold yellow", "bad": "bold red"}
-TONE_STYLES = STATE_STYLES | {
-    "quiet": "dim",
-    "title": "bold",
-    "warning": "yellow",
-    "error": "red",
-    "alarm": "bold red",
-}
+_TONES = {"quiet": "dim", "title": "bold", "warning": "yellow", "error": "red", "alarm": "bold red"} | STATE_STYLES
 _GROUP = ("group", "replicas", "ranks each", "launcher", "starts after", "command")
 _RESOURCES = ("group", "GPUs a rank", "threads a rank", "memory a replica", "processes a replica")
 _CHANNEL = ("channel", "members", "backend", "transport", "deadline", "on lost", "slots", "staging")
@@ -421,5 +415,5 @@ def event_line(record: Record) -> Text:
     return Text.assemble(
         (f"{clock} {record.seq:>6}  ", "dim"),
         (f"{one_line(who):18} ", "bold"),
-        (one_line(what), TONE_STYLES.get(tone, "")),
+        (one_line(what), _TONES.get(tone, "")),
     )
