@@ -35,7 +35,7 @@ time.sleep(1)
 
 
 def test_a_frozen_rank_is_replaced_and_one_that_left_is_not(tmp_path: Path) -> None:
-    more = 'restart = { initial_delay = "100ms" }\nstop_timeout = "1s"\nhealth = { heartbeat_timeout = "3s" }'
+    more = 'restart = { initial_delay = "100ms" }\nstop_timeout = "1s"\nhealth = { heartbeat_timeout = "6s" }'
     text = group("a", JOINS, more) + group("b", LEAVES, 'health = { load_deadline = "1ms" }')
     text += '[channels.c]\npeers = ["a", "b"]\n'
     with running(tmp_path, text) as run:
@@ -47,7 +47,11 @@ def test_a_frozen_rank_is_replaced_and_one_that_left_is_not(tmp_path: Path) -> N
         pidfd = os.pidfd_open(replica.pid)
         signal.pidfd_send_signal(pidfd, signal.SIGSTOP)
         os.close(pidfd)
-        run.wait_line("heartbeat for 3 s; stopping it", timeout_s=15)
+        run.wait_line("a/0: no heartbeat from rank 0 (limit: 6 s)", timeout_s=15)
+        silent = run.status().groups[0].replicas[0]
+        assert (silent.state, silent.reason) == ("silent", "no heartbeat from rank 0 (limit: 6 s)")
+        assert silent.state_age_s > 3.0, "since the last heartbeat"
+        run.wait_line("heartbeat for 6 s; stopping it", timeout_s=15)
         run.wait_line("a/0: ready after", timeout_s=60)
         status = run.status()
         assert status.groups[0].restarts == {"heartbeat_timeout": 1}
