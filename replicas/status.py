@@ -48,7 +48,8 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     that its program reported. By channel: ``lag_s``, since when a version is committed
     that it has not loaded; ``open_s``, for how long it has had an update open;
     ``slots``, how many versions a rank holds; ``received_nbytes``, what was sent to it.
-    ``lived_s``: since the start of its processes.
+    ``lived_s``: since the start of its processes. ``left_s``: until its state ends at
+    the latest, by a restart, a start timeout, or SIGKILL; None: it has no end.
     """
 
     name: str
@@ -72,6 +73,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     slots: dict[str, int] = {}
     received_nbytes: dict[str, int] = {}
     lived_s: float = 0.0
+    left_s: float | None = None
 
 
 class GroupStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -197,6 +199,8 @@ class ChannelStatus(msgspec.Struct, frozen=True, kw_only=True):
     ``adopt_together``: as in the config. ``sources``, ``targets``, ``peers``: groups
     that have these roles. ``under_way``: publishes that have not ended.
     ``disk_problem``: why the disk does not take a decision, which waits for that.
+    ``waits``: what all its publishes and joins wait for, as in "waits ..."; ``left_s``:
+    for at most so many seconds.
     """
 
     name: str
@@ -223,6 +227,8 @@ class ChannelStatus(msgspec.Struct, frozen=True, kw_only=True):
     peers: tuple[str, ...] = ()
     under_way: tuple[PublishStatus, ...] = ()
     disk_problem: str = ""
+    waits: str = ""
+    left_s: float | None = None
 
 
 class StoreStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -229,10 +229,11 @@ def _title(status: RunStatus) -> Text:
 
 
 def _wrong(status: RunStatus, now: float) -> Iterator[Text]:
-    """What is wrong, a sentence each; what merely takes its time is in the tables."""
+    """What is wrong, or waits up to a known time, a sentence each."""
     for one in verdict(status, now).troubles:
-        if one.level != "note":
+        if one.level != "note" or one.until is not None:
             lasts = "" if one.since is None else f", for {duration_text(max(0.0, now - one.since))}"
+            lasts += "" if one.until is None else f", {duration_text(max(0.0, one.until - now))} at most to come"
             yield Text(f"{one.text.rstrip('.')}{lasts}", style=LEVEL_STYLES[one.level])
 
 

@@ -40,14 +40,18 @@ def _under_way(channel: ChannelState, publish: Publish, now: float) -> PublishSt
     )
 
 
-def publish_waits(channels: Iterable[ChannelState], now: float) -> dict[str, str]:
-    """Return what publishes under way wait for, as in "waits ...", by their names."""
-    return {
-        f"version {one.version} of {channel.config.name}": f"{one.waits}, {one.left_s:.0f} s at most"
-        for channel in channels
-        for one in (_under_way(channel, publish, now) for publish in channel.commits.publishes.open())
-        if one.waits
-    }
+def channel_waits(channels: Iterable[ChannelState], now: float) -> dict[str, str]:
+    """Return what channels, and publishes under way, wait for, as in "waits ...", by
+    their names."""
+    found = dict[str, str]()
+    for channel in channels:
+        what, left_s = channel.recovery.waits(now)
+        if left_s is not None:
+            found[f"channel {channel.config.name}"] = f"{what}, {left_s:.0f} s at most"
+        for one in (_under_way(channel, publish, now) for publish in channel.commits.publishes.open()):
+            if one.waits:
+                found[f"version {one.version} of {channel.config.name}"] = f"{one.waits}, {one.left_s:.0f} s at most"
+    return found
 
 
 def channel_status(channel: ChannelState, now: float) -> ChannelStatus:
@@ -56,6 +60,7 @@ def channel_status(channel: ChannelState, now: float) -> ChannelStatus:
     meta = commits.newest.meta if commits.latest == told.latest else None
     fell = commits.steps.fell
     digest = commits.decided if commits.latest == told.latest else told.digest  # it may be learned after the commit
+    waits, left_s = channel.recovery.waits(now)
     share_nbytes = INFOS_NBYTES // max(1, len(channel.roster))
     members = (
         MemberStatus(
@@ -87,4 +92,6 @@ def channel_status(channel: ChannelState, now: float) -> ChannelStatus:
         targets=tuple(one.group for one in channel.config.targets),
         peers=tuple(one.group for one in channel.config.peers),
         under_way=tuple(_under_way(channel, publish, now) for publish in commits.publishes.open()),
+        waits=waits,
+        left_s=left_s,
     )

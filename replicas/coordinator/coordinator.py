@@ -20,7 +20,7 @@ from replicas.config.file import channels_from
 from replicas.config.structs import ChannelConfig
 from replicas.config.values import address, checked, folder, is_loopback, listen, path
 from replicas.coordinator.addresses import AllowedHosts
-from replicas.coordinator.channel_status import channel_status, publish_waits
+from replicas.coordinator.channel_status import channel_status, channel_waits
 from replicas.coordinator.decisions import DecisionLog
 from replicas.coordinator.door import Door
 from replicas.coordinator.engine import Engine
@@ -366,8 +366,8 @@ class Coordinator:
         return next((text for text in words if text), "")
 
     def waits(self) -> dict[str, str]:
-        """Return what publishes under way wait for, as in "waits ...", by name."""
-        return publish_waits(self.engine.channels.values(), asyncio.get_running_loop().time())
+        """Return what channels and publishes under way wait for, as in "waits ..."."""
+        return channel_waits(self.engine.channels.values(), asyncio.get_running_loop().time())
 
     def progress(self, group: str, replica: int) -> tuple[int, ...]:
         """High-water marks of the replica; each new step or version raises one."""

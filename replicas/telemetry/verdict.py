@@ -74,12 +74,12 @@ def _well(status: RunStatus) -> str:
 
 def _troubles(status: RunStatus, now: float) -> Iterator[Trouble]:
     if not status.store.up:
-        yield Trouble(
-            level="bad", about="run", text="The rendezvous store does not answer: no new process group forms."
-        )
+        text = "The rendezvous store does not answer: no new process group forms."
+        yield Trouble(level="bad", about="run", text=text)
     if status.draining and status.exit_code is None:
-        left = sum(one.state not in SETTLED for group in status.groups for one in group.replicas)
-        yield Trouble(level="warn", about="run", text=f"The run is being drained: {count_text(left, 'replica')} left.")
+        left = [one for group in status.groups for one in group.replicas if one.state not in SETTLED]
+        text = f"The run is being drained: {count_text(len(left), 'replica')} left."
+        yield Trouble(level="warn", about="run", text=text, until=_until(left, now))
     if status.event_loop_lag_s > LOOP_LAG_S:
         yield Trouble(level="warn", about="run", text="The supervisor is slow: its event loop lags by over a second.")
     away = {node.name for node in status.nodes if node.state in ("away", "lost")}
@@ -136,7 +136,13 @@ def _alike(
     reason = f": {first.reason}" if first.reason and len(reasons) == 1 else "."
     about, what = (f"replica {first.name}", one) if len(found) == 1 else (f"group {first.group}", many)
     text = f"{some([replica.name for replica, _ in found], _NAMED)} {what}{reason}"
-    yield Trouble(level=level, about=about, text=text, since=since)
+    yield Trouble(level=level, about=about, text=text, since=since, until=_until([one for one, _ in found], now))
+
+
+def _until(replicas: Sequence[ReplicaStatus], now: float) -> float | None:
+    """When the states of all these replicas have ended at the latest; None: unknown."""
+    left_s = [one.left_s for one in replicas if one.left_s is not None]
+    return now + max(left_s) if left_s and len(left_s) == len(replicas) else None
 
 
 def _of_channel(channel: ChannelStatus, status: RunStatus, now: float) -> Iterator[Trouble]:
@@ -151,6 +157,9 @@ def _of_channel(channel: ChannelStatus, status: RunStatus, now: float) -> Iterat
     if channel.disk_problem:
         text = f"The disk does not take a decision of {channel.name}, which waits for it: {channel.disk_problem}"
         yield Trouble(level="bad", about=about, text=text)
+    if channel.waits and channel.left_s is not None:
+        text = f"{channel.name} waits {channel.waits}."
+        yield Trouble(level="note", about=about, text=text, until=now + channel.left_s)
     for one in channel.under_way:
         if one.seconds > WAIT_S and one.waits:
             text = f"Version {one.version} of {channel.name} is {one.state}, and waits {one.waits}."

@@ -124,6 +124,17 @@ class Recovery:
         known = all(state.resumed and (state.host or state.observes) for state in self._roster)
         return self._told and not self._awaited and known
 
+    def waits(self, now: float) -> tuple[str, float | None]:
+        """What it waits for, as in "waits ...", and for how many seconds at most."""
+        if self._done:
+            return "", None
+        unheard = [state for state in self._roster if not state.resumed]
+        known, absent = len(self._awaited) + len(self._roster), len(self._awaited) + len(unheard)
+        members = f"{absent} of {known} members" if absent else "members"
+        window_s = 2 * RECOVERY_S if unheard else RECOVERY_S
+        left_s = max(0.0, window_s - now + (now if self._started is None else self._started))
+        return f"for {members} of the former coordinator", left_s
+
     # ------------------------------------------------------------ reports of members
 
     def heard(self, state: MemberState, now: float) -> None:

@@ -19,7 +19,7 @@ import msgspec
 from replicas.common.sizes import some
 from replicas.config.structs import HealthConfig
 from replicas.coordinator import Readiness
-from replicas.core.lives.lifecycle import ReplicaEvent, RestartReason, Transition
+from replicas.core.lives.lifecycle import Lifecycle, ReplicaEvent, RestartReason, Transition
 from replicas.linux.processes import signal_name
 from replicas.status import WAIT_S, ReplicaState
 from replicas.supervisor.wire.part_state import ExitReport, LogLoss, RankExit
@@ -75,6 +75,12 @@ class Health:
             self.left = False
             return ReplicaEvent.READY
         return ReplicaEvent.UNREADY if not ready and state != "starting" and now - self.lost_at > _END_S else None
+
+    def until(self, config: HealthConfig, life: Lifecycle, now: float) -> float:
+        """Return when :meth:`judge` finds its start or load too late; 0: never."""
+        if self.was_ready:
+            return 0.0 if self.left else self.unready_at + config.load_deadline_s
+        return now - life.starting_s(now) + config.start_timeout_s
 
     def judge(self, config: HealthConfig, *, ready: bool, starting_s: float, now: float) -> Cause | None:
         """What is wrong by the last :attr:`view`: a timeout; None: nothing."""

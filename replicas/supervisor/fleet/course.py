@@ -165,7 +165,8 @@ class Course:
         self._drain_by = self._now() + owner.group.drain_timeout_s
         self.check_sync(self._now())
         if self.state == "syncing":
-            self._context.say(f"{owner.life.name}: stopping it when its sync is over; {self.busy_with}")
+            limit = f"{owner.group.drain_timeout_s:g} s at most"
+            self._context.say(f"{owner.life.name}: stopping it when its sync is over; {self.busy_with} ({limit})")
 
     def check_sync(self, now: float) -> None:
         """Look whether its sync is over, or takes too long, if it is syncing."""
@@ -177,6 +178,13 @@ class Course:
             self._context.say(f"{self._owner.life.name}: not over within {group.drain_timeout_s:g} s; {self.busy_with}")
         if not self.busy_with or late or self.generation.reports:
             self.take("sync_over", group.stop_timeout_s)
+
+    @property
+    def kill_at(self) -> float:
+        """When its processes get SIGKILL at the latest; 0: that is not known."""
+        if self.state == "syncing":
+            return self._drain_by + self._owner.group.stop_timeout_s
+        return self.generation.kill_at
 
     def forgive(self, pause_s: float) -> None:
         self._drain_by += pause_s

@@ -37,6 +37,8 @@ class Generation:
         self._records: list[ShimRecord] = []
         self._specs: list[PartSpec] = []
         self._gone_by: float | None = None
+        self._kill_time = 0.0
+        """When its processes get SIGKILL, in seconds since 1970."""
         self._pressed_at: float | None = None
         self._context = context
         self._changed = changed
@@ -169,7 +171,21 @@ class Generation:
 
     def be_gone_within(self, seconds: float) -> None:
         deadline = self._loop.time() + seconds
-        self._gone_by = deadline if self._gone_by is None else min(self._gone_by, deadline)
+        if self._gone_by is None or deadline < self._gone_by:
+            self._gone_by, self._kill_time = deadline, time.time() + seconds - STUCK_S
+
+    @property
+    def kill_at(self) -> float:
+        """When its processes get SIGKILL, by the loop's clock; 0: not known."""
+        return 0.0 if self._gone_by is None or self.remains is not None else self._gone_by - STUCK_S
+
+    @property
+    def ending(self) -> str:
+        """When SIGKILL ends it, as in "waits ..."; empty: it is not being ended."""
+        if self.kill_at <= self._loop.time():
+            return ""
+        clock = time.strftime("%H:%M:%S", time.localtime(self._kill_time))
+        return f"for its processes to end, until SIGKILL at {clock}"
 
     @property
     def look_at(self) -> float | None:

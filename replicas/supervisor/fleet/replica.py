@@ -450,9 +450,9 @@ class Replica:
 
     @property
     def waits(self) -> str:
-        """What its next start waits for, as in "waits ..."; empty: nothing."""
-        lives = self.life.state not in ("pending", "backoff")
-        return self._generation.awaits or self._course.hold_ups.waits if lives else self._waits_for
+        """What its start or its end waits for, as in "waits ..."; empty: nothing."""
+        generation, lives = self._generation, self.life.state not in ("pending", "backoff")
+        return generation.awaits or self._course.hold_ups.waits or generation.ending if lives else self._waits_for
 
     def status(self, now: float) -> ReplicaStatus:
         life, parts = self.life, self._generation.parts
@@ -464,6 +464,8 @@ class Replica:
             reason = self._with_hold_ups()
         elif self._course.state == "syncing":
             reason = f"{reason}; {self._course.busy_with}"
+        start_by = self._health.until(self.group.health, life, now)
+        until = {"starting": start_by, "backoff": self._resume_at, "draining": self._course.kill_at}.get(life.state, 0)
         return ReplicaStatus(
             name=life.name,
             group=life.group,
@@ -484,4 +486,5 @@ class Replica:
             open_s=view.open_s if view is not None else {},
             slots=view.slots if view is not None else {},
             lived_s=life.starting_s(now) if life.alive else 0.0,
+            left_s=until - now if until > now else None,
         )

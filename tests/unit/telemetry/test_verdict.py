@@ -216,3 +216,24 @@ def test_a_run_that_is_over_says_how(code: int, level: str) -> None:
     found = verdict(run(replica(state="drained"), exit_code=code, ended_by="trainer finished"), NOW)
     assert (found.level, found.sentence) == (level, f"The run is over, with exit code {code}: trainer finished.")
     assert found.troubles == ()
+
+
+def test_a_wait_has_its_end() -> None:
+    """The sentence stays as it is while the time passes: only ``until`` says when."""
+    ends = [
+        (run(replica(state="backoff", left_s=12.0)), "a/0 has ended, and waits to be started again.", 1012.0),
+        (run(replica(state="draining", left_s=8.0), replica(1, state="draining")), "a/0, a/1 are being ended.", None),
+        (
+            run(replica(state="draining", left_s=8.0), draining=True),
+            "The run is being drained: 1 replica left.",
+            1008.0,
+        ),
+        (
+            run(channels=(channel(waits="for 1 of 2 members of the former coordinator", left_s=2.5),)),
+            "policy waits for 1 of 2 members of the former coordinator.",
+            1002.5,
+        ),
+    ]
+    for status, sentence, until in ends:
+        found = verdict(status, NOW)
+        assert (found.sentence, found.troubles[0].until) == (sentence, until)

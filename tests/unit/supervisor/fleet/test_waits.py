@@ -6,8 +6,12 @@ Covers: supervisor/fleet/causes.py, coordinator/channel_status.py.
 from __future__ import annotations
 
 import asyncio
+import re
 
-from replicas.coordinator.channel_status import publish_waits
+import pytest
+
+from replicas.coordinator.channel_status import channel_status, channel_waits
+from replicas.core.versions.recovery import RECOVERY_S
 from replicas.status import WAIT_S
 from replicas.supervisor.fleet.causes import WaitReports
 from tests.support.channel_world import World
@@ -51,7 +55,28 @@ def test_a_publish_says_for_which_member_and_for_how_long() -> None:
     trainer.pack(trainer.publish(deadline_s=60.0))
     world.run()
     world.advance(5.0)
-    assert publish_waits([world.state], world.now) == {"version 1 of policy": "for rollout/0/0, 55 s at most"}
+    assert channel_waits([world.state], world.now) == {"version 1 of policy": "for rollout/0/0, 55 s at most"}
+
+
+def test_a_channel_says_that_it_waits_for_members_of_the_former_coordinator() -> None:
+    world = World()
+    trainer, target = world.join("trainer/0/0"), world.join("rollout/0/0")
+    world.run()
+    trainer.pack(trainer.publish())
+    world.run()
+    world.restart()
+    world.state.recovery.expect([trainer.member, target.member])
+    world.rejoin(trainer)
+    world.advance(1.0)
+    text = "for 1 of 2 members of the former coordinator"
+    assert channel_waits([world.state], world.now)["channel policy"].startswith(f"{text}, ")
+    status = channel_status(world.state, world.now)
+    assert status.waits == text
+    assert status.left_s is not None
+    assert 0 < status.left_s < RECOVERY_S
+    world.advance(2 * RECOVERY_S)
+    assert channel_waits([world.state], world.now) == {}
+    assert (channel_status(world.state, world.now).waits, channel_status(world.state, world.now).left_s) == ("", None)
 
 
 @history
@@ -60,3 +85,38 @@ async def test_a_start_that_waits_for_another_group_is_in_the_log() -> None:
     async with fleet(group_of("a"), group_of("b", depends_on=("a",)), lives=lives) as (_, yard):
         await asyncio.sleep(8)
         assert [text for text in yard.said if "wait" in text] == ["b/0: waits for a"]
+
+
+@history
+async def test_an_end_says_when_it_kills() -> None:
+    lives = {"a/0": [Life(stop_s=5.0)]}
+    async with fleet(group_of("a", stop_timeout_s=10.0), lives=lives) as (made, yard):
+        await asyncio.sleep(3)
+        replica = made.groups["a"].replicas[0]
+        replica.stop()
+        await asyncio.sleep(1)
+        assert replica.status(asyncio.get_running_loop().time()).left_s == pytest.approx(9.0, abs=0.1)
+        await asyncio.sleep(3)
+        ends = [text for text in yard.said if "SIGKILL" in text]
+        assert len(ends) == 1
+        assert re.fullmatch("a/0: waits for its processes to end, until SIGKILL at [0-9]{2}:[0-9]{2}:[0-9]{2}", ends[0])
+
+
+@history
+async def test_a_backoff_and_a_start_have_an_end() -> None:
+    lives = {"a/0": [Life(start_s=1.0, ends_s=2.0, code=1), Life(start_s=10.0)]}
+    async with fleet(group_of("a", restart={"initial_delay_s": 20.0}), lives=lives) as (made, _):
+        replica = made.groups["a"].replicas[0]
+
+        def left_s() -> float:
+            found = replica.status(asyncio.get_running_loop().time()).left_s
+            assert found is not None
+            return found
+
+        await asyncio.sleep(0.5)
+        assert left_s() <= replica.group.health.start_timeout_s
+        await asyncio.sleep(3.5)
+        assert replica.life.state == "backoff"
+        first = left_s()
+        await asyncio.sleep(2)
+        assert left_s() == pytest.approx(first - 2, abs=0.1)
