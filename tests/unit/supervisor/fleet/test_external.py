@@ -67,6 +67,23 @@ def test_a_replica_is_ready_while_its_program_is_there_and_waits_for_the_next() 
     virtually(story())
 
 
+def test_a_program_that_others_start_is_silent_while_nothing_is_heard_of_it() -> None:
+    async def story() -> None:
+        async with external_fleet(others_start("a")) as (made, yard):
+            yard.views["a/0"] = Readiness(True, heartbeat_age_s=0.1)
+            yard.joins("a/0", "x")
+            await asyncio.sleep(1)
+            yard.views["a/0"] = Readiness(True, heartbeat_age_s=4.0, silent=(0,))
+            await asyncio.sleep(1)
+            one = made.groups["a"].status(yard.now).replicas[0]
+            assert (one.state, one.reason) == ("silent", "no heartbeat from rank 0 (limit: 30 s)")
+            yard.views["a/0"] = Readiness(True, heartbeat_age_s=0.1)
+            await asyncio.sleep(1)
+            assert events(yard) == ["start", "ready", "silent", "ready"]
+
+    virtually(story())
+
+
 def test_a_replica_that_falls_behind_is_not_ready_until_it_has_caught_up() -> None:
     async def story() -> None:
         async with external_fleet(others_start("a")) as (made, yard):
