@@ -1,20 +1,19 @@
-"""What of a version differs from one before it: positions and values, by tensor.
+"""Find the elements that differ between two versions: positions and values, by tensor.
 
 Theory of operation
 ===================
 
-A step of training changes few elements of a model, and who has the version before needs
-only those. While the slot of that version has not been refilled, both are in shared
-memory under one manifest, and their bytes are compared (:mod:`replicas.memory.lines`):
-those of a large tensor together, and those of small neighbours, as a comparison takes
-longer than a small tensor. Only bits count: a NaN is equal to itself, and -0.0 differs
-from 0.0.
+A training step changes few elements of a model, and a process with the previous version
+needs only those. While that version's slot has not been refilled, both versions are in
+shared memory with one manifest, and their bytes are compared
+(:mod:`replicas.memory.lines`): a large tensor alone, small neighbours together, as the
+call takes longer than a small tensor. Bits are compared: a NaN is equal to itself, and
+-0.0 differs from 0.0.
 
-**Nobody waits for the base.** It is read without a lock, so its owner may begin to fill
-it with another version at any moment; but it removes its flag first
-(:mod:`replicas.linux.locks`). So the flag is looked at *after* each comparison: if it
-is still there, the base had not been written to when it was compared. Else these
-tensors and all that follow come whole.
+**The base is read without a lock**, so its owner may start to refill it at any moment.
+But the owner removes a flag first (:mod:`replicas.linux.locks`). So the flag is checked
+*after* each comparison: if it is still there, the base was unchanged during the
+comparison. Otherwise these tensors and all later ones count as changed completely.
 """
 
 from __future__ import annotations
@@ -36,31 +35,31 @@ from replicas.weights.layout import places_of
 from replicas.weights.memory.buffers import Buffer
 
 SHARE = 8
-"""A tensor of which more than one element in so many has changed comes whole: to write
-single elements would cost as much."""
+"""If more than one in this many elements has changed, the whole tensor is returned, as
+writing single elements would cost as much."""
 _RUN_NBYTES = 1 << 30
-"""Compared in one call, which numbers elements by 32 bits."""
+"""Bytes compared in one call, which numbers elements by 32 bits."""
 _WIDTH_MAX = 8
 _GROUPS_KEPT = 8
-"""Tensors of several item sizes take turns in the publisher's order."""
+"""Cached groups, as the publisher's order may alternate between item sizes."""
 
 
 @cache
-@torch.inference_mode(False)  # for all threads, whatever mode this one is in
+@torch.inference_mode(False)  # cached for threads in other modes
 def _none(dtype: torch.dtype = torch.int64) -> torch.Tensor:
     return torch.empty(0, dtype=dtype, device="cpu")
 
 
 @dataclass(frozen=True, eq=False)
 class Change:
-    """What has changed of one tensor (:meth:`replicas.Update.changes`).
+    """The change of one tensor (:meth:`replicas.Update.changes`).
 
     :ivar name: of the tensor.
-    :ivar whole: all of it, in its published shape and dtype, where more than an eighth
-        has changed, or what has changed is not known; else None.
+    :ivar whole: the whole tensor, in its published shape and dtype, if more than an
+        eighth has changed, or the changes are unknown; else None.
     :ivar positions: of the changed elements, rising, in the flattened (row-major)
-        tensor: int64 of shape ``[n]``, on the CPU. Empty if nothing has changed, or
-        with ``whole``.
+        tensor: int64 of shape ``[n]``, on the CPU. Empty if the tensor has not changed,
+        or with ``whole``.
     :ivar values: the elements there: the tensor's dtype, shape ``[n]``, on the CPU.
     """
 
@@ -75,13 +74,13 @@ def all_of(name: str, tensor: torch.Tensor) -> Change:
 
 
 class Group(NamedTuple):
-    """What has changed of neighbouring tensors of one item size.
+    """The changes of neighbouring tensors of one item size.
 
-    :ivar first: number of the first one among the places of the image.
-    :ivar whole: bool of shape ``[tensors]``: all of it, as of :class:`Change`.
-    :ivar bounds: of shape ``[tensors + 1]``: where the changed elements of each begin
-        in the two arrays below, and end; there are none of whole ones.
-    :ivar positions: int64 of shape ``[n]``, of elements in their tensor.
+    :ivar first: index of the first tensor among the places of the image.
+    :ivar whole: bool of shape ``[tensors]``: the tensor counts as changed completely.
+    :ivar bounds: of shape ``[tensors + 1]``: where the changed elements of each tensor
+        begin in the two arrays below, and end; empty for ``whole`` tensors.
+    :ivar positions: int64 of shape ``[n]``: index of each element in its tensor.
     :ivar values: the bits of these elements, copied.
     """
 
@@ -93,12 +92,12 @@ class Group(NamedTuple):
 
 
 class Difference:
-    """Between an image and the one before it, which may be overwritten meanwhile.
+    """The difference of an image from a base, which may be overwritten meanwhile.
 
     :param image: uint8 of shape ``[manifest.image_nbytes]``, header included.
     :param base: the memory of an image of the same manifest, opened without a lock;
-        closed with the block. None: there is none, and everything has changed.
-    :param sharing: how many processes of this host do so at the same time.
+        closed with the block. Without a base all tensors count as changed.
+    :param sharing: how many processes of this host compare at the same time.
     """
 
     def __init__(self, image: torch.Tensor, manifest: Manifest, base: Buffer | None, sharing: int = 1) -> None:
@@ -123,9 +122,7 @@ class Difference:
             base.close()
 
     def groups(self) -> Iterator[Group]:
-        """What has changed, in the order of the bytes; without tensors that are
-        compared alone.
-        """
+        """Yield the changes of all groups of several tensors, in the bytes' order."""
         groups = enumerate(self.places.groups)
         return (self._group(number) for number, (first, last) in groups if last - first > 1)
 
@@ -159,7 +156,10 @@ class Difference:
         return Group(first, whole, bounds, numbers - np.repeat(starts[:-1], np.diff(bounds)), elements[numbers])
 
     def _changed(self, begin: int, end: int, width: int, share: int) -> npt.NDArray[np.int64] | None:
-        """None: more than one number in so many has changed."""
+        """Return the indices of elements that differ in bytes ``begin`` to ``end``.
+
+        Returns None if more than one in ``share`` elements differs.
+        """
         self._lines.compare(begin, end, self._threads)
         parts: list[npt.NDArray[np.int64]] = []
         for start in range(begin, end, _RUN_NBYTES):
@@ -171,7 +171,7 @@ class Difference:
         return np.concatenate(parts)
 
     def _found(self, name: str) -> tuple[Group, slice] | None:
-        """Where the changed elements of a tensor are; None: take all of it."""
+        """Return a tensor's group and its range there; None to take all of it."""
         place = self.places.group_of.get(name)
         if place is None:  # it is empty
             return None
@@ -179,12 +179,12 @@ class Difference:
         return None if group.whole[number] else (group, slice(group.bounds[number], group.bounds[number + 1]))
 
     def positions(self, name: str) -> torch.Tensor | None:
-        """Positions of a tensor's changed elements; None: take all of it."""
+        """Return a tensor's changed positions; None to take the whole tensor."""
         found = self._found(name)
         return None if found is None else torch.from_numpy(found[0].positions[found[1]])
 
     def of(self, name: str) -> Change:
-        """The change of a tensor."""
+        """Return the change of a tensor."""
         number = self._manifest.index[name]
         spec = self._manifest.tensors[number]
         dtype, found = torch_dtype(spec.dtype), self._found(name)

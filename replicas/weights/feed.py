@@ -1,9 +1,9 @@
-"""One pass over the user's weights: sources, shards, ties; user errors are kept apart.
+"""One pass over the user's weights: sources, shards, ties, and two kinds of errors.
 
 A pass may run collectives of the user's own group: a generator that gathers, or
 ``DTensor.full_tensor()`` here. So every rank must walk to the end, in the same order,
-also when the library fails. A :class:`Feed` therefore tells two failures apart: after
-an exception of the user's code nothing is left to walk; after an error of the library,
+even if the library fails. A :class:`Feed` therefore distinguishes two failures: after
+an exception of the user's code the walk is over; after an error of the library,
 :meth:`Feed.drain` walks to the end and discards the rest.
 """
 
@@ -77,19 +77,19 @@ class Shard:
 class Ties:
     """Finds tensors that share one storage.
 
-    Only for values that all exist at once: a stream may reuse memory.
+    Works only for values that all exist at the same time: a stream may reuse memory.
     """
 
     def __init__(self) -> None:
         self._first: dict[object, str] = {}
 
     def alias(self, name: str, value: object) -> str | None:
-        """The first name of this same tensor, if it came before; equal on all ranks."""
+        """Return the earlier name of this same tensor, if any; equal on all ranks."""
         if not isinstance(value, torch.Tensor) or is_lazy(value):
             return None
         try:
             key = self._key(value)
-        except Exception:  # noqa: BLE001  # a tensor's own code may raise: it is looked at again, and named
+        except Exception:  # noqa: BLE001  # a tensor's own code may raise; _entry() reports it
             key = None
         if key is None:
             return None
@@ -97,7 +97,7 @@ class Ties:
         return first if first != name else None
 
     def _key(self, value: torch.Tensor) -> object:
-        """What is alike for tensors that are tied; None: it is tied to none."""
+        """Return a key that is equal for tied tensors, or None if it cannot be tied."""
         if type(value) in PLAIN:
             dense = value.numel() and value.layout is torch.strided and not value.is_meta
             return ((), "", self._place(value)) if dense else None
@@ -107,8 +107,8 @@ class Ties:
 
     @staticmethod
     def _place(tensor: torch.Tensor) -> object:
-        # The storage object, not its address: a rank whose shard is empty must see the
-        # tie, too.
+        # The storage object, not its address, so that a rank with an empty shard also
+        # sees the tie.
         storage = tensor.untyped_storage()._cdata
         lazy = tensor.is_conj(), tensor.is_neg()
         return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype, lazy
@@ -120,13 +120,13 @@ class Feed:
     :param weights: a module, a mapping, an iterable of pairs, an object with
         ``metadata()`` and iteration, or vLLM's ``WeightSource``; values are Tensor,
         DTensor, :class:`Shard`, or None (skipped).
-    :param mode: ``"image"``: DTensors are gathered, Shards refused. ``"parts"``: the
-        rank's own pieces, no communication.
-    :ivar finished: there is nothing left to drain.
-    :ivar user_failed: the user's own code raised. (The exception is not kept: its
+    :param mode: ``"image"`` gathers DTensors and refuses Shards; ``"parts"`` takes the
+        rank's own pieces, without communication.
+    :ivar finished: nothing is left to drain.
+    :ivar user_failed: the user's own code raised. (The exception is not kept, as its
         frames hold this feed, and slots.)
     :ivar device: device type of the tensors seen so far.
-    :ivar sources: set when a :class:`~replicas.weights.packing.Packer` found that all
+    :ivar sources: set if a :class:`~replicas.weights.packing.Packer` found that all
         tensors exist already.
     """
 
@@ -143,13 +143,14 @@ class Feed:
         self.cast_to(dtype)
 
     def cast_to(self, dtype: torch.dtype | None) -> None:
-        """Cast plain floating tensors to ``dtype``; others, or all for None, stay.
+        """Publish plain floating tensors as ``dtype``; None keeps all dtypes.
 
-        Scales stay, too: to round one changes every element of a quantised weight. They
-        are known by the word ``scale`` or ``scales`` in the last part of their name.
-        And so does what the source names: its ``keeps_dtype(name, dtype)``.
+        Scales keep their dtype: rounding one would change every element of a quantised
+        weight. A tensor is a scale if the last part of its name has the word ``scale``
+        or ``scales``. Tensors for which the source's ``keeps_dtype(name, dtype)``
+        returns true keep theirs, too.
 
-        :raises UsageError: ``dtype`` is no plain floating dtype (float16, bfloat16,
+        :raises UsageError: ``dtype`` is not a plain floating dtype (float16, bfloat16,
             float32, float64).
         """
         if dtype is not None and not (isinstance(dtype, torch.dtype) and is_castable(dtype)):
@@ -157,7 +158,7 @@ class Feed:
         self.dtype = dtype
 
     def plan(self) -> PartManifest | None:
-        """The manifest of the walk, without walking; None for a plain iterable.
+        """Return the manifest of the walk, without walking; None for a plain iterable.
 
         :raises ManifestMismatch: a value cannot be published; drain the feed.
         """
@@ -172,11 +173,11 @@ class Feed:
         return manifest
 
     def _declared(self) -> tuple[TensorSpec, ...] | None:
-        """What ``metadata()`` says that the object's iteration will give; else None.
+        """Return the specs that the object's ``metadata()`` declares, if it has that.
 
-        It gives a mapping of names to tensors (meta tensors will do) or ``(dtype,
-        shape)``, or an iterable of ``(name, tensor)``, ``(name, dtype, shape)`` or
-        objects with these three as attributes (vLLM's ``ParamMeta``).
+        ``metadata()`` returns a mapping of names to tensors (even meta tensors) or
+        ``(dtype, shape)``, or an iterable of ``(name, tensor)``, ``(name, dtype,
+        shape)`` or objects with these three as attributes (vLLM's ``ParamMeta``).
         """
         try:
             metadata = getattr(self.weights, "metadata", None)
@@ -205,12 +206,12 @@ class Feed:
                 raise ManifestMismatch(text, hint=hint)
 
     def known(self) -> dict[str, object] | None:
-        """All names and values of a module or a mapping; None for a stream."""
+        """Return all names and values of a module or a mapping; None for a stream."""
         self._open()
         return self._known
 
     def known_entries(self) -> list[Entry] | None:
-        """The known values as entries, without gathers; raises as :meth:`plan`."""
+        """Return the known values as entries, without gathers; raise as in ``plan``."""
         known = self.known()
         if known is None:
             return None
@@ -219,18 +220,18 @@ class Feed:
             return [self._entry(name, value, ties, gather=False) for name, value in known.items() if value is not None]
 
     def take_known(self) -> None:
-        """End the walk: all known values were copied at once."""
+        """End the walk, as all known values were copied without it."""
         self._end(failed=False)
 
     def __iter__(self) -> Iterator[Entry]:
-        """Yield the entries; raises as the user's code does, or ManifestMismatch."""
+        """Yield the entries; raise as the user's code does, or ManifestMismatch."""
         while (step := self._step()) is not None:
             name, value = step
             if value is not None:
                 yield self._entry(name, value, self._ties, gather=True)
 
     def drain(self) -> None:
-        """Walk to the end, with gathers; raises only as the user's code does."""
+        """Walk to the end, with gathers; raise only as the user's code does."""
         try:
             while (step := self._step()) is not None:
                 name, value = step
@@ -259,7 +260,7 @@ class Feed:
         self._ties = Ties() if self._known is not None else None
 
     def _step(self) -> tuple[Any, Any] | None:
-        """The next name and value, whatever they are; None: the end."""
+        """Return the next name and value, unchecked, or None at the end."""
         if self.finished:
             return None
         self._open()
@@ -272,14 +273,14 @@ class Feed:
         except BaseException:
             self._end(failed=True)
             raise
-        # no pair: _described() names it
+        # _described() reports a step that is not a pair
         return (step[0], step[1]) if isinstance(step, (tuple, list)) and len(step) == 2 else (None, step)
 
     def _end(self, *, failed: bool) -> None:
         self.finished, self.user_failed = True, failed
 
     def _gather(self, name: str, value: DTensor) -> torch.Tensor:
-        """Gather by a collective of the user's group: it fails as the user's code."""
+        """Gather by a collective of the user's group; errors count as the user's."""
         why, value = _standing_in(value)
         try:
             with torch.no_grad():
@@ -292,7 +293,7 @@ class Feed:
         return gathered
 
     def _entry(self, name: Any, value: Any, ties: Ties | None, *, gather: bool) -> Entry:
-        """One value as an entry. The gather comes first: the peers are in it."""
+        """Return a value as an entry. Gathers before any check, as the peers gather."""
         try:
             alias = ties.alias(name, value) if ties is not None else None
             gathered = None
@@ -319,7 +320,7 @@ class Feed:
             text = f"tensor {name!r} is a Shard, but only the leader of this source carries bytes"
             raise ManifestMismatch(text, hint='set ranks = "all" for the source, or publish whole tensors')
         dtensor = value if type(tensor) not in PLAIN and is_dtensor(value) else None
-        if type(tensor) not in PLAIN and dtensor is None:  # its own code does not run
+        if type(tensor) not in PLAIN and dtensor is None:  # must not run its own code
             if why := why_unusable(tensor):
                 raise unusable(name, tensor, why)
             tensor = alias_of(tensor)
@@ -353,7 +354,7 @@ class Feed:
 
 
 def is_scale(name: str) -> bool:
-    """True if the tensor is a scale of quantised weights, which no cast may round."""
+    """Return True for a scale of quantised weights, which a cast must not round."""
     words = name.rpartition(".")[2].split("_")
     return "scale" in words or "scales" in words
 
@@ -366,10 +367,10 @@ def _extents(name: str, shape: object) -> tuple[int, ...]:
 
 
 def _standing_in(value: DTensor) -> tuple[str, DTensor]:
-    """A DTensor that can be gathered, and why it is not the one given.
+    """Return why ``value`` cannot be gathered, or "", and a DTensor that can.
 
-    A local tensor without memory would end the process in torch's collective, in which
-    the peers are: zeros stand in for it.
+    A local tensor without memory would end the process in torch's collective, while the
+    peers wait there; so zeros replace it.
     """
     from torch.distributed.tensor import DTensor
 
@@ -382,8 +383,7 @@ def _standing_in(value: DTensor) -> tuple[str, DTensor]:
 
 
 def _full(value: DTensor) -> torch.Tensor:
-    """Gather; a dtype that not every torch copies as integers, as Gloo moves no
-    float8."""
+    """Gather ``value``; as integers if torch may not copy its dtype (Gloo, float8)."""
     given: Any = value.detach()
     if is_copied(value.dtype):
         return cast("torch.Tensor", given.full_tensor())
@@ -393,24 +393,24 @@ def _full(value: DTensor) -> torch.Tensor:
 
 
 def known_values(weights: object) -> dict[str, object] | None:
-    """The values of a module (parameters, persistent buffers) or mapping; else None.
+    """Return the values of a module (parameters, persistent buffers) or mapping.
 
-    An object may have a method ``resident()``: its names and tensors, if each exists
-    whole already, and None if it must be walked.
+    An object may have a method ``resident()``, which returns its names and tensors, or
+    None if it must be walked. Returns None for all other objects.
     """
     if isinstance(weights, torch.nn.Module):
         state = _unwrapped(weights).state_dict(keep_vars=True)
-        # a module's own data, which is no tensor
+        # without a module's own data, which is not a tensor
         return {name: value for name, value in state.items() if name.rpartition(".")[2] != "_extra_state"}
     if isinstance(weights, Mapping):
-        # copied in C: no other thread changes it meanwhile
+        # dict() of a dict runs in C, so no other thread changes it meanwhile
         return dict(weights) if type(weights) is dict else dict(weights.items())
     resident = getattr(weights, "resident", None)
     return resident() if callable(resident) else None
 
 
 def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """The model inside DistributedDataParallel or torch.compile: unprefixed names."""
+    """Return the model in DistributedDataParallel or torch.compile, for plain names."""
     while True:
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):
             module = module.module

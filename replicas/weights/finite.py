@@ -11,11 +11,11 @@ from replicas.weights.layout import Places
 NAMED = 3
 """Tensors that an error names."""
 CHUNK = 1 << 22
-"""Elements looked at together: what is made of them stays in the caches."""
+"""Elements checked together, so that temporaries stay in the CPU caches."""
 
 
 def not_finite(data: torch.Tensor, manifest: PartManifest) -> dict[str, int]:
-    """Return how many values of each tensor are not finite, by name; without zeros.
+    """Return the number of values that are not finite, by name of their tensor.
 
     :param data: the data section of an image, or a packed part; on any device.
     """
@@ -29,7 +29,7 @@ def not_finite(data: torch.Tensor, manifest: PartManifest) -> dict[str, int]:
 
 
 def overflows(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return True if a cast to ``dtype`` makes finite values of a tensor infinite."""
+    """Return True if a cast to ``dtype`` turns finite values into infinities."""
     if not tensor.numel():
         return False
     most = torch.finfo(dtype).max
@@ -40,7 +40,7 @@ def overflows(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def in_words(found: dict[str, int]) -> str:
-    """The first tensors of :func:`not_finite` with their numbers, and how many more."""
+    """Name the first tensors of :func:`not_finite` with their counts, for an error."""
     return some([f"{name!r} ({count:,})" for name, count in found.items()], NAMED)
 
 

@@ -1,4 +1,4 @@
-"""The entries of a walk over weights, their manifest, and the byte ranges of both."""
+"""The entries of a walk over weights, their manifest, and their byte ranges."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Entry:
         dtype; None for an alias, for no elements, and while only planning a gather.
     :param dtype: torch's name of the published dtype.
     :param shape: the global shape.
-    :param box: the elements' box in the global tensor; None when there are none.
-    :param alias_of: the earlier name whose storage it shares.
+    :param box: the elements' box in the global tensor; None if there are no elements.
+    :param alias_of: the earlier name of the same tensor.
     """
 
     name: str
@@ -44,10 +44,10 @@ class Entry:
 
 
 def layout(entries: Sequence[Entry], mode: Literal["image", "parts"]) -> PartManifest:
-    """The manifest of these entries. A part's pieces are packed, by falling item size.
+    """Return the manifest of these entries. A part's pieces are sorted by item size.
 
-    :raises ManifestMismatch: a name came twice, or shards of one tensor disagree about
-        its dtype or shape.
+    :raises ManifestMismatch: a name appears twice, or shards of one tensor disagree
+        about its dtype or shape.
     """
     specs: dict[str, TensorSpec] = {}
     aliases: list[tuple[str, str]] = []
@@ -56,7 +56,7 @@ def layout(entries: Sequence[Entry], mode: Literal["image", "parts"]) -> PartMan
         spec = TensorSpec(entry.name, entry.dtype, entry.shape)
         if entry.alias_of is not None:
             aliases.append((entry.name, entry.alias_of))
-        # in parts one tensor may have several pieces, in an image each comes once
+        # in parts one tensor may have several pieces, in an image just one
         elif specs.setdefault(entry.name, spec) != spec or (mode == "image" and specs[entry.name] is not spec):
             text = f"tensor name {entry.name!r} appears twice: {specs[entry.name]} and {spec}"
             raise ManifestMismatch(text, hint="give each tensor a name of its own")
@@ -65,7 +65,7 @@ def layout(entries: Sequence[Entry], mode: Literal["image", "parts"]) -> PartMan
     tensors = tuple(specs.values())
     if len(set(pieces)) < len(pieces):
         name = next(one for one in pieces if pieces.count(one) > 1)[0]
-        raise ManifestMismatch(f"tensor {name!r} came twice", hint="give each part of a tensor once")
+        raise ManifestMismatch(f"tensor {name!r} was given twice", hint="give each part of a tensor once")
     if mode == "image":
         part = PartManifest(tensors, tuple(aliases))
     else:
@@ -80,7 +80,7 @@ def layout(entries: Sequence[Entry], mode: Literal["image", "parts"]) -> PartMan
 
 
 GROUP_NBYTES = 1 << 20
-"""Small pieces that start and end in the same so many bytes are compared together."""
+"""Small pieces within one range of this size are compared together."""
 
 
 class Places:
@@ -88,8 +88,8 @@ class Places:
 
     :ivar order: each piece's index among the tensors of an image, or the pieces of a
         part.
-    :ivar starts: the first byte of each piece.
-    :ivar items: bytes of an element of each piece.
+    :ivar starts: each piece's first byte.
+    :ivar items: bytes of each piece's elements.
     """
 
     def __init__(self, manifest: PartManifest) -> None:
@@ -114,16 +114,16 @@ class Places:
 
     @cached_property
     def index(self) -> dict[tuple[int, tuple[int, ...], tuple[int, ...]], int]:
-        """Number of each piece in this order, by tensor number, offsets and shape."""
+        """Index of each piece in this order, by tensor number, offsets and shape."""
         return {self._keys[number]: index for index, number in enumerate(self.order)}
 
     @cached_property
     def odd(self) -> tuple[int, ...]:
-        """Pieces whose dtype not every torch can copy: copied as integers."""
+        """Pieces whose dtype torch may be unable to copy: copied as integers."""
         return tuple(index for index, dtype in enumerate(self.dtypes) if not is_copied(dtype))
 
     def cuts(self, nbytes: int = STEP_NBYTES) -> list[Cut]:
-        """Cuts of about ``nbytes``, which together are everything; cached."""
+        """Return cuts of about ``nbytes`` that cover all pieces; cached."""
         if (found := self._cuts.get(nbytes)) is not None:
             return found
         ends = [start + size for start, size in zip(self.starts, self.kinds.sizes.tolist(), strict=True)]
@@ -137,8 +137,8 @@ class Places:
 
     @cached_property
     def groups(self) -> list[tuple[int, int]]:
-        """First and last (exclusive) of small neighbours with items of one size; or a
-        piece by itself.
+        """First and end of groups of small neighbours with one item size, or of single
+        pieces.
         """
 
         def kind(one: int) -> tuple[int, ...]:
@@ -150,44 +150,44 @@ class Places:
 
     @cached_property
     def group_of(self) -> dict[str, tuple[int, int]]:
-        """The group of each tensor of an image, and its number in it; without empty
-        ones.
+        """The group of each tensor of an image that is not empty, and its index in the
+        group.
         """
         groups = enumerate(self.groups)
         return {self.name(one): (number, one - first) for number, (first, last) in groups for one in range(first, last)}
 
     def steps(self, destinations: list[torch.Tensor], sources: list[torch.Tensor], nbytes: int) -> Iterator[Step]:
-        """Steps of about ``nbytes``; both lists are in the order of the bytes."""
+        """Yield steps of about ``nbytes``; both lists are in the order of the bytes."""
         for cut in self.cuts(nbytes):
             yield Step(cut.start, cut.end, cut.of(destinations), cut.of(sources))
 
     @cached_property
     def kinds(self) -> Kinds:
-        """Of tensors that have the shapes and dtypes of the pieces."""
+        """The kinds of tensors that have the pieces' shapes and dtypes."""
         return Kinds(self.shapes, self.dtypes, self.dtypes)
 
     def addresses(self, data: torch.Tensor) -> Addresses:
-        """Of each piece in ``data``."""
+        """Return the address of each piece in ``data``."""
         return self.edges[:-1].astype(np.uintp) + np.uintp(data.data_ptr())
 
     def name(self, index: int) -> str:
-        """Of the tensor of piece ``index``."""
+        """Return the name of the tensor of piece ``index``."""
         return self._names[self._keys[self.order[index]][0]]
 
     def extent(self, index: int) -> tuple[int, int]:
-        """First byte of piece ``index``, and the byte behind its last."""
+        """Return the first byte and the end of piece ``index``."""
         start = self.starts[index]
         return start, start + self._counts[index] * self.items[index]
 
-    @torch.inference_mode(False)  # any thread may write to the views, whatever mode this one is in
+    @torch.inference_mode(False)  # so that any thread may write to the views
     def views(self, data: torch.Tensor, *, as_bits: bool = True) -> list[torch.Tensor]:
-        """All pieces, as views of ``data``.
+        """Return all pieces, as views of ``data``.
 
         :param data: uint8: the data section of an image, or a packed part.
-        :param as_bits: give :attr:`odd` pieces as integers.
+        :param as_bits: return :attr:`odd` pieces as integers.
         """
         found: list[torch.Tensor] = []
-        # one view for each run of a dtype, then split: faster than a view for each
+        # to split one view for each run of a dtype is faster than a view for each piece
         for dtype, indices in groupby(range(len(self.dtypes)), key=self.dtypes.__getitem__):
             run = list(indices)
             first, last = run[0], run[-1]
@@ -201,12 +201,12 @@ class Places:
 
 
 _KNOWN: OrderedDict[tuple[str, tuple[str, ...]], Places] = OrderedDict()
-"""Of the last manifests, by hash: they are mostly the same from version to version."""
+"""The last manifests' places, as most versions have the same manifest."""
 _KNOWN_MOST = 4
 
 
 def places_of(manifest: Manifest, again: tuple[str, ...] = ()) -> Places:
-    """The places of all tensors, and once more those of the tensors of ``again``."""
+    """Return the places of all tensors, and again those of the tensors in ``again``."""
     found = _KNOWN.get((manifest.hash, again))
     if found is None:
         pieces = None
@@ -221,7 +221,7 @@ def places_of(manifest: Manifest, again: tuple[str, ...] = ()) -> Places:
 
 
 class Writer:
-    """Copies entries one by one to ``destinations``, as from :meth:`Places.views`."""
+    """Copies entries one by one to ``destinations``, from :meth:`Places.views`."""
 
     def __init__(self, manifest: PartManifest, places: Places, destinations: Sequence[torch.Tensor]) -> None:
         self._manifest = manifest
@@ -234,7 +234,10 @@ class Writer:
         self._unseen = set(self._specs)
 
     def write(self, entry: Entry, put: Callable[[torch.Tensor, torch.Tensor, int, int, str], None]) -> None:
-        """Copy one entry by ``put(destination, source, start, end, name)``."""
+        """Copy one entry by ``put(destination, source, start, end, name)``.
+
+        :raises ManifestMismatch: the entry differs from the manifest.
+        """
         if entry.alias_of is not None:
             if self._aliases.get(entry.name) != entry.alias_of:
                 raise ManifestMismatch(f"tensor {entry.name!r} is tied to {entry.alias_of!r}, which it was not before")
@@ -252,14 +255,14 @@ class Writer:
         index = self._missing.pop((number, *entry.box), None)
         if index is None:
             known = (number, *entry.box) in self._places.index
-            what = "came twice" if known else f"has another part than before: {entry.box[1]} at {entry.box[0]}"
+            what = "was given twice" if known else f"has another part than before: {entry.box[1]} at {entry.box[0]}"
             raise ManifestMismatch(f"tensor {entry.name!r} {what}")
         source = bits(entry.tensor) if index in self._odd else entry.tensor
         put(self._destinations[index], source, *self._places.extent(index), entry.name)
 
     def finish(self) -> None:
-        """Raise ManifestMismatch, naming the first tensor that did not come."""
+        """Raise ManifestMismatch if tensors are missing, naming the first."""
         absent = self._unseen | {self._manifest.tensors[key[0]].name for key in self._missing}
         if absent:
             first = next(spec.name for spec in self._manifest.tensors if spec.name in absent)
-            raise ManifestMismatch(f"tensor {first!r} did not come ({len(absent)} missing in all)")
+            raise ManifestMismatch(f"tensor {first!r} was not given ({len(absent)} missing in all)")

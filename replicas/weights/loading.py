@@ -1,4 +1,7 @@
-"""Views of a slot's bytes as tensors, and copies: to a model, of parts to images."""
+"""View a slot's bytes as tensors, and copy them: into a model, or from parts to images.
+
+load_into(model, views(image, manifest), manifest.aliases)
+"""
 
 from __future__ import annotations
 
@@ -47,9 +50,9 @@ _T = TypeVar("_T")
 
 
 def named_views(data: torch.Tensor, manifest: PartManifest) -> dict[str, torch.Tensor]:
-    """Views as :func:`views` of the data of an image, or of a packed part.
+    """Return views of the data section of an image, or of a packed part, by name.
 
-    A part has at most one piece of each tensor.
+    The part must have at most one piece of each tensor.
     """
     places = Places(manifest)
     found = dict(zip(places.order, places.views(data, as_bits=False), strict=True))
@@ -66,7 +69,7 @@ def named_views(data: torch.Tensor, manifest: PartManifest) -> dict[str, torch.T
 
 
 def each_name(found: Iterable[tuple[str, _T]], aliases: Iterable[tuple[str, str]]) -> Iterator[tuple[str, _T]]:
-    """Add the other names of tied tensors: each after that of its tensor."""
+    """Yield each value under its name, and then under the names tied to that."""
     others = defaultdict[str, list[str]](list)
     for alias, name in aliases:
         others[name].append(alias)
@@ -74,7 +77,7 @@ def each_name(found: Iterable[tuple[str, _T]], aliases: Iterable[tuple[str, str]
 
 
 def views(image: torch.Tensor, manifest: Manifest | PartManifest) -> dict[str, torch.Tensor]:
-    """Views of the tensors of an image, in the publisher's order, without aliases.
+    """Return views of an image's tensors, in the publisher's order, without aliases.
 
     :param image: uint8 of shape ``[manifest.image_nbytes]``, header included:
         ``slot.buffer.tensor()`` or ``.private()``.
@@ -86,9 +89,9 @@ def views(image: torch.Tensor, manifest: Manifest | PartManifest) -> dict[str, t
 def piece_pairs(
     manifest: Manifest, pieces: Sequence[Piece], source: torch.Tensor, data: torch.Tensor, start: int = 0
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Each piece's place in ``data``, of an image, and its bytes in ``source``; uint8.
+    """Yield a view of each piece in ``data``, of an image, and its view in ``source``.
 
-    :param source: a packed part from its byte ``start`` on.
+    :param source: uint8: a packed part from its byte ``start`` on.
     """
     for piece in pieces:
         view = piece_view(data, manifest, piece)
@@ -101,10 +104,10 @@ def piece_pairs(
 
 @runtime_checkable
 class Loadable(Protocol):
-    """An object that says which tensors to write."""
+    """An object that names the tensors to load into."""
 
     def destinations(self) -> dict[str, torch.Tensor]:
-        """The tensors by the names that the version has for them."""
+        """Return the tensors to write, by the version's names."""
 
 
 Model = torch.nn.Module | Mapping[str, torch.Tensor] | Loadable
@@ -118,7 +121,7 @@ def load_image(
     sharing: int = 1,
     on_device: Callable[[], object] = lambda: None,
 ) -> None:
-    """As :func:`load_into`, of the tensors of an image; without views, if it can.
+    """Do :func:`load_into` with the tensors of an image, without views if possible.
 
     :param image: uint8 of shape ``[manifest.image_nbytes]``, header included.
     """
@@ -144,15 +147,15 @@ def load_into(
     """Copy ``tensors`` in place into the parameters and persistent buffers of a model.
 
     Names and shapes must match exactly; a plain floating dtype may differ and is cast.
-    Each name gets its tensor, whatever is tied at either end: tied parameters may come
-    under any of their names, or under several with the same values. A DTensor parameter
-    gets its local part, without communication. Everything is checked before the first
-    byte is written. For the options see :func:`copy_pairs`.
+    Each name gets its tensor, even if other names are tied at either end: tied
+    parameters may be given under any of their names, or under several with the same
+    values. A DTensor parameter gets its local part, without communication. All checks
+    come before the first write. For the options see :func:`copy_pairs`.
 
-    :raises ManifestMismatch: naming the tensors that are missing, unknown, of another
+    :raises ManifestMismatch: names the tensors that are missing, unknown, of another
         shape or dtype, without memory, beyond the range of float16, or in shared memory
-        with different values; ``model`` is unchanged. It has changed in part only if
-        another thread frees one of its tensors meanwhile.
+        with different values. ``model`` is unchanged, unless another thread frees one
+        of its tensors during the copy.
     """
     check_modes("load_into")
     names, _, pairs = _pairs(_destinations(model), tensors, aliases)
@@ -168,10 +171,10 @@ def load_changes(
     sharing: int = 1,
     on_device: Callable[[], object] = lambda: None,
 ) -> None:
-    """As :func:`load_image`, of what differs from the version that the model holds.
+    """Do :func:`load_image` for the elements that differ from the model's version.
 
-    A changed tensor of which this rank has a part, or that is not contiguous, is
-    written whole.
+    A changed tensor is written whole if the model has only a part of it, or if it is
+    not contiguous.
     """
     check_modes("load_into")
     targets = _destinations(model)
@@ -204,7 +207,7 @@ def load_changes(
 
 
 def _destinations(model: Model) -> Mapping[str, object]:
-    """The tensors to write by name."""
+    """Return the tensors to write, by name."""
     if not isinstance(model, (torch.nn.Module, Mapping)) and isinstance(model, Loadable):
         return dict(model.destinations())
     targets = known_values(model)
@@ -219,7 +222,7 @@ def _pairs(
     tensors: Mapping[str, torch.Tensor],
     aliases: Sequence[tuple[str, str]],
 ) -> tuple[list[str], list[str], list[tuple[torch.Tensor, torch.Tensor]]]:
-    """The model's names, those of the tensors, and what to write there, all checked."""
+    """Return the targets' names, the tensors' names, and both as checked pairs."""
     served = _served(targets, list(tensors), aliases)
     names, sources = list(served), list(served.values())
     pairs = [_checked(name, targets[name], tensors[source]) for name, source in served.items()]
@@ -229,12 +232,12 @@ def _pairs(
 
 @dataclass(eq=False)
 class _Plain:
-    """A load of tensors of plain types in host memory, all checked.
+    """A checked load into plain tensors in host memory.
 
-    :ivar places: those of the image, once for each target, in the order of the bytes.
+    :ivar places: the image's places, once for each target, in the order of the bytes.
     :ivar names: of the targets.
-    :ivar pair: gives a target and what to write there.
-    :ivar runs: which of them are runs of just the bytes to copy; one False more.
+    :ivar pair: returns a target and the elements to write there, by index.
+    :ivar runs: whether each target is one run of the same bytes; and False at the end.
     """
 
     copies: HostCopies
@@ -244,9 +247,7 @@ class _Plain:
     runs: npt.NDArray[np.bool_]
 
     def put(self, difference: Difference) -> npt.NDArray[np.intp]:
-        """Copy what has changed of small tensors, which are runs; return the numbers of
-        the others.
-        """
+        """Copy changes of small tensors that are runs; return the others' indices."""
         theirs, left = difference.places, np.ones(len(self.places.order), np.bool_)
         begins, ends = (np.searchsorted(self.places.edges[:-1], theirs.edges[:-1], side) for side in ("left", "right"))
         for group in difference.groups():
@@ -256,7 +257,7 @@ class _Plain:
             numbers = np.concatenate([whole, owners]) + group.first
             skipped = np.concatenate([np.zeros_like(whole), group.positions * item]).astype(np.uintp)
             sizes = np.where(np.arange(len(numbers)) < len(whole), theirs.kinds.sizes[numbers], np.uintp(item))
-            for more in range(int((ends - begins).max())):  # the targets of each
+            for more in range(int((ends - begins).max())):  # the targets of each tensor
                 pieces = begins[numbers] + more
                 kept = (pieces < ends[numbers]) & self.runs[pieces]
                 if kept.any():
@@ -267,8 +268,8 @@ class _Plain:
 def _plain(
     targets: Mapping[str, object], served: Mapping[str, str], image: torch.Tensor, manifest: Manifest
 ) -> _Plain | None:
-    """None: some of them are of other types, or elsewhere, or share memory; or there is
-    no C code.
+    """Check the load. Return None without the C code, or if targets are not plain, not
+    in host memory, or share memory.
     """
     if not image.is_cpu or not streaming.available:
         return None
@@ -295,7 +296,7 @@ def _plain(
     others = np.flatnonzero(~found.runs).tolist()
     spans = kinds.sizes.copy()
     spans[others] = [span_nbytes(target) for target, _ in map(pair, others)]
-    if len(placed) < len(given):  # empty ones have no place
+    if len(placed) < len(given):  # empty tensors are not among the places
         for number in set(range(len(given))).difference(places.order):
             spec = manifest.tensors[manifest.index[sources[number]]]
             _checked(given[number], targets[given[number]], typed(data, 0, torch_dtype(spec.dtype), spec.shape))
@@ -307,9 +308,11 @@ def _plain(
 
 
 def _served(targets: Mapping[str, object], names: Sequence[str], aliases: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """The name of each target to write, and of the tensor that it gets.
+    """Return the name of each target to write, and of the tensor that it gets.
 
-    Targets that are tied come once for each tensor that they get.
+    Tied targets are returned once for each tensor that they get.
+
+    :raises ManifestMismatch: names are missing or unknown.
     """
     if not aliases and len(targets) == len(names) and (list(targets) == names or targets.keys() == set(names)):
         addresses = [one for one in map(_address, targets.values()) if one != 0]
@@ -335,15 +338,13 @@ def _served(targets: Mapping[str, object], names: Sequence[str], aliases: Sequen
 
 
 def _address(value: object) -> int | None:
-    """Of a plain tensor: tied ones have the same. 0: it has no memory, and is tied to
-    none; None: another value.
-    """
+    """Return the address of a plain tensor (0 without memory), else None."""
     plain = type(value) in PLAIN and isinstance(value, torch.Tensor) and value.layout is torch.strided
     return value.data_ptr() if plain else None  # type: ignore[attr-defined]  # plain: a tensor
 
 
 def _checked(name: str, value: object, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`_pair`; errors of a tensor's own code are ManifestMismatch, too."""
+    """Do :func:`_pair`; turn errors of a tensor's own code into ManifestMismatch."""
     try:
         return _pair(name, value, source)
     except ReplicasError:
@@ -354,7 +355,10 @@ def _checked(name: str, value: object, source: torch.Tensor) -> tuple[torch.Tens
 
 
 def _pair(name: str, value: object, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tensor to write and the elements to write there."""
+    """Return the tensor to write and the elements to write there.
+
+    :raises ManifestMismatch: the elements do not fit, or the tensor cannot be written.
+    """
     if not isinstance(value, torch.Tensor):
         text = f"the model's {name!r} is a {type(value).__name__}"
         raise ManifestMismatch(text, hint="load into dense tensors that have memory")

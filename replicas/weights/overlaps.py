@@ -1,4 +1,4 @@
-"""Whether targets that share memory get the same values for it."""
+"""Check that targets of a load that share memory get the same values."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from replicas.errors import ManifestMismatch
 from replicas.weights.copies.tensors import span_nbytes
 
 _Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""Targets and the elements to write there."""
+"""Targets, each with the elements to write there."""
 
 
 def check_shared(pairs: _Pairs, names: Sequence[str]) -> None:
-    """Raise ManifestMismatch if two targets share memory and get different values for
-    it.
-    """
+    """Raise ManifestMismatch if two targets share memory and get different values."""
     spans = [
         (str(one.device), one.data_ptr(), one.data_ptr() + span_nbytes(one), number)
         for number, (one, _) in enumerate(pairs)
@@ -35,7 +33,7 @@ def check_shared(pairs: _Pairs, names: Sequence[str]) -> None:
 
 
 def _check_group(group: Sequence[int], pairs: _Pairs, names: Sequence[str]) -> None:
-    """Check targets of which each begins within those before it."""
+    """Check targets whose memory forms one overlapping run."""
     distinct: dict[object, int] = {}
     for number in group if len(group) > 1 else ():
         one = pairs[number][0]
@@ -44,7 +42,7 @@ def _check_group(group: Sequence[int], pairs: _Pairs, names: Sequence[str]) -> N
             raise _differing(names[first], names[number])
     if len(distinct) < 2:
         return
-    # Write all to memory that is laid out as theirs: then each must still be there.
+    # Write all to a copy of their layout: then each target must still have its values.
     numbers = list(distinct.values())
     targets = {number: pairs[number][0] for number in numbers}
     base = min(one.data_ptr() for one in targets.values())
@@ -70,8 +68,8 @@ def _check_group(group: Sequence[int], pairs: _Pairs, names: Sequence[str]) -> N
 
 
 def _stored(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """The bytes of each element of ``source`` as they will lie in ``target``; uint8 of
-    shape ``[*target.shape, target.itemsize]``, on the CPU.
+    """Return the bytes of each element of ``source`` as ``target`` will store them:
+    uint8 of shape ``[*target.shape, target.itemsize]``, on the CPU.
     """
     given = source.to(device="cpu", dtype=target.dtype)
     if target.is_neg():

@@ -1,21 +1,21 @@
-"""Packs a user's weights into the bytes of a slot.
+"""Pack a user's weights into the bytes of a slot.
 
 Theory of operation
 ===================
 
-A publish walks the weights once (:class:`replicas.weights.feed.Feed`). Weights whose
-layout is known before the walk (:meth:`Packer.plan`) are written straight into the slot
-by :meth:`Packer.pack`. The layout of a plain iterable is unknown: pass the manifest of
-the channel's last publish, or make private copies of everything with :func:`stage`,
+A publish walks the weights once (:class:`replicas.weights.feed.Feed`). If the layout is
+known before the walk (:meth:`Packer.plan`), :meth:`Packer.pack` writes the weights
+straight into the slot. The layout of a plain iterable is unknown: pass the manifest of
+the channel's last publish, or make private copies of all tensors with :func:`stage`,
 which then knows the manifest.
 
-A module or a mapping that needs no gather is copied *at once*: all its tensors exist,
-so several threads copy them in the order of their bytes, in large steps
+All tensors of a module or a mapping that needs no gather exist, so several threads copy
+them *at once*, in the order of their bytes, in large steps
 (:mod:`replicas.weights.copies.copying`). A :class:`Packer` remembers the layout of the
 last publish (:class:`Planned`) and the views of each slot. Bytes that are copied at
 once may be sent meanwhile, since no user code can run in between
-(:meth:`Packer.knows`). Everything else is copied tensor by tensor, each before the next
-one is asked for.
+(:meth:`Packer.knows`). All other weights are copied tensor by tensor, each before the
+walk continues.
 
 Another thread computes the digest beside the copy. The caller's thread only enqueues
 copies from or to a device (:mod:`replicas.weights.devices.device_copies`).
@@ -24,21 +24,20 @@ copies from or to a device (:mod:`replicas.weights.devices.device_copies`).
 error of the library, because its steps may be collectives of the user's group. The
 user's own exceptions (``feed.user_failed``) pass unchanged.
 
-Mode ``"image"``: this rank writes all tensors into one image; DTensors are gathered, on
-every rank of the replica (the others only call :meth:`Feed.drain`). Mode ``"parts"``:
-each rank writes its own pieces and nothing is gathered.
+In mode ``"image"`` this rank writes all tensors into one image; every rank of the
+replica takes part in the gathers of DTensors (the others only call :meth:`Feed.drain`).
+In mode ``"parts"`` each rank writes its own pieces, without gathers.
 
 **Planned.** A module or a mapping mostly gives the same tensors at each publish: the
-same names, shapes, dtypes and ties, with other values. Then the manifest is the same,
-too, and so is the place of each tensor. :class:`Planned` remembers the layout of the
-last set, and :meth:`Planned.sources` compares a new set with it by whole lists, at half
-a microsecond a tensor. It answers None for any difference and for values of an unusual
-kind; the set is then planned anew, with all checks. Ties are compared by address: tied
-tensors must share one address again, and all others must have different ones. No tensor
-is kept.
+same names, shapes, dtypes and ties, with other values, and so the same manifest and
+offsets. :class:`Planned` remembers the layout of the last set; :meth:`Planned.sources`
+compares a new set with it by whole lists, in half a microsecond a tensor, and returns
+None for any difference and for unusual kinds of values. Such a set is planned again,
+with all checks. Ties are compared by address: tied tensors must share one address
+again, and all others must have different ones. No tensor is kept.
 
-Between the plan and the copy the caller waits for a slot. What was found of the tensors
-is checked again as they are copied (:mod:`replicas.weights.copies.host_copies`).
+Between the plan and the copy the caller waits for a slot. So the copy checks again
+where the tensors' memory is (:mod:`replicas.weights.copies.host_copies`).
 """
 
 from __future__ import annotations
@@ -69,9 +68,9 @@ class Packing:
     """The outcome of a copy into a slot."""
 
     digest: Future[str]
-    """Of all of the slot's data; set a moment later, on another thread."""
+    """Digest of the slot's data; set a moment later, on another thread."""
     copies: DeviceCopies | None = None
-    """May still run; None: everything is copied."""
+    """Device copies that may still run; None if all bytes are copied."""
 
 
 Copies = Copier | DeviceCopies
@@ -86,10 +85,10 @@ def _filled(
     device: Accelerator | None,
     beside: bool | None = None,
 ) -> Packing:
-    """Fill ``data`` and start its digest: the only way, for all kinds of weights.
+    """Fill ``data`` and start its digest, for all kinds of weights.
 
     :param fill: copies all weights, or reports that they are already in place.
-    :param device: makes the copies; None: threads of the CPU do.
+    :param device: makes the copies; without one, CPU threads do.
     """
     with (
         DeviceCopies(device, data, options, progress)
@@ -102,14 +101,14 @@ def _filled(
 
 
 def packing_of(slot: Slot, begun: Begun = lambda copies: None) -> Packing:
-    """Start the digest of a filled slot, behind the current stream's writes to it."""
+    """Start the digest of a filled slot, after the current stream's writes to it."""
     buffer = slot.buffer
     device = accelerator() if buffer.device or buffer.pinned else None
     return _filled(lambda copies: copies.written(), slot.data, CopyOptions(buffer, begun=begun), device=device)
 
 
 def _device_for(sources: list[torch.Tensor], options: CopyOptions) -> Accelerator | None:
-    """The device involved in copying these tensors; None: all of it is host memory."""
+    """Return the device that copies these tensors; None if all are in host memory."""
     device = accelerator()
     return device if device is not None and (options.device or any(map(device.owns, sources))) else None
 
@@ -122,9 +121,9 @@ def _copy_on_host(host: HostCopies, places: Places, copies: Copies) -> None:
 def _copy(
     places: Places, kinds: Kinds, destinations: list[torch.Tensor], sources: list[torch.Tensor], copies: Copies
 ) -> None:
-    """Copy tensors of which some are on a device; both lists are in the bytes' order.
+    """Copy tensors, some of them on a device; both lists are in the bytes' order.
 
-    The sources are aliases: they keep their storages.
+    The sources are aliases, which keep their storages.
     """
     for index, source in enumerate(sources):
         if why := why_unusable(source) or kinds.differs(index, source):
@@ -139,7 +138,7 @@ def _copy(
 
 
 class Planned:
-    """The layout of the known entries of a feed, and the place of each tensor."""
+    """The layout of a feed's known entries, and each tensor's offset in the bytes."""
 
     def __init__(self, feed: Feed, entries: Sequence[Entry], manifest: PartManifest) -> None:
         known = feed.known() or {}
@@ -160,8 +159,8 @@ class Planned:
         own = [number for number, entry in enumerate(entries) if entry.alias_of is None]
         given = own if manifest.pieces is None else full
         self._picks = [given[number] for number in self.places.order]
-        self._picks_all = self._picks == list(range(len(values)))  # as for most models: no list is picked apart then
-        # of these the layout is compared, not only the type
+        self._picks_all = self._picks == list(range(len(values)))  # as for most models; saves the picking
+        # values whose layout is compared, too, not only their type
         self._special = [(number, _form(value)) for number, value in enumerate(values) if type(value) not in PLAIN]
         tensors = None if self._gathers else self._tensors(values)
         published = [torch_dtype(entry.dtype) for entry in entries]
@@ -180,14 +179,14 @@ class Planned:
         self._usable = tensors is not None and self._look(tensors) is not None
 
     def first_sources(self, entries: Sequence[Entry]) -> Found | None:
-        """The tensors of the planned ``entries``; None when some must be gathered."""
+        """Return the tensors of the planned ``entries``; None if some need a gather."""
         if self._gathers:
             return None
         tensors = [entries[number].tensor for number in self._picks]
         return self.kinds.look([one for one in tensors if one is not None])
 
     def sources(self, feed: Feed) -> Found | None:
-        """The tensors to copy, in the order of the bytes; None for another layout."""
+        """Return the tensors to copy, in the bytes' order; None for another layout."""
         known = feed.known()
         if known is None or not self._usable or self._how != (feed.dtype, feed.mode):
             return None
@@ -205,7 +204,7 @@ class Planned:
         return found if self._picks_all else found.of(self._picks)
 
     def _tensors(self, values: Sequence[object]) -> list[torch.Tensor] | None:
-        """The local tensor of each value; None when a value is of an unknown kind."""
+        """Return the local tensor of each value; None if a value's kind is unknown."""
         if not self._special:
             return values  # type: ignore[return-value]  # their types are plain tensors, all of them
         found: list[torch.Tensor] = []
@@ -218,23 +217,23 @@ class Planned:
         return found
 
     def _look(self, tensors: Sequence[torch.Tensor]) -> Found | None:
-        """Look at the tensors; None if shapes, dtypes or ties differ from before."""
+        """Find the tensors' memory; return None if shapes, dtypes or ties differ."""
         found = self._kinds.look(tensors)
         return found if found is not None and self._tied_alike(tensors, found.addresses) else None
 
     def _tied_alike(self, tensors: Sequence[torch.Tensor], addresses: Addresses) -> bool:
         full = np.sort(addresses[self._full])
-        if np.any(full[1:] == full[:-1]):  # two are tied that were not
+        if np.any(full[1:] == full[:-1]):  # two are newly tied
             return False
         return all(
-            # 0: no memory
+            # an address of 0 means no memory
             addresses[tie] == addresses[first] != 0 and _strides(tensors[tie]) == _strides(tensors[first])
             for tie, first in self._ties
         )
 
 
 def _form(value: object) -> object:
-    """The layout of a Shard or a DTensor, for comparison; None for unknown kinds."""
+    """Return the layout of a Shard or a DTensor to compare; None for other kinds."""
     if isinstance(value, Shard):
         return value.offsets, value.shape
     if is_dtensor(value):
@@ -255,16 +254,16 @@ def _strides(tensor: torch.Tensor) -> object:
 
 
 class Packer:
-    """Packs one publish after another and reuses their layout. Not thread-safe."""
+    """Packs one publish after another and reuses the layout. Not thread-safe."""
 
     def __init__(self) -> None:
         self._planned: Planned | None = None
         self._places: tuple[PartManifest, Places] | None = None
         self._views: dict[int, tuple[str, list[torch.Tensor]]] = {}
-        """By buffer key, until that buffer is closed."""
+        """Manifest hash and views by buffer key, until that buffer is closed."""
 
     def plan(self, feed: Feed) -> PartManifest | None:
-        """As :meth:`Feed.plan`; cheap when the layout is that of the last call."""
+        """Do :meth:`Feed.plan`, cheaply if the layout is that of the last call."""
         planned = self._planned
         if planned is not None and (sources := planned.sources(feed)) is not None:
             feed.sources = sources
@@ -274,13 +273,13 @@ class Packer:
             return feed.plan()
         manifest = layout(entries, feed.mode)
         if planned is not None and planned.manifest.hash == manifest.hash:
-            manifest = planned.manifest  # with its hash and offsets computed already
+            manifest = planned.manifest  # whose hash and offsets are computed already
         self._planned = Planned(feed, entries, manifest)
         feed.sources = self._planned.sources(feed) or self._planned.first_sources(entries)
         return manifest
 
     def knows(self, feed: Feed, manifest: PartManifest) -> bool:
-        """True if :meth:`pack` will copy at once: no user code runs before the end."""
+        """Return True if :meth:`pack` will copy at once, running no user code."""
         return feed.sources is not None and self._planned is not None and manifest is self._planned.manifest
 
     def pack(
@@ -293,14 +292,14 @@ class Packer:
         hold: bool = True,
         begun: Begun = lambda copies: None,
     ) -> Packing:
-        """Copy everything to its place in ``slot``, at once or tensor by tensor.
+        """Copy all weights into ``slot``, at once or tensor by tensor.
 
         :param manifest: from :meth:`plan`, or of an earlier publish.
-        :param progress: told how far the slot's data is filled from its start. The last
-            call reports all of it, before this returns or once :attr:`Packing.copies`
-            are done; it does not come when this raises or those fail.
-        :raises ManifestMismatch: the feed gave something else than ``manifest`` says;
-            it has been drained.
+        :param progress: called with the bytes of the slot's data filled from its start.
+            The last call reports all bytes, before this returns or when
+            :attr:`Packing.copies` are done, and is left out if this or those fail.
+        :raises ManifestMismatch: the feed differs from ``manifest``; it has been
+            drained.
         """
         options = CopyOptions(slot.buffer, hold, begun)
         known = self.knows(feed, manifest)
@@ -330,7 +329,7 @@ class Packer:
     def _walk(
         self, feed: Feed, manifest: PartManifest, slot: Slot, options: CopyOptions, progress: Progress | None
     ) -> Packing:
-        """Copy each tensor of a walk before asking for the next one."""
+        """Copy each tensor of a walk before taking the next one."""
         if self._places is None or self._places[0].hash != manifest.hash:
             self._places = manifest, Places(manifest)
         places = self._places[1]
@@ -349,7 +348,7 @@ class Packer:
         known_hash, destinations = self._views.get(buffer.key, ("", []))
         if known_hash != manifest.hash:
             destinations = places.views(slot.data)
-            buffer.watchers.add(self)  # so that views do not keep a closed buffer mapped
+            buffer.watchers.add(self)  # or the views would keep a closed buffer mapped
             self._views[buffer.key] = manifest.hash, destinations
         return destinations
 
@@ -365,7 +364,7 @@ class Staged:
     entries: tuple[Entry, ...]
 
     def write(self, data: torch.Tensor, options: CopyOptions = CopyOptions()) -> Packing:
-        """Copy everything to its place in ``data`` (uint8: a slot's data)."""
+        """Copy all tensors into ``data`` (uint8: a slot's data)."""
         places = Places(self.manifest)
         full = self.manifest.pieces is not None
         tensors = [one.tensor for one in self.entries if one.alias_of is None and (one.box is not None or not full)]
@@ -383,7 +382,7 @@ class Staged:
 
 
 def stage(feed: Feed) -> Staged:
-    """Walk ``feed`` and keep private CPU copies: an iterator may free what it gave.
+    """Walk ``feed`` and make private CPU copies of all tensors.
 
     :raises ManifestMismatch: a value cannot be published; the feed has been drained.
     """
@@ -392,7 +391,7 @@ def stage(feed: Feed) -> Staged:
         for entry in feed:
             copy = None
             if entry.tensor is not None and entry.box is not None:
-                # an iterator may free, or fill anew, what it gave
+                # the iterator may free or refill its tensors
                 copy = torch.empty(entry.box[1], dtype=torch_dtype(entry.dtype), device="cpu")
                 copy_elements(copy, entry.tensor, name=entry.name)
             entries.append(Entry(entry.name, copy, entry.dtype, entry.shape, entry.box, entry.alias_of))

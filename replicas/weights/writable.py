@@ -4,15 +4,15 @@ Theory of operation
 ===================
 
 A :class:`WritableSlot` maps names to tensors that are views of a free slot. It is
-*open* until a publish *takes* it or it is *dropped*. It starts with whatever bytes the
-slot held before: all of them must be written each time.
+*open* until a publish *takes* it or it is *dropped*. It starts with the bytes that the
+slot held before, so the trainer must write every tensor each time.
 
-Once taken, others read it, and it must no longer be written. The kernel's
-protections cost more than the copy that is saved (20 ms for 269 MB): ``mprotect`` takes
+Once it is taken, others read it, and the trainer must not write to it. Protection by
+the kernel costs more than the copy that is saved (20 ms for 269 MB): ``mprotect`` takes
 15-40 ms twice for each publish, a copy-on-write mapping 190 ms. Instead, the tensors
-themselves are emptied: a late write through one of them is a Python error of shape, and
-reading the mapping is a UsageError. Views that the trainer made of them (slices,
-``param.data``) cannot be emptied: they must not be kept.
+are emptied: a late write through one of them is a Python error of shape, and reading
+the mapping is a UsageError. Views that the trainer made of them (slices,
+``param.data``) cannot be emptied and must not be kept.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class WritableSlot(Mapping[str, torch.Tensor]):
 
     :param slot: a slot that is being filled, with ``manifest`` as its manifest.
     :param drop: gives the slot back; a second call does nothing.
-    :ivar holder: lives as long as this; while it lives the slot counts as lent.
+    :ivar holder: an object that keeps the slot lent as long as it lives.
     """
 
     def __init__(self, slot: Slot, manifest: PartManifest, drop: Callable[[], None], holder: object = None) -> None:
@@ -58,9 +58,9 @@ class WritableSlot(Mapping[str, torch.Tensor]):
         self._aliases = dict(manifest.aliases)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """The tensor called ``name``; tied names have the same one.
+        """Return the tensor called ``name``; tied names have the same tensor.
 
-        :raises UsageError: it was published, or its block was left.
+        :raises UsageError: the slot was published, or its block was left.
         """
         self.check_open()
         return self._tensors[self._aliases.get(name, name)]
@@ -84,11 +84,11 @@ class WritableSlot(Mapping[str, torch.Tensor]):
     def drop(self) -> None:
         """Give the slot back, unless it was published."""
         if self._state == "open":
-            self._drop()  # first: after an interrupt it is back, or this can be called again
+            self._drop()  # first, so that drop() can be called again after an interrupt
             self._close("dropped")
 
     def check_open(self) -> None:
-        """Raise UsageError if it was published, or its block was left."""
+        """Raise UsageError if the slot was published, or its block was left."""
         if self._state != "open":
             what = "was published" if self._state == "taken" else "was given back when its block was left"
             raise UsageError(f"this writable slot {what}", hint="call arena_like again for the next version")
@@ -97,7 +97,7 @@ class WritableSlot(Mapping[str, torch.Tensor]):
         self._close("taken")
 
     def digest(self, begun: Begun = lambda copies: None) -> Packing:
-        """Start the digest of what was written, once taken; see :func:`packing_of`."""
+        """Start the digest of a taken slot's bytes; see :func:`packing_of`."""
         return packing_of(self.slot, begun)
 
     def _close(self, state: Literal["taken", "dropped"]) -> None:

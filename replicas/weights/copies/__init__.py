@@ -1,1 +1,7 @@
-"""Copies and digests of bytes in host memory, and the seam to other devices."""
+"""Copy and digest bytes in host memory; the interface to GPUs (``accelerator``).
+
+    copying.Copier -> host_copies.HostCopies -> streaming.copy_runs (C) -> digest
+
+User tensors may move or be freed by other threads during a copy, which the room
+detects. CUDA itself is in ``replicas.weights.devices``.
+"""

@@ -5,14 +5,14 @@ Theory of operation
 
 Code outside this interface is independent of CUDA:
 :mod:`replicas.weights.devices.cuda` implements it. The environment variable
-``REPLICAS_ACCELERATOR="package.module:Class"`` plugs in another kind, such as the
-tests' fake; it must be equal in every process of a run.
+``REPLICAS_ACCELERATOR="package.module:Class"`` selects another implementation, such as
+the tests' fake; it must be equal in every process of a run.
 
 A *device* is named by its UUID, in the form of ``CUDA_VISIBLE_DEVICES`` (``GPU-...``,
 ``MIG-...``): UUIDs mean the same in every process, device numbers do not.
 
 *Order.* Work is enqueued on a thread's current stream, and done later. Streams are not
-ordered with each other: before torch reads what :meth:`Accelerator.copy` has copied,
+ordered with each other: before torch reads bytes copied by :meth:`Accelerator.copy`,
 wait (``event.synchronize()``, ``event.wait()`` before a later ``copy``, or
 :meth:`Accelerator.synchronize`). The library's own threads work inside
 :meth:`Accelerator.on_side_stream`, never on the default stream, which waits for the
@@ -48,7 +48,7 @@ class DeviceMemory:
     :param tensor: uint8 of shape ``[nbytes]``; it and its views keep the memory alive.
     :param handle: lets another process open it (:meth:`Accelerator.open`); empty for
         memory opened from another process.
-    :param owner: kept until it is closed, also by a tensor of no bytes.
+    :param owner: an object kept until the memory is closed, even if it has no bytes.
     """
 
     def __init__(self, tensor: torch.Tensor, handle: bytes, owner: object = None) -> None:
@@ -64,7 +64,7 @@ class DeviceMemory:
         return self._tensor
 
     def close(self) -> None:
-        """Free or unmap it with its last tensor; enqueued work must have ended."""
+        """Free or unmap the memory with its last tensor; its work must have ended."""
         self._tensor = self._owner = None
 
 
@@ -79,23 +79,26 @@ class Event(ABC):
 
     @abstractmethod
     def record(self) -> None:
-        """Record it behind the enqueued work of the current stream on its device."""
+        """Record the event after the enqueued work of its device's current stream."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Order later work of this thread's current stream behind it, if recorded."""
+        """Make later work of this thread's current stream wait for it, if recorded."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Block until the event, not busy-waiting; WorldError: the device failed."""
+        """Block until the event, without busy-waiting.
+
+        :raises WorldError: the device failed.
+        """
 
     @abstractmethod
     def query(self) -> bool:
-        """Return True if the event has been reached; raises as :meth:`synchronize`."""
+        """Return True if the event has been reached; raise as :meth:`synchronize`."""
 
     @abstractmethod
     def seconds_since(self, earlier: Event) -> float:
-        """Seconds on the device's clock between two reached events with ``timing``."""
+        """Return the device's seconds between two reached events with ``timing``."""
 
 
 class Registration(ABC):
@@ -103,7 +106,7 @@ class Registration(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Unpin it; no copy may be in flight. Closing it again does nothing."""
+        """Unpin the memory; no copy may be in flight. A second call does nothing."""
 
 
 class Accelerator(ABC):
@@ -122,34 +125,43 @@ class Accelerator(ABC):
     @classmethod
     @abstractmethod
     def present(cls) -> bool:
-        """True if this machine and torch may have such devices; initialises nothing."""
+        """Return True if this machine and torch may have such devices.
+
+        Initialises nothing.
+        """
 
     @abstractmethod
     def device(self) -> str:
-        """UUID of this thread's current device; empty if none can be used."""
+        """Return the UUID of this thread's current device, or "" if none is usable."""
 
     @abstractmethod
     def visible(self) -> tuple[str, ...]:
-        """UUIDs of all devices that this process may use."""
+        """Return the UUIDs of all devices that this process may use."""
 
     @abstractmethod
     def select(self, uuid: str) -> None:
-        """Use only this device, in a process that has used none, or raise Preflight."""
+        """Use only this device, in a process that has used none yet.
+
+        :raises Preflight: the process cannot use it.
+        """
 
     @abstractmethod
     def torch_device(self, uuid: str) -> torch.device:
-        """torch's device for this UUID in this process."""
+        """Return torch's device for this UUID in this process."""
 
     @abstractmethod
     def uuid_of(self, tensor: torch.Tensor) -> str:
-        """UUID of the device that holds ``tensor``; empty for host memory."""
+        """Return the UUID of the tensor's device, or "" for host memory."""
 
     def owns(self, tensor: torch.Tensor) -> bool:
         return bool(self.uuid_of(tensor))
 
     @abstractmethod
     def allocate(self, nbytes: int, uuid: str) -> DeviceMemory:
-        """Allocate memory that others can open; NoCapacity: too little is left."""
+        """Allocate memory that other processes can open.
+
+        :raises NoCapacity: too little is left.
+        """
 
     @abstractmethod
     def open(
@@ -157,57 +169,57 @@ class Accelerator(ABC):
     ) -> DeviceMemory:
         """Open memory that another process (or this one) has allocated.
 
-        :param on_free: called once, on any thread, when it is closed and no tensor over
-            it is left.
-        :raises WorldError: it cannot be opened here.
+        :param on_free: called once, on any thread, when the memory is closed and no
+            tensor over it is left.
+        :raises WorldError: the memory cannot be opened here.
         """
 
     @abstractmethod
     def free_nbytes(self, uuid: str) -> tuple[int, int]:
-        """Free and total bytes of the device's memory."""
+        """Return free and total bytes of the device's memory."""
 
     @abstractmethod
     def register(self, host: torch.Tensor, *, read_only: bool) -> Registration | None:
         """Pin contiguous host memory, which takes about as long as a copy.
 
         :param read_only: this process has mapped it for reading only.
-        :return: None where it cannot be pinned (logged once): copies still work, but
-            block the caller.
+        :return: None if it cannot be pinned (logged once); copies then work, but block
+            the caller.
         """
 
     @abstractmethod
     def event(self, uuid: str = "", *, interprocess: bool = False, timing: bool = False) -> Event:
-        """A new event of a device. Interprocess events cannot have ``timing``."""
+        """Return a new event. Interprocess events cannot have ``timing``."""
 
     @abstractmethod
     def open_event(self, handle: bytes, uuid: str) -> Event:
-        """Open an interprocess event of any process; WorldError: it cannot be."""
+        """Open an interprocess event. :raises WorldError: it cannot be opened."""
 
     @abstractmethod
     def copy(self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Enqueue copies on this thread's current stream, with casts between dtypes.
 
-        They go from device to device or between device and host, and return at once
-        where the host memory is pinned. Host memory must stay until the copies are
-        done. Memory of torch's device allocator may be freed at once if it was
+        Copies go from device to device or between device and host; the call does not
+        block if the host memory is pinned. Host memory must stay until the copies are
+        done. Memory of torch's device allocator may be freed immediately if it was
         allocated on the same stream, else only after :meth:`keep`.
         """
 
     @abstractmethod
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Delay reuse of their memory, if freed, behind the current stream's work."""
+        """Delay reuse of their memory until the current stream's work has ended."""
 
     @abstractmethod
     def on_side_stream(self, uuid: str = "") -> AbstractContextManager[None]:
         """Run this thread's work within the block on a stream of the library.
 
-        It is ordered only behind its own earlier work. The device is the current one
-        within the block.
+        The stream waits only for its own earlier work. The block makes the device
+        current.
         """
 
     @abstractmethod
     def on_stream(self, stream: object) -> AbstractContextManager[None]:
-        """Run this thread's work in the block on a torch stream; None: the current."""
+        """Run this thread's work in the block on this torch stream, if not None."""
 
     @abstractmethod
     def synchronize(self, uuid: str = "") -> None:
@@ -219,7 +231,7 @@ _chosen: tuple[int, str, Accelerator | None] = (0, "", None)
 
 
 def accelerator() -> Accelerator | None:
-    """The accelerator of this process, chosen once; None if there is none."""
+    """Return this process's accelerator, chosen once, or None without a GPU."""
     name = os.environ.get(environ.ACCELERATOR) or DEFAULT
     chosen = _chosen
     return chosen[2] if chosen[:2] == (os.getpid(), name) else locked(_lock, _choose, name)
@@ -242,7 +254,7 @@ def _choose(name: str) -> Accelerator | None:
 
 
 def device_of(uuid: str) -> Accelerator:
-    """The accelerator, for memory on device ``uuid``; WorldError: there is none."""
+    """Return the accelerator for memory on ``uuid``; raise WorldError without one."""
     found = accelerator()
     if found is None:
         raise WorldError(f"this process cannot use GPUs, and the memory is on {uuid}", hint=_NO_GPU_HINT)

@@ -1,16 +1,16 @@
-"""Thread pool for one copy or hash job, and the number of threads worth starting.
+"""A thread pool for one copy or hash job, and the number of threads worth starting.
 
 Theory of operation
 ===================
 
 The caller's thread and the helper threads of a :class:`CopyPool` take tasks from one
-queue until it is empty, so none waits for a slow one. A pool lives as long as one job:
-a thread costs 0.1 ms to start, nothing is left behind, and a fork meets no pool thread.
+queue until it is empty, so no thread waits for a slow one. A pool lives as long as one
+job: a thread costs 0.1 ms to start, and idle threads would disturb forks.
 
 Each thread runs torch single-threaded, under :func:`one_thread`. Otherwise OpenMP
 divides each copy of more than 32,768 elements among all cores and ends it with a
-barrier. With one core busy otherwise (a digest, another process that loads), every
-barrier waits for the thread that was preempted (measured: 2.5 times slower).
+barrier. While another task uses one core (a digest, a load in another process), each
+barrier waits for the preempted thread (measured: 2.5 times slower).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ import torch
 from replicas.common.waits import Latch, locked
 
 ALONE_NBYTES = 8 << 20
-"""The caller's thread copies less than this alone: a helper costs what it saves."""
-MOST_HELPERS = 7  # more threads wait for the memory
+"""The caller's thread copies less than this alone: a helper would not pay."""
+MOST_HELPERS = 7  # more threads only wait for memory
 OWNER_LOOKED_AT_S = 1.0
-"""How often an idle helper checks that its owner still exists."""
+"""Interval at which an idle helper checks that its owner still exists."""
 PATIENCE = 100
-"""How many interrupts :meth:`CopyPool.close` defers while helpers end their tasks."""
+"""Interrupts that :meth:`CopyPool.close` defers while helpers end their tasks."""
 
 _set_omp_threads = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
 
@@ -42,11 +42,11 @@ _set_omp_threads = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
 def one_thread() -> Iterator[None]:
     """Run torch single-threaded on this thread within the block.
 
-    OpenMP, which torch asks, has a number for each thread; ``torch.set_num_threads``
-    would change it for the user, too. The block changes nothing for a torch with
-    another OpenMP library than the one found here, or none.
+    Sets OpenMP's number for this thread, as ``torch.set_num_threads`` would change the
+    user's threads, too. Has no effect if torch uses another OpenMP library than the one
+    found here, or none.
     """
-    before = torch.get_num_threads()  # torch sets up the number of a new thread with this call
+    before = torch.get_num_threads()  # for a new thread, torch sets its number in this call
     if _set_omp_threads is None or before == 1:
         yield
         return
@@ -62,17 +62,17 @@ def cores() -> int:
 
 
 def helpers_for(nbytes: int, sharing: int = 1) -> int:
-    """Helper threads that speed up a copy which ``sharing`` processes do alike."""
+    """Return how many helper threads pay if ``sharing`` processes copy in parallel."""
     return max(0, min(cores() // max(1, sharing) - 1, MOST_HELPERS, nbytes // ALONE_NBYTES))
 
 
 class CopyPool:
     """Runs tasks on the caller's thread and up to ``helpers`` more; close it after use.
 
-    :param chores: called with ``lock`` held, returns work that a helper prefers to a
-        task; None: nothing now.
-    :param owner: held by a weak reference; helpers end when it is gone, for callers
-        that were kept from closing the pool.
+    :param chores: called with ``lock`` held; returns work that a helper prefers to a
+        task, or None.
+    :param owner: held by a weak reference; helpers end when it is gone, in case an
+        interrupt kept the caller from closing the pool.
     :ivar lock: guards the queue and the state that ``chores`` reads; notify ``changed``
         when that state has changed.
     """
@@ -111,7 +111,7 @@ class CopyPool:
         return self.helpers
 
     def run(self, tasks: Iterable[Callable[[], None]]) -> None:
-        """Run all tasks until the last has ended, or raise the first error of one."""
+        """Run all tasks and wait for them, or raise the first error of a task."""
         self._queue.extend(tasks)
         locked(self.lock, self.changed.notify_all)
         try:
@@ -124,7 +124,7 @@ class CopyPool:
             raise self._error
 
     def close(self) -> None:
-        """Wait for the running tasks, take no more; then raise an interrupt, if any."""
+        """Drop further tasks, wait for the running ones, then raise any interrupt."""
         interrupt: BaseException | None = None
         for _ in range(PATIENCE):
             try:
@@ -137,7 +137,7 @@ class CopyPool:
             raise interrupt
 
     def _wait_idle(self) -> None:
-        """Drop the tasks not begun (there are some only after a failure) and wait."""
+        """Drop tasks that have not begun (after a failure), and wait for the others."""
         self._queue.clear()
         idle = Latch()
         locked(self.lock, self._add_waiter, idle)

@@ -4,26 +4,25 @@ Theory of operation
 ===================
 
 A copy is cut into steps of about 4 MiB for each thread; each fills one run of bytes.
-Bytes are copied with the GIL held, by threads in C
-(:mod:`replicas.weights.copies.host_copies`); what torch has to copy, by a
-:class:`~replicas.weights.copies.copy_pool.CopyPool`. Any helper of that pool may
-hash any digest block whose bytes are all filled, in any order. The caller's thread
-hashes only a few MiB, which need no helper: it goes on when the last byte is copied,
-and the digest follows.
+Threads in C copy bytes with the GIL held
+(:mod:`replicas.weights.copies.host_copies`); a
+:class:`~replicas.weights.copies.copy_pool.CopyPool` runs the copies by torch. Any
+helper of that pool hashes any digest block whose bytes are all filled, in any order.
+The caller's thread hashes only a few MiB, which need no helper: it continues when the
+last byte is copied, and the digest follows.
 
 With three cores or more, a helper hashes a block as soon as it is filled. With two,
 hashing beside the copy slows the caller: 269 MB took 17 ms to copy, 32 ms with the
-digest beside the copy, 20 ms with the digest behind it. There the digest waits until
-the last byte is copied; then as many threads as there are cores hash.
+digest beside the copy, 20 ms with the digest after it. There the digest waits until the
+last byte is copied; then as many threads as there are cores hash.
 
-Tensors on a GPU are copied by :mod:`replicas.weights.devices.device_copies`; here only
-:func:`copy_pairs` and :func:`copy_elements` copy them, on the caller's current stream,
-and wait. On a kind of device that is no
-:class:`~replicas.weights.copies.accelerator.Accelerator`, the caller's thread copies
-them, with one synchronisation for each step.
+:mod:`replicas.weights.devices.device_copies` copies tensors on a GPU; here only
+:func:`copy_pairs` and :func:`copy_elements` do, on the caller's current stream, and
+wait. On a device without an :class:`~replicas.weights.copies.accelerator.Accelerator`
+the caller's thread copies, and synchronises after each step.
 
 Steps begin in the order of their bytes, so the filled bytes grow from the start of the
-run. A sender that streams them meanwhile learns the length of the prefix without holes
+run. A sender that streams them meanwhile gets the length of the prefix without holes
 (:class:`Prefix`).
 """
 
@@ -48,10 +47,10 @@ from replicas.weights.copies.host_copies import STEP_NBYTES, Cut, HostCopies, Ki
 from replicas.weights.copies.tensors import why_unusable, written_as_bits
 
 PROGRESS_NBYTES = 8 << 20
-"""Bytes between two calls of ``progress``: as much as a sender sends at once."""
+"""Bytes between two calls of ``progress``: as much as a sender sends in one call."""
 
 Progress = Callable[[int], None]
-"""Called now and then with the number of bytes filled from the start, at last with all.
+"""Called repeatedly with the number of bytes filled from the start, at last with all.
 
 Runs on any copying thread, one call at a time, with a lock held: it must not wait.
 """
@@ -59,7 +58,7 @@ Runs on any copying thread, one call at a time, with a lock held: it must not wa
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """Copies ``sources`` to ``destinations``, filling bytes ``start`` to ``end``."""
+    """A copy of ``sources`` to ``destinations`` that fills ``start`` to ``end``."""
 
     start: int
     end: int
@@ -82,11 +81,12 @@ def copy_pairs(
 ) -> None:
     """Copy the second tensor of each pair to the first, of the same shape, with casts.
 
-    Several threads copy tensors on the CPU; this thread alone, on its current streams,
-    those on a device. Before that ``on_device`` is called, to pin host memory.
+    Several threads copy tensors on the CPU; this thread copies those on a device, on
+    its current streams, after a call of ``on_device``, which may pin host memory. Waits
+    for all copies.
 
-    :param name: of the pair with a number, for errors.
-    :raises ManifestMismatch: the first of a pair has lost its memory.
+    :param name: returns the name of a pair by number, for errors.
+    :raises ManifestMismatch: the memory of the first of a pair was freed.
     """
     device = accelerator()
     enqueued: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -123,7 +123,7 @@ def copy_pairs(
 def put_elements(destination: torch.Tensor, source: torch.Tensor, positions: torch.Tensor) -> None:
     """Copy the elements at these positions of flat tensors, with casts.
 
-    A device gets them on this thread's current stream, for which nobody waits here.
+    For a device this enqueues the copy on the thread's current stream, without waiting.
     """
     device = destination.device
     values = source.view(-1).index_select(0, positions).to(device, destination.dtype)
@@ -140,7 +140,7 @@ def copy_host(
 ) -> None:
     """Copy pairs of a destination and a source that are not empty, all on the CPU.
 
-    :param load: the destinations are the user's; False: the sources are.
+    :param load: the destinations are the user's tensors; else the sources are.
     """
     if not pairs:
         return
@@ -162,9 +162,9 @@ def copy_host(
 
 
 def run_host(copies: HostCopies, cuts: Callable[[int], list[Cut]], nbytes: int, sharing: int = 1) -> None:
-    """Copy all cuts of these bytes, by as many threads as help.
+    """Copy all cuts of these bytes, with as many threads as pay.
 
-    :param cuts: gives the cuts of about so many bytes each.
+    :param cuts: returns cuts of about the given size.
     """
     helpers, past_caches = helpers_for(nbytes, sharing), streaming.pays(nbytes)
     if copies.runs:
@@ -179,14 +179,14 @@ def run_host(copies: HostCopies, cuts: Callable[[int], list[Cut]], nbytes: int, 
 
 
 class _Caller:
-    """The pool's owner: it is gone once the call has ended, however it ended."""
+    """The pool's owner, which is freed when the call ends in any way."""
 
 
 def copy_elements(destination: torch.Tensor, source: torch.Tensor, *, load: bool = False, name: str = "0") -> None:
-    """Copy values of any dtype, device and strides, with casts, until filled.
+    """Copy values of any dtype, device and strides, with casts, and wait.
 
-    :param load: the destination is the user's; False: the source is.
-    :raises ManifestMismatch: the user's tensor has lost its memory.
+    :param load: the destination is the user's tensor; else the source is.
+    :raises ManifestMismatch: the memory of the user's tensor was freed.
     """
     device = accelerator()
     tensor = destination if load else source
@@ -212,7 +212,7 @@ def copy_elements(destination: torch.Tensor, source: torch.Tensor, *, load: bool
 
 
 def _copy_quickly(destination: torch.Tensor, source: torch.Tensor, *, load: bool) -> bool:
-    """Copy a small run of bytes, if it is one."""
+    """Copy a small run of bytes; return False if the tensors are not such a run."""
     nbytes = destination.nbytes
     tensor = destination if load else source
     if not (
@@ -254,28 +254,28 @@ class Prefix:
         self._ahead[start] = end
         while (further := self._ahead.pop(self._end, None)) is not None:
             self._end = further
-        if self._end - self._told >= PROGRESS_NBYTES and self._end < self._nbytes:  # finish() tells of the last byte
+        if self._end - self._told >= PROGRESS_NBYTES and self._end < self._nbytes:  # finish() reports the last byte
             self._told = self._end
             self._progress(self._end)
 
     def finish(self) -> None:
-        """Report all bytes: everything is filled, and all steps have succeeded."""
+        """Report all bytes, after all steps have succeeded."""
         self._progress(self._nbytes)
 
 
 class Copier:
     """Fills one run of bytes; leaving its ``with`` block by an exception stops it.
 
-    Stopping ends the helpers and cancels the digest. An interrupt at the very end of
-    the block may skip that: then call :meth:`close`, from any thread, before reusing
-    the memory.
+    Stopping ends the helpers and cancels the digest. An interrupt at the end of the
+    block may skip that: then call :meth:`close`, from any thread, before reusing the
+    memory.
 
     :param data: uint8, one-dimensional, contiguous, on the CPU; the steps fill each of
         its bytes once.
-    :param helpers: threads beside the caller's; None: as many as help.
-    :param beside: hash while copying; None: when there are two helpers or more.
+    :param helpers: threads beside the caller's; by default as many as pay.
+    :param beside: hash while copying; by default with two or more helpers.
     :param begun: called with this copier before its first helper starts.
-    :ivar digest: of all of ``data``, set on a helper's thread after :meth:`finish`.
+    :ivar digest: of ``data``, set on a helper's thread after :meth:`finish`.
     """
 
     step_nbytes = STEP_NBYTES
@@ -291,10 +291,10 @@ class Copier:
     ) -> None:
         nbytes = data.numel()
         if helpers is None:
-            helpers = max(helpers_for(nbytes), int(nbytes >= ALONE_NBYTES))  # a large one has one, to hash
+            helpers = max(helpers_for(nbytes), int(nbytes >= ALONE_NBYTES))  # one at least, to hash large data
         self.digest: Future[str] = Future()
         self._bytes: memoryview | None = data.numpy().data
-        """Dropped after its last use: the cycle of pool and copier would keep it."""
+        """Dropped after its last use, or the cycle of pool and copier would keep it."""
         self._past_caches = streaming.pays(nbytes)
         self._beside = helpers > 1 if beside is None else beside
         self._threads = max(1, helpers + 1 - self._beside)  # one of them hashes
@@ -305,7 +305,7 @@ class Copier:
         self._finished = False
         self._prefix = None if progress is None else Prefix(nbytes, progress)
         self._pool = CopyPool(0, self._chore)
-        begun(self)  # first: the caller must be able to close it
+        begun(self)  # before threads start, so that the caller can close it
         self._pool.grow(helpers)
 
     def __enter__(self) -> Copier:
@@ -315,7 +315,7 @@ class Copier:
         self.close()
 
     def close(self) -> None:
-        """Stop all writers of the memory; a finished copy still gets its digest."""
+        """Stop all writers of the memory; the digest of a finished copy continues."""
         locked(self._pool.lock, self._give_up)
         self._pool.close()
 
@@ -326,7 +326,7 @@ class Copier:
             self._bytes = None
 
     def run_host(self, copies: HostCopies, cuts: Callable[[int], list[Cut]]) -> None:
-        """Copy all cuts, begun in this order; return when done."""
+        """Copy all cuts, begun in this order; wait until they are done."""
         done, past_caches = self.filled, self._past_caches
         if copies.runs:
             copies.run(cuts(STEP_NBYTES * self._threads), self._threads, past_caches=past_caches, done=done)
@@ -334,7 +334,7 @@ class Copier:
             self._pool.run(copies.tasks(cuts(STEP_NBYTES), past_caches=past_caches, done=done))
 
     def run_here(self, steps: Iterable[Step]) -> None:
-        """Copy all steps on this thread alone and in order: for device tensors."""
+        """Copy all steps on this thread, in order; for tensors on a device."""
         for step in steps:
             with torch.no_grad():
                 torch._foreach_copy_(step.destinations, step.sources, True)
@@ -366,12 +366,12 @@ class Copier:
                     self._pool.changed.notify()
 
     def finish(self) -> None:
-        """End the copy, or raise ValueError: some bytes were never filled."""
+        """End the copy; raise ValueError if some bytes were not filled."""
         locked(self._pool.lock, self._finish)
         if not self._blocks:
             self._bytes = None
             self.digest.set_result(combined(()))
-        elif not self._pool.helpers:  # nobody else would hash
+        elif not self._pool.helpers:  # hash on this thread
             while (chore := self._chore()) is not None:
                 chore()
 
@@ -384,25 +384,25 @@ class Copier:
         self._pool.changed.notify_all()
 
     def _chore(self) -> Callable[[], None] | None:
-        """The next block to hash, or None; called with the lock held."""
+        """Return a task that hashes the next block, or None. Needs the lock."""
         if self._bytes is not None and self._ready and (self._finished or self._beside):
             block = self._ready.pop(0)
             return functools.partial(self._hash, block, self._bytes[block * BLOCK_NBYTES : (block + 1) * BLOCK_NBYTES])
         return None
 
     def _idle_cores(self) -> int:
-        """How many helpers to start for the cores that the caller has freed."""
+        """Return how many helpers to start for cores that the caller has freed."""
         return cores() - self._pool.helpers if self._pool.helpers and self._finished and self._ready else 0
 
     def _hash(self, block: int, data: memoryview) -> None:
         try:
-            if (more := locked(self._pool.lock, self._idle_cores)) > 0:  # here: the caller would wait for the threads
+            if (more := locked(self._pool.lock, self._idle_cores)) > 0:  # not in finish(), where the caller would wait
                 self._pool.grow(more)
             self._blocks[block] = xxhash.xxh3_128_digest(data)
-        except Exception as error:  # noqa: BLE001  # raised by the digest; an interrupt goes to the caller
+        except Exception as error:  # noqa: BLE001  # the digest raises it; interrupts reach the caller's thread
             self.digest.set_exception(error)
             return
-        del data  # else this thread keeps the slot's memory
+        del data  # or this thread would keep the slot's memory
         if locked(self._pool.lock, self._hashed) and self.digest.set_running_or_notify_cancel():
             self.digest.set_result(combined(self._blocks))
 

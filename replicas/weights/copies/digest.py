@@ -1,17 +1,17 @@
 """Digests of weights: xxh3-128, in hex, of the xxh3-128 of each block of 16 MiB.
 
-Several threads hash blocks, in any order: one thread reads 16 GB/s, less than memory
-gives. Hashing releases the GIL. Digests are compared only with digests of this library.
-Weights in GPU memory have another kind of digest, computed on the GPU.
+Several threads hash blocks, in any order, as one thread reads 16 GB/s, less than memory
+allows. Hashing releases the GIL. Digests are compared only with digests of this
+library. Weights in GPU memory have another kind of digest, computed on the GPU.
 
 Digests of device memory
 ========================
 
-xxh3 would have to read everything on the host. Instead, the device reduces each block
-of 16 MiB to two sums of 64 bits, by integer operations that every device has and that
-are exact in any order. The host hashes these sums, in their order, and the length. The
-same bytes have the same digest on every kind of device, the CPU included. Its first
-letter tells it from the other kind.
+xxh3 would have to read all bytes on the host. Instead, the device reduces each block of
+16 MiB to two sums of 64 bits, by integer operations that every device has and that are
+exact in any order. The host hashes these sums, in their order, and the length. The same
+bytes have the same digest on every kind of device, the CPU included. A first letter
+distinguishes it from the other kind.
 
 For a block of words ``w[i]`` (int64, little endian, padded with zeros), modulo 2^64,
 with fixed odd random keys ``k[i]``::
@@ -20,10 +20,10 @@ with fixed odd random keys ``k[i]``::
     t *= k;     t ^= t >> 32;                          second = sum(t)
 
 Each step is a bijection of a word, so a change of one word always changes ``first``.
-The keys tell positions apart. The shifts keep changes of high bits, which a product
+The keys make the positions count. The shifts keep changes of high bits, which a product
 alone would leave high, from cancelling each other. The digest detects errors, not
 forgery. ``t ^= t >> 32`` works on halves of words, because torch's shift keeps the
-sign. All of it runs on the thread's current stream; only reading the sums blocks.
+sign. The work runs on the thread's current stream; only reading the sums blocks.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ DEVICE_PREFIX = "d"
 _BLOCK_NBYTES = 16 << 20  # of device memory
 _WORDS = _BLOCK_NBYTES // 8
 _AT_ONCE = {"cuda": 4}
-"""Blocks per launch by kind of device, else 1; a GPU's temporary takes 64 MiB."""
+"""Blocks per launch by device type, else 1; a GPU's temporary takes 64 MiB."""
 _C = 0x9FB21C651E98DF25 - (1 << 64)
 _SEED = 0x2545F4914F6CDD1D
 _lock = threading.Lock()
@@ -55,12 +55,12 @@ _keys: dict[torch.device, torch.Tensor] = {}
 
 
 def combined(blocks: Iterable[bytes]) -> str:
-    """The digest of a stream, from the binary xxh3-128 of its blocks."""
+    """Return a stream's digest, from the binary xxh3-128 of its blocks."""
     return xxhash.xxh3_128_hexdigest(b"".join(blocks))
 
 
 class Digest:
-    """An incremental digest: independent of how the stream is cut into chunks."""
+    """An incremental digest, which does not depend on how the stream is chunked."""
 
     def __init__(self) -> None:
         self._blocks: list[bytes] = []
@@ -88,10 +88,10 @@ class Digest:
 
 
 def digest_of(data: torch.Tensor | memoryview | bytes, kind: DigestKind = "host") -> str:
-    """Compute the digest of one contiguous run of bytes, in several threads; blocking.
+    """Compute the digest of one contiguous run of bytes, in several threads. Blocks.
 
-    :param kind: ``"device"``: a device digest, computed by the tensor's device on a
-        stream of this library: earlier writes to the tensor must have completed.
+    :param kind: ``"device"`` has the tensor's device compute it on a stream of this
+        library, so that earlier writes to the tensor must have completed.
     """
     if kind == "device":
         if not isinstance(data, torch.Tensor):
@@ -116,7 +116,7 @@ def digest_of(data: torch.Tensor | memoryview | bytes, kind: DigestKind = "host"
 
 
 class DeviceDigest:
-    """The digest of bytes that come in chunks. Not thread-safe."""
+    """An incremental device digest. Not thread-safe."""
 
     def __init__(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8)
@@ -127,8 +127,8 @@ class DeviceDigest:
     def update(self, chunk: torch.Tensor) -> None:
         """Append ``chunk`` (uint8, one-dimensional, contiguous; all on one device).
 
-        Its work is enqueued on this thread's current stream, and does not block: the
-        chunk must not change until it is done.
+        Enqueues work on this thread's current stream, without blocking: the chunk must
+        not change until the work is done.
         """
         self.nbytes += chunk.numel()
         at_once = _AT_ONCE.get(chunk.device.type, 1)
@@ -148,9 +148,9 @@ class DeviceDigest:
                 self._filled = 0
 
     def hexdigest(self, rest: torch.Tensor | None = None) -> str:
-        """The digest of all chunks; blocking.
+        """Return the digest of all chunks. Blocks.
 
-        :param rest: the bytes behind them, less than a block: read in place.
+        :param rest: further bytes, less than a block, read in place.
         """
         if rest is None:
             rest = self._block[: self._filled]
@@ -164,10 +164,10 @@ class DeviceDigest:
 
 
 def device_digest_of(data: torch.Tensor) -> str:
-    """The digest of a contiguous run of bytes on any device; blocking.
+    """Return the digest of a contiguous run of bytes on any device. Blocks.
 
-    It runs on the thread's current stream: on the library's threads, call it inside
-    :meth:`~replicas.weights.copies.accelerator.Accelerator.on_side_stream`.
+    The work runs on the thread's current stream, so the library's threads call this
+    inside :meth:`~replicas.weights.copies.accelerator.Accelerator.on_side_stream`.
     """
     digest, whole = DeviceDigest(), data.numel() // _BLOCK_NBYTES * _BLOCK_NBYTES
     digest.update(data[:whole])
@@ -175,7 +175,7 @@ def device_digest_of(data: torch.Tensor) -> str:
 
 
 def _sums(blocks: torch.Tensor) -> torch.Tensor:
-    """Both sums of each whole block, or of one shorter block; block by block."""
+    """Return both sums of each whole block, or of one shorter block, in order."""
     count = -(-min(blocks.numel(), _BLOCK_NBYTES) // 8)
     keys = locked(_lock, _keys_on, count, blocks.device)[:count]
     with torch.no_grad():
@@ -197,18 +197,18 @@ def _sums(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _keys_on(count: int, device: torch.device) -> torch.Tensor:
-    """``count`` keys or more, cached for each device; the same for any ``count``."""
+    """Return ``count`` or more keys, cached by device; always the same sequence."""
     found = _keys.get(device)
     if found is None or found.numel() < count:
         found = _random(min(_WORDS, 1 << (count - 1).bit_length()), device)
         if device.type != "cpu":
-            torch.accelerator.current_stream(device).synchronize()  # other streams use the keys, too
+            torch.accelerator.current_stream(device).synchronize()  # other streams will use the keys
         _keys[device] = found
     return found
 
 
 def _random(count: int, device: torch.device) -> torch.Tensor:
-    """splitmix64 (Steele, Lea, Flood 2014) of a counter, made odd."""
+    """Return splitmix64 (Steele, Lea, Flood 2014) of a counter, made odd."""
     state = (
         torch.arange(1, count + 1, dtype=torch.int64, device=device).mul_(0x9E3779B97F4A7C15 - (1 << 64)).add_(_SEED)
     )

@@ -1,22 +1,22 @@
-"""Copies between bytes of ours and tensors of the user's, in host memory.
+"""Copies between our bytes and the user's tensors, in host memory.
 
 Theory of operation
 ===================
 
-Between any two lines of ours another thread may give a parameter other memory, free it
-or resize it. So what was found out about a tensor holds only as long as it has its
-memory at the same address. A look (:meth:`Kinds.look`) notes the address first, then
-shape, dtype and strides. The copy asks for the address once more, while no Python code
-can run (:mod:`replicas.weights.copies.streaming`). If it is another one, the tensors
-are looked at anew, and copied from or to where they are now: each tensor's bytes are
-the old or the new ones.
+At any moment another thread may give a parameter other memory, free it or resize it. So
+facts about a tensor are valid only while its memory is at the same address.
+:meth:`Kinds.look` reads the address first, then shape, dtype and strides. The copy
+checks the address again, while no Python code can run
+(:mod:`replicas.weights.copies.streaming`). If it differs, the tensors are looked at
+again, and copied from or to their present memory: each tensor's bytes are the old or
+the new ones.
 
 A tensor that takes several steps is first replaced by a private alias, which keeps its
-storage. When even that memory goes, the copy ends with ManifestMismatch.
+storage. If even that memory is freed, the copy ends with ManifestMismatch.
 
-:class:`HostCopies` is the one description of a copy, in both directions: *cuts* of the
-pieces (some of them, or rows of one), the address of our side of each, and the tensors.
-Tensors that are one run of just the bytes to copy need no view of either side.
+:class:`HostCopies` describes a copy in either direction: *cuts* of the pieces (some of
+them, or rows of one), the address of each piece, and the tensors. Tensors that are one
+run of the same bytes need no view of either side.
 """
 
 from __future__ import annotations
@@ -39,33 +39,33 @@ from replicas.weights.copies.streaming import Addresses, MemoryMoved, Private
 from replicas.weights.copies.tensors import is_copied, why_unusable, written_as_bits
 
 STEP_NBYTES = 4 << 20
-"""Bytes per step and thread, about: 1 MiB made two threads a fifth slower, 16 MiB no
+"""Bytes per step and thread, roughly: 1 MiB made two threads a fifth slower, 16 MiB no
 faster."""
 LOOK = 2048
-"""How many tensors are looked at together: so many fit the CPU caches."""
+"""Tensors that are looked at together; this many fit the CPU caches."""
 RUNS_MAX = 1 << 16
-"""Runs of bytes that are copied together: each takes some 40 bytes of index arrays, and
-no other Python thread runs while they are made and copied."""
+"""Runs of bytes that are copied together: each takes about 40 bytes of index arrays,
+and no other Python thread runs meanwhile."""
 TIMES = 100
-"""How often a step is tried whose tensors move meanwhile."""
+"""Attempts at a step while its tensors move."""
 
 _SHAPE, _DTYPE, _ON_CPU = map(operator.attrgetter, ("shape", "dtype", "is_cpu"))
 
 
 def unusable(name: str, tensor: torch.Tensor, why: str = "") -> ManifestMismatch:
-    """The error for a tensor whose elements cannot be read or written."""
+    """Return the error for a tensor whose elements cannot be read or written."""
     text = f"tensor {name!r} {why or why_unusable(tensor) or 'changes while it is copied'}"
-    return ManifestMismatch(text, hint="give dense tensors that have memory of their own, and keep it meanwhile")
+    return ManifestMismatch(text, hint="give dense tensors with memory of their own, and keep it during the copy")
 
 
 @dataclass(eq=False)
 class Found:
     """Plain tensors and their memory, in the order in which they are copied.
 
-    :ivar addresses: of the first element of each.
-    :ivar needed: bytes from the start of its storage to its last element.
-    :ivar runs: it is one run of just the bytes to copy, in host memory.
-    :ivar elsewhere: one that is not in host memory.
+    :ivar addresses: of each tensor's first element.
+    :ivar needed: bytes from the start of each storage to the last element.
+    :ivar runs: whether each tensor is one run of the bytes to copy, in host memory.
+    :ivar elsewhere: a tensor that is not in host memory, or None.
     """
 
     tensors: list[torch.Tensor]
@@ -75,7 +75,7 @@ class Found:
     elsewhere: torch.Tensor | None = None
 
     def of(self, picks: Sequence[int]) -> Found:
-        """Some of them, in this order."""
+        """Return the tensors with these numbers, in this order."""
         tensors = [self.tensors[number] for number in picks]
         order = np.array(picks, dtype=np.intp)
         return Found(tensors, self.addresses[order], self.needed[order], self.runs[order], self.elsewhere)
@@ -85,7 +85,7 @@ class Found:
 
 
 class Kinds:
-    """Shapes and dtypes, by which tensors are known again.
+    """Shapes and dtypes that tensors must have.
 
     :param published: the dtypes of the bytes on the other side of a copy.
     """
@@ -100,16 +100,16 @@ class Kinds:
         self.complex = any(dtype.is_complex for dtype in set(dtypes))
 
     def differs(self, index: int, tensor: torch.Tensor) -> str:
-        """How a tensor is not what it was, or ""."""
+        """Return how a tensor's shape or dtype has changed, or ""."""
         if tensor.shape == self.shapes[index] and tensor.dtype is self.dtypes[index]:
             return ""
         was = f"{self.dtypes[index]}{list(self.shapes[index])}"
         return f"was {was}, and is {tensor.dtype}{list(tensor.shape)}"
 
     def look(self, tensors: Sequence[torch.Tensor], first: int = 0) -> Found | None:
-        """Look at tensors of plain types, from number ``first`` on.
+        """Find the memory of plain tensors, the first of them with number ``first``.
 
-        None: one has another shape or dtype, or no memory.
+        Returns None if one has another shape or dtype, or no memory.
         """
         count = len(tensors)
         found = Found(list(tensors), np.empty(count, np.uintp), np.empty(count, np.uintp), np.zeros(count, np.bool_))
@@ -125,7 +125,7 @@ class Kinds:
         try:
             addresses = np.fromiter(map(torch.Tensor.data_ptr, some), np.uintp, size)
             offsets = list(map(torch.Tensor.storage_offset, some))
-        except RuntimeError:  # it has no storage: it is sparse, say
+        except RuntimeError:  # no storage, as of a sparse tensor
             return False
         if (
             not all(map(operator.eq, map(_SHAPE, some), self.shapes[these]))
@@ -153,10 +153,10 @@ class Kinds:
 
 @dataclass(frozen=True)
 class Cut:
-    """What one step copies: bytes ``start`` to ``end``, pieces ``first`` to ``last``.
+    """One step of a copy: bytes ``start`` to ``end``, pieces ``first`` to ``last``.
 
-    :param axis: -1: whole pieces; else ``rows`` indices of this axis of piece
-        ``first``, from ``row`` on.
+    :param axis: -1 for whole pieces; else the step copies ``rows`` indices of this axis
+        of piece ``first``, from ``row`` on.
     """
 
     start: int
@@ -168,7 +168,7 @@ class Cut:
     rows: int = 0
 
     def of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors, or rows of one, that it takes of a list with one per piece."""
+        """Return the step's tensors, or rows of one, of a list with one per piece."""
         if self.axis < 0:
             return list(tensors[self.first : self.last])
         return [self.rows_of(tensors[self.first])]
@@ -178,7 +178,7 @@ class Cut:
 
 
 def cuts_of(starts: Sequence[int], ends: Sequence[int], shapes: Sequence[tuple[int, ...]], nbytes: int) -> list[Cut]:
-    """Cuts of about ``nbytes``, and not too many pieces, which are everything."""
+    """Return cuts of about ``nbytes``, and not too many pieces, of all bytes."""
     cuts: list[Cut] = []
     first = start = behind = 0
     for index, (begin, end) in enumerate(zip(starts, ends, strict=True)):
@@ -210,14 +210,14 @@ def _nothing(start: int, end: int) -> None:
 
 
 class HostCopies:
-    """Copies between pieces of ours and the user's tensors, one for each, on the CPU.
+    """Copies between our pieces and the user's tensors, one for each, on the CPU.
 
     :param ours: the address of each piece.
-    :param starts: the byte at which each piece counts as starting, as in ``cuts``.
-    :param piece: gives a piece as a tensor, for what is no run.
+    :param starts: each piece's first byte, as in the cuts.
+    :param piece: returns a piece as a tensor, for tensors that are not runs.
     :param kinds: of the tensors that were found.
-    :param load: copy to the tensors; False: from them.
-    :param name: tells the name of a piece's tensor.
+    :param load: copy to the tensors instead of from them.
+    :param name: returns the name of a piece's tensor.
     """
 
     def __init__(
@@ -234,14 +234,14 @@ class HostCopies:
         self._found, self._kinds, self._ours, self._starts = found, kinds, ours, starts
         self._piece, self._load, self._name = piece, load, name
         self.runs = bool(found.runs.all())
-        """Nothing is to be copied by torch."""
+        """All tensors are runs, so torch copies none."""
 
     def run(
         self, cuts: Sequence[Cut], threads: int, *, past_caches: bool, done: Callable[[int, int], object] = _nothing
     ) -> None:
-        """Make all steps on this thread, and the threads of the C library.
+        """Do all steps on this thread, and the threads of the C library.
 
-        :param done: called with the bytes of each step.
+        :param done: called with the byte range of each step.
         """
         for task in self.tasks(cuts, threads=threads, past_caches=past_caches, done=done):
             task()
@@ -254,11 +254,11 @@ class HostCopies:
         done: Callable[[int, int], object] = _nothing,
         threads: int = 1,
     ) -> list[Callable[[], None]]:
-        """A task for each step; it keeps tensors that take several steps."""
+        """Return a task for each step; keep aliases of tensors with several steps."""
         for index in {cut.first for cut in cuts if cut.axis >= 0}:
             with torch.no_grad():
                 self._found.tensors[index] = self._found.tensors[index].detach()
-            self._look_again(slice(index, index + 1))  # it may have moved before
+            self._look_again(slice(index, index + 1))  # it may have moved since the look
 
         def task(cut: Cut) -> None:
             self.copy(cut, threads=threads, past_caches=past_caches)
@@ -267,10 +267,9 @@ class HostCopies:
         return [partial(task, cut) for cut in cuts]
 
     def copy(self, cut: Cut, *, threads: int = 1, past_caches: bool = False) -> None:
-        """Make one step.
+        """Do one step.
 
-        :raises ManifestMismatch: a tensor's memory has gone, or another shape or dtype
-            has come.
+        :raises ManifestMismatch: a tensor was freed, or has another shape or dtype.
         """
         some = slice(cut.first, cut.last)
         for _ in range(TIMES):
@@ -284,20 +283,20 @@ class HostCopies:
                     _written(self._found.tensors[some])
                 return
             except MemoryMoved:
-                if cut.axis >= 0:  # an alias, which keeps its storage: that itself has changed
+                if cut.axis >= 0:  # the alias keeps its storage, so that has changed
                     raise unusable(
                         self._name(cut.first), self._found.tensors[cut.first], "was freed or resized"
                     ) from None
                 self._look_again(some)
             except (ReplicasError, MemoryError):
                 raise
-            except Exception as error:  # torch's own, of memory that has gone meanwhile; or those of a mode of torch's
+            except Exception as error:  # torch's, for freed memory or from a torch mode
                 raise self._unusable(cut, f"cannot be copied: {type(error).__name__}: {text_of(error)}") from error
         raise self._unusable(cut, "changes while it is copied")
 
     def put(self, pieces: npt.NDArray[np.intp], skipped: Addresses, sizes: Addresses) -> None:
-        """Copy ``sizes`` bytes behind the first ``skipped`` ones of each of these
-        pieces, which are runs. A tensor that is none any more is copied whole.
+        """Copy ``sizes`` bytes from byte ``skipped`` on of each of these pieces, which
+        are runs. Copies all of them whole if a tensor is no longer a run.
 
         :raises ManifestMismatch: as :meth:`copy`.
         """
@@ -320,7 +319,7 @@ class HostCopies:
         raise self._unusable(Cut(0, 0, int(touched[0]), int(touched[-1]) + 1), "changes while it is copied")
 
     def _unusable(self, cut: Cut, why: str) -> ManifestMismatch:
-        """The error for a tensor of the step: one without memory, else the first."""
+        """Return an error for the step's first tensor without memory, or its first."""
         tensors = self._found.tensors
         index = next((index for index in range(cut.first, cut.last) if why_unusable(tensors[index])), cut.first)
         return unusable(self._name(index), tensors[index], why_unusable(tensors[index]) or why)
@@ -342,11 +341,11 @@ class HostCopies:
         streaming.copy_runs(check, to, sources, sizes, threads=threads, past_caches=past_caches)
 
     def _copy_others(self, cut: Cut, numbers: npt.NDArray[np.intp]) -> None:
-        """By torch, and private memory: with casts and strides."""
+        """Copy tensors that are not runs by torch, through private memory."""
         pairs: list[_Pair] = []
         for index in (numbers + cut.first).tolist():
             tensor, piece = cut.rows_of(self._alias(index)), cut.rows_of(self._piece(index))
-            if not is_copied(tensor.dtype):  # not every torch copies it: ours may be integers already
+            if not is_copied(tensor.dtype):  # torch may not copy it; our piece may be integers
                 piece = piece.view(tensor.dtype)
             if self._load and tensor.dtype == piece.dtype:
                 tensor, piece = written_as_bits(tensor, piece)
@@ -372,7 +371,7 @@ class HostCopies:
             tensor = self._found.tensors[index].detach()
         if tensor.shape != self._kinds.shapes[index] or tensor.dtype is not self._kinds.dtypes[index]:
             raise MemoryMoved
-        if not streaming.available and why_unusable(tensor):  # torch would read, or write, memory that has gone
+        if not streaming.available and why_unusable(tensor):  # torch would use freed memory
             raise MemoryMoved
         return tensor
 
@@ -390,11 +389,11 @@ class HostCopies:
 
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
-"""A tensor of the user's, or a part of one, and the same part of our piece."""
+"""A user's tensor, or a part of it, and the same part of our piece."""
 
 
 def _few_runs(pairs: Iterable[_Pair]) -> Iterator[list[_Pair]]:
-    """All pairs, in lists of at most :data:`RUNS_MAX` runs of the users' bytes."""
+    """Yield all pairs, in lists of at most :data:`RUNS_MAX` runs of user bytes."""
     few: list[_Pair] = []
     total = 0
     for tensor, piece, runs in chain.from_iterable(starmap(_parts, pairs)):
@@ -407,7 +406,7 @@ def _few_runs(pairs: Iterable[_Pair]) -> Iterator[list[_Pair]]:
 
 
 def _parts(tensor: torch.Tensor, piece: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
-    """A pair and its number of runs; of too many: parts along the longest axis."""
+    """Yield the pair and its number of runs; with too many runs, split it first."""
     axes = [] if tensor.is_contiguous() else streaming.gaps(tensor)
     runs = math.prod(tensor.shape[axis] for axis in axes)
     if runs <= RUNS_MAX:
@@ -420,6 +419,6 @@ def _parts(tensor: torch.Tensor, piece: torch.Tensor) -> Iterator[tuple[torch.Te
 
 
 def _written(tensors: Sequence[torch.Tensor]) -> None:
-    """Tell autograd, as every write of torch's own does."""
+    """Tell autograd of a write, as torch's own writes do."""
     inference = any(map(torch.Tensor.is_inference, tensors))
     torch.autograd.graph.increment_version([one for one in tensors if not (inference and one.is_inference())])

@@ -1,8 +1,8 @@
-"""A source of weights in the form of vLLM 0.33: ``metadata`` as a property, and passes
-``iter_full()`` and ``iter_local()`` in place of an iteration.
+"""Adapt a ``WeightSource`` of vLLM 0.33 as a stream of names and tensors.
 
-Its rows say which trainer ranks own a tensor and how it is laid out across them, so a
-rank's own pieces become shards without a gather.
+Such a source has ``metadata`` as a property, and ``iter_full()`` and ``iter_local()``
+instead of an iteration. The rows of ``metadata`` describe which trainer ranks own a
+tensor and its layout there, so a rank's own pieces become shards without a gather.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ Piece = Callable[[torch.Tensor, tuple[int, ...], tuple[int, ...]], object]
 
 
 class Passes:
-    """Such a source as a stream of (name, tensor), with ``metadata()``.
+    """A ``WeightSource`` as a stream of (name, tensor), with ``metadata()``.
 
-    :param mode: ``"image"``: whole tensors. ``"parts"``: this rank's own pieces.
-    :param shard: makes one of a tensor, its offsets, and the shape of the whole.
+    :param mode: ``"image"`` for whole tensors, ``"parts"`` for this rank's pieces.
+    :param shard: makes a shard of a local tensor, its offsets, and the global shape.
     """
 
     def __init__(self, source: Any, mode: Literal["image", "parts"], shard: Piece) -> None:
         self._source, self._mode, self._shard = source, mode, shard
 
     def metadata(self) -> Any:
-        """Name, dtype and shape of each tensor."""
+        """Return rows with name, dtype and shape of each tensor."""
         return self._source.metadata
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
@@ -44,7 +44,7 @@ class Passes:
         return ((name, self._piece(rows[name], tensor)) for name, tensor in self._source.iter_local())
 
     def _piece(self, row: Any, local: torch.Tensor) -> object:
-        """This rank's piece of a tensor; the whole of it, where it is not sharded."""
+        """Return this rank's piece of a tensor: the whole one if it is not sharded."""
         if row.placements is None:
             return local
         offsets, extents = [0] * len(row.shape), list(row.shape)
@@ -62,12 +62,12 @@ class Passes:
 
 
 def _has(source: Any, name: str) -> bool:
-    """vLLM's base class has both passes, and says which of them a source implements."""
+    """Return True if the source has this pass; vLLM's base class has stubs of both."""
     says = getattr(source, f"implements_{name}", None)
     return bool(says()) if callable(says) else callable(getattr(source, name, None))
 
 
 def with_passes(weights: object, mode: Literal["image", "parts"], shard: Piece) -> object:
-    """A source of this form as a stream; anything else as it is."""
+    """Return a ``WeightSource`` as :class:`Passes`, and other weights unchanged."""
     is_source = callable(getattr(weights, "iter_full", None)) and not hasattr(weights, "__iter__")
     return Passes(weights, mode, shard) if is_source else weights

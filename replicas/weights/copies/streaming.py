@@ -1,4 +1,4 @@
-"""CPU copies in C: non-temporal stores for large tensors, batches of small ones.
+"""Copy bytes in C: with non-temporal stores if large, in batches if small.
 
 Theory of operation
 ===================
@@ -13,17 +13,17 @@ torch also takes a microsecond for each tensor, however small. Where both sides 
 of the same bytes, one call copies all of them: 100,000 tensors of 256 bytes take 4 ms
 instead of 90.
 
-**Memory of the user's.** Another thread may give a parameter other memory at any moment
+**Tensors that move.** Another thread may give a parameter other memory at any moment
 (``p.data = ...``), or free it (``untyped_storage().resize_(0)``). Both are Python code,
-which needs the GIL. So :func:`copy_runs` takes no address on trust: it holds the GIL,
-asks each tensor where its memory is now, and keeps the GIL until the last byte is
-copied, by threads of its own. Its callers copy a few MiB at a time. What torch has to
-copy (casts, strides) goes through private memory (:class:`Private`). Two things are not
-kept off: what frees memory without the GIL (``tensor.resize_`` to a larger size,
-code in C++), and what happens to memory of a device before its copy is enqueued.
+which needs the GIL. So :func:`copy_runs` holds the GIL, asks each tensor where its
+memory is now, and keeps the GIL until its threads have copied the last byte. Callers
+copy a few MiB at a time. Copies by torch (casts, strides) go through private memory
+(:class:`Private`). Not detected are code that frees memory without the GIL
+(``tensor.resize_`` to a larger size, code in C++), and changes of device memory before
+its copy is enqueued.
 
-torch copies, with the same result, where the C code was not compiled (no C compiler at
-hand). Then nothing keeps another thread from freeing memory that is being copied.
+Where the C code was not compiled, torch copies with the same result; then another
+thread can free memory that is being copied.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Addresses = npt.NDArray[np.uintp]
 """Addresses, or numbers of bytes, as an array."""
 
 Check = Callable[[], bool]
-"""Runs no Python code: then no other thread runs between it and the copy."""
+"""Must not run Python code, so that no other thread runs between it and the copy."""
 _CACHE_NBYTES = 32 << 20
 """Assumed on a machine that does not report its cache size."""
 _ALIGNED = 64
@@ -56,7 +56,7 @@ _POINTER, _STORAGE, _ROOM = torch.Tensor.data_ptr, torch.Tensor.untyped_storage,
 
 
 class MemoryMoved(Exception):
-    """The memory of a tensor is not where it was found; nothing was copied."""
+    """A tensor's memory has moved since it was found; nothing was copied."""
 
 
 def _load() -> Any:
@@ -83,7 +83,7 @@ def _cache_nbytes() -> int:
 
 
 def pays(nbytes: int) -> bool:
-    """True if a copy of ``nbytes`` should bypass the CPU caches: it is larger."""
+    """Return True if a copy of ``nbytes`` should bypass the CPU caches."""
     return available and nbytes > _cache_nbytes()
 
 
@@ -96,9 +96,9 @@ def writing(destinations: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def still_there(tensors: Sequence[torch.Tensor], addresses: Addresses, needed: Addresses) -> Check:
-    """Return True if each tensor has its memory at this address, and all of it.
+    """Return a check that each tensor has all its memory at its address.
 
-    :param needed: bytes from the start of its storage to the end of its elements.
+    :param needed: bytes from the start of each storage to the end of the elements.
     """
     there = map(operator.eq, map(_POINTER, tensors), addresses.tolist())
     enough = map(operator.le, needed.tolist(), map(_ROOM, map(_STORAGE, tensors)))
@@ -116,10 +116,10 @@ def copy_runs(
 ) -> None:
     """Copy runs of bytes that do not overlap, with the GIL held.
 
-    It needs :data:`available`.
+    Call it only if :data:`available`.
 
     :param past_caches: the result of :func:`pays` for the whole copy.
-    :raises MemoryMoved: ``check`` is not true.
+    :raises MemoryMoved: ``check`` returned False.
     """
     runs = to.ctypes.data, sources.ctypes.data, sizes.ctypes.data, len(sizes)
     if not _copy(check, *runs, threads, int(past_caches)):
@@ -127,12 +127,12 @@ def copy_runs(
 
 
 def _axes(tensor: torch.Tensor) -> list[tuple[int, int]]:
-    """Stride and number of each axis that tells elements apart, by rising stride."""
+    """Return (stride, axis) of each axis with several elements, by rising stride."""
     return sorted((stride, axis) for axis, stride in enumerate(tensor.stride()) if stride and tensor.shape[axis] > 1)
 
 
 def gaps(tensor: torch.Tensor) -> list[int]:
-    """Axes along which the elements are several runs of bytes: gaps, or overlaps."""
+    """Return the axes along which the elements are not one run: gaps, or overlaps."""
     found: list[int] = []
     behind = 1
     for stride, axis in _axes(tensor):
@@ -143,10 +143,10 @@ def gaps(tensor: torch.Tensor) -> list[int]:
 
 
 class Private:
-    """Private memory with the elements of tensors; without C code they themselves.
+    """Private memory for the elements of tensors; the tensors if without the C code.
 
-    :param tensors: aliases that nobody else has, on the CPU.
-    :ivar views: a tensor in place of each, to be read, or written, instead.
+    :param tensors: aliases on the CPU that no other code has.
+    :ivar views: a tensor for each, to read or write instead.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -167,7 +167,7 @@ class Private:
         ]
         self._places = np.concatenate(within) + np.repeat(np.array(starts[:-1], dtype=np.uintp), counts)
         self._places += np.uintp(memory.data_ptr())
-        # starts has the end, too
+        # starts also has the end
         for number, (tensor, one, start) in enumerate(zip(tensors, runs, starts, strict=False)):
             flat = memory[start : start + one.nbytes * counts[number]].view(tensor.dtype)
             view = flat.as_strided(tensor.shape, one.strides)
@@ -175,13 +175,13 @@ class Private:
             self.views[number] = view.conj() if tensor.is_conj() else view
 
     def take(self) -> None:
-        """Fill the private memory from the tensors; raises :class:`MemoryMoved`."""
+        """Fill the private memory from the tensors; may raise :class:`MemoryMoved`."""
         if self._tensors:
             check, theirs = self._found()
             copy_runs(check, self._places, theirs, self._sizes)
 
     def give(self) -> None:
-        """Write the private memory to the tensors; raises :class:`MemoryMoved`."""
+        """Write the private memory to the tensors; may raise :class:`MemoryMoved`."""
         if self._tensors:
             check, theirs = self._found()
             copy_runs(check, theirs, self._places, self._sizes)
@@ -194,10 +194,10 @@ class Private:
 
 
 class _Runs:
-    """The elements of a tensor as runs of bytes, of ``nbytes`` each.
+    """The elements of a tensor as runs of ``nbytes`` bytes.
 
     :ivar offsets: of each run, from the first element.
-    :ivar strides: of the tensor, once the runs lie one behind the other.
+    :ivar strides: of the tensor after its runs are packed.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:

@@ -1,10 +1,10 @@
 """Helpers for torch tensors: dtype names, bit views, pieces of an image, DTensors.
 
 Importing ``torch.distributed.tensor`` takes as long as importing torch, so it is
-imported only where a DTensor can exist. torch.distributed.checkpoint computes where a
-shard lies (``__create_chunk_list__``, by which its planner learns what each rank
-saves). Its planner does not fit: the deduplication of replicas needs all SavePlans in
-one place, by a collective that pickles.
+imported only where a DTensor can exist. The offsets of a shard come from
+torch.distributed.checkpoint's hook (``__create_chunk_list__``). Its planner does not
+fit: the deduplication of replicas needs all SavePlans in one place, by a collective
+that pickles.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-"""Types of tensors that have no code of their own."""
+"""Types of tensors that do not run code of their own."""
 # torch has no integers of 16 bytes
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _CASTABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -39,7 +39,7 @@ _IS_META, _LAYOUT, _IS_NESTED = (vars(torch._C.TensorBase)[name].__get__ for nam
 
 @cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """torch's name of ``dtype``; ManifestMismatch: its tensors cannot be moved."""
+    """Return torch's name of ``dtype``; raise ManifestMismatch if it is unsupported."""
     name = str(dtype).removeprefix("torch.")
     item_nbytes(name)
     return name
@@ -47,7 +47,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @cache
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype called ``name``; ManifestMismatch: this torch does not have it."""
+    """Return the dtype called ``name``; raise ManifestMismatch if torch lacks it."""
     item_nbytes(name)
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
@@ -56,22 +56,22 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def is_castable(dtype: torch.dtype) -> bool:
-    """True if ``dtype=`` casts it: plain floats only; float8's bits carry meaning."""
+    """Return True for plain floats, which ``dtype=`` casts; float8 is quantised."""
     return dtype in _CASTABLE
 
 
 def is_copied(dtype: torch.dtype) -> bool:
-    """True if every torch copies this dtype; others are copied as :func:`bits`."""
+    """Return True if every torch copies this dtype; else copy it as :func:`bits`."""
     return dtype in _COPIED
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements as integers of the same size, which every torch copies."""
+    """Return the elements as integers of the same size, which every torch copies."""
     return tensor.resolve_conj().resolve_neg().view(_BITS[tensor.dtype.itemsize])
 
 
 def written_as_bits(destination: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both, of one dtype, as :func:`bits`; the destination shares its memory."""
+    """Return both, of one dtype, as :func:`bits`; the destination as a view."""
     if destination.is_conj():
         destination, source = destination.conj(), source.conj()
     if destination.is_neg():
@@ -80,7 +80,7 @@ def written_as_bits(destination: torch.Tensor, source: torch.Tensor) -> tuple[to
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """True if elements may share memory, as in an expanded tensor: not writable."""
+    """Return True if elements may share memory, as in an expanded tensor."""
     if tensor.is_contiguous() or not tensor.numel():
         return False
     reach = 0
@@ -93,7 +93,7 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A plain tensor over the same memory, which nobody else can give another one."""
+    """Return a plain tensor over the same memory, whose storage no other code sets."""
     if type(tensor) in PLAIN:
         return tensor.detach()
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
@@ -102,7 +102,7 @@ def alias_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_sound(tensor: torch.Tensor) -> bool:
-    """True if a plain tensor is certainly usable: quick, for the most usual kind."""
+    """Return True if a plain tensor is certainly usable: a quick check."""
     if tensor.layout is not torch.strided or not tensor.is_contiguous() or tensor.is_nested:
         return False
     nbytes = tensor.nbytes
@@ -111,18 +111,18 @@ def _is_sound(tensor: torch.Tensor) -> bool:
 
 
 def check_modes(what: str) -> None:
-    """Raise UsageError if torch makes no real tensors on this thread at present."""
+    """Raise UsageError if a torch mode on this thread prevents real tensors."""
     probe = torch.empty(1, device="cpu")
     if type(probe) is not torch.Tensor or why_unusable(probe):
         text = f"{what}: torch makes a {type(probe).__name__} of everything on this thread at present"
-        raise UsageError(text, hint="leave the FakeTensorMode, or whatever mode it is, first")
+        raise UsageError(text, hint="leave the FakeTensorMode, or a mode like it, first")
 
 
 def why_unusable(tensor: torch.Tensor) -> str:
-    """What keeps the elements of a tensor from being read or written in memory, or "".
+    """Return why a tensor's elements cannot be read or written in memory, or "".
 
-    The tensor's own code (``__torch_function__``) does not run. A DTensor has none:
-    look at its local tensor.
+    The tensor's own code (``__torch_function__``) does not run. For a DTensor pass its
+    local tensor.
     """
     if type(tensor) in PLAIN and _is_sound(tensor):
         return ""
@@ -151,7 +151,7 @@ def why_unusable(tensor: torch.Tensor) -> str:
 
 
 def span_nbytes(tensor: torch.Tensor) -> int:
-    """Bytes of memory from its first element to the end of its last one."""
+    """Return the bytes from the tensor's first element to the end of its last."""
     if not tensor.numel():
         return 0
     reach = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -159,7 +159,7 @@ def span_nbytes(tensor: torch.Tensor) -> int:
 
 
 def typed(data: torch.Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """The tensor of ``dtype`` and ``shape`` at byte ``offset`` of uint8 ``data``."""
+    """Return a view of ``data`` (uint8) at byte ``offset``, of this dtype and shape."""
     nbytes = prod(shape) * dtype.itemsize
     if not nbytes:
         return torch.empty(shape, dtype=dtype, device=data.device)
@@ -167,7 +167,7 @@ def typed(data: torch.Tensor, offset: int, dtype: torch.dtype, shape: tuple[int,
 
 
 def piece_view(data: torch.Tensor, manifest: Manifest, piece: Piece) -> torch.Tensor:
-    """The box of ``piece`` in the data section of an image, as bits."""
+    """Return a view of the box of ``piece`` in an image's data section, as bits."""
     spec = manifest.tensors[piece.tensor]
     whole = typed(data, manifest.offsets[piece.tensor], _BITS[item_nbytes(spec.dtype)], spec.shape)
     for axis, (offset, extent) in enumerate(zip(piece.offsets, piece.shape, strict=True)):
@@ -180,17 +180,17 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """True if ``value`` is a DTensor; False before the DTensor module is imported."""
+    """Return True if ``value`` is a DTensor, without importing the DTensor module."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def local_box(tensor: DTensor, name: str) -> Box | None:
-    """The box of this rank's local tensor in the global one; None if it is empty.
+    """Return the box of this rank's local tensor in the global one; None if empty.
 
-    Needs no communication.
+    Does not communicate.
 
-    :raises ManifestMismatch: the local tensor is no box of the global one (partial
+    :raises ManifestMismatch: the local tensor is not a box of the global one (partial
         sums, strided shards).
     """
     from torch.distributed.tensor import Replicate
@@ -212,7 +212,7 @@ def local_box(tensor: DTensor, name: str) -> Box | None:
 
 
 def _is_contiguous_block(tensor: DTensor) -> bool:
-    """True if a strided local shard (FSDP over tensor parallelism) is one block."""
+    """Return True if a strided shard (FSDP over tensor parallelism) is one block."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     coordinate: list[int] = list(tensor.device_mesh.get_coordinate() or ())

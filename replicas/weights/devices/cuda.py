@@ -4,27 +4,27 @@ Theory of operation
 ===================
 
 Shared memory comes from ``cuMemAlloc``, in the device's primary context, which is also
-torch's. So CUDA IPC can share it whatever torch's allocator does (memory of its
+torch's. So CUDA IPC can share it independently of torch's allocator (memory of its
 ``expandable_segments`` needs ``pidfd_getfd``, which containers refuse). Sizes are
-rounded up to 2 MiB: a smaller allocation would share its neighbours, too.
+rounded up to 2 MiB, as a smaller allocation would also share its neighbours.
 
 A tensor over such memory is made through ``__cuda_array_interface__``. Its storage
 keeps a :class:`Block`, which frees or unmaps the memory when it is collected; the
 driver then waits for all work on that memory. A process cannot open its own IPC
-handles, so they are looked up. A forked child does not touch inherited memory. Nor can
-it use CUDA once its parent has called the driver; programs that fork ask torch about
-that (vLLM does), and so torch is initialised at once (:meth:`Cuda.device`), which
-creates no context.
+handles, so these are looked up. A forked child does not touch inherited memory, and
+cannot use CUDA after its parent has called the driver. Programs that fork ask torch
+whether CUDA is initialised (vLLM does), so :meth:`Cuda.device` also initialises torch,
+which creates no context.
 
-*Streams* of the library are created by the driver. torch's are a pool of 32 that are
-handed out repeatedly: one could be the stream on which the user trains or captures a
-graph. Each thread has one, reused by another thread when it has ended: torch's
+The driver creates the library's *streams*. torch has a pool of 32, which it hands out
+repeatedly, so that one could be the stream on which the user trains or captures a
+graph. Each thread has one stream, which another thread reuses after its end, as torch's
 allocator keeps memory for each stream.
 
 The driver and torch number devices alike, in the order of ``CUDA_VISIBLE_DEVICES``. A
-thread that has not chosen a device has number 0 as its current one; work on that by
-mistake would create a context there, of some hundred megabytes. The default device is
-therefore that of the first call of :meth:`Cuda.device`, by the thread that joins.
+thread that has not chosen a device has number 0 as its current one; accidental work on
+that would create a context of about a hundred megabytes. So the default device is that
+of the first call of :meth:`Cuda.device`, by the thread that joins.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _IPC_HINT = (
 
 
 class Block:
-    """Device memory from which tensors are made; given back when it is collected."""
+    """Device memory under tensors; given back when it is garbage-collected."""
 
     def __init__(self, address: int, nbytes: int, give_back: Callable[[], None]) -> None:
         self.address = address
@@ -85,7 +85,7 @@ class Block:
 
 
 def tensor_over(block: Block, device: torch.device) -> torch.Tensor:
-    """uint8, writable on any thread; its storage keeps ``block``."""
+    """Return a uint8 tensor, writable on any thread, whose storage keeps ``block``."""
     with torch.inference_mode(False), uncaptured():
         if not block.nbytes:
             return torch.empty(0, dtype=torch.uint8, device=device)
@@ -93,7 +93,7 @@ def tensor_over(block: Block, device: torch.device) -> torch.Tensor:
 
 
 def _in_this_process(pid: int, give_back: Callable[[], None], *kept: object) -> None:
-    """Finalizers: nothing in a forked child. ``kept`` is alive until then."""
+    """Run a finalizer, except in a forked child. ``kept`` is alive until then."""
     if pid == os.getpid():
         give_back()
 
@@ -114,7 +114,7 @@ class CudaEvent(Event):
             self._event.wait(_cuda.current_stream(self._index))
 
     def synchronize(self) -> None:
-        # Not on the thread's current device, where it would create a context.
+        # On the event's device, as the thread's current one would get a context.
         with typed(self._uuid), _cuda.device(self._index), uncaptured():
             self._event.synchronize()
 
@@ -142,11 +142,11 @@ class Cuda(Accelerator):
     group_backend = "nccl"
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # garbage collection in this very thread may give memory back
+        self._lock = threading.RLock()  # garbage collection in the same thread may give memory back
         self._visible: tuple[str, ...] | None = None
         self._home = ""
-        self._context_lock = threading.RLock()  # reentrant, too
-        self._contexts: dict[int, ctypes.c_void_p] = {}  # the primary ones that were used, never released
+        self._context_lock = threading.RLock()  # for the same reason
+        self._contexts: dict[int, ctypes.c_void_p] = {}  # primary contexts in use, never released
         self._own: weakref.WeakValueDictionary[bytes, Block] = weakref.WeakValueDictionary()
         self._own_events: weakref.WeakValueDictionary[bytes, CudaEvent] = weakref.WeakValueDictionary()
         self._refused = False
@@ -159,13 +159,13 @@ class Cuda(Accelerator):
 
     def device(self) -> str:
         visible = self.visible()
-        index = _cuda.current_device() if _cuda.is_initialized() else 0  # until torch is used, the first one
+        index = _cuda.current_device() if _cuda.is_initialized() else 0  # the first one until torch is used
         found = visible[index] if index < len(visible) else ""
         if found:
             try:
                 self._index(found)
             except WorldError as error:
-                logger.info("no GPU can be used: %s", error)
+                logger.info("using no GPU: %s", error)
                 return ""
         with self._lock:
             self._home = self._home or found
@@ -177,7 +177,7 @@ class Cuda(Accelerator):
                 try:
                     self._visible = driver.list_devices()
                 except (DriverError, WorldError) as error:
-                    logger.info("no GPU can be used: %s", error)
+                    logger.info("using no GPU: %s", error)
                     self._visible = ()
             return self._visible
 
@@ -212,7 +212,7 @@ class Cuda(Accelerator):
                 except DriverError as error:
                     if error.number != driver.OUT_OF_MEMORY:
                         raise
-                    _cuda.empty_cache()  # memory that torch's allocator keeps unused
+                    _cuda.empty_cache()  # frees unused memory of torch's allocator
                     driver.call("cuMemAlloc_v2", ctypes.byref(address), wanted)
                 block = Block(address.value, nbytes, lambda: self._give_back("cuMemFree_v2", index, address.value))
                 driver.call("cuIpcGetMemHandle", ctypes.byref(handle), address)
@@ -232,7 +232,7 @@ class Cuda(Accelerator):
     ) -> DeviceMemory:
         index = self._index(uuid)
         device = torch.device("cuda", index)
-        own = self._own.get(handle)  # CUDA opens no handle in the process that made it
+        own = self._own.get(handle)  # CUDA cannot open a handle in its own process
         if own is not None:
             kept = [own]
 
@@ -245,7 +245,7 @@ class Cuda(Accelerator):
         address = driver.Pointer()
         with self._in_context(index):
             if len(handle) != ctypes.sizeof(driver.IpcHandle):
-                text = f"{len(handle)} bytes are no handle of CUDA's, which has {ctypes.sizeof(driver.IpcHandle)}"
+                text = f"a CUDA handle has {ctypes.sizeof(driver.IpcHandle)} bytes, not {len(handle)}"
                 raise WorldError(text)
             theirs = driver.IpcHandle.from_buffer_copy(handle)
             try:
@@ -277,8 +277,8 @@ class Cuda(Accelerator):
                     flags = _PORTABLE | _READ_ONLY if read_only else _PORTABLE
                     driver.call("cuMemHostRegister_v2", address, host.nbytes, flags)
                 except DriverError:
-                    # Where the GPU uses the host's page tables the flag is not needed,
-                    # and may be unknown.
+                    # If the GPU uses the host's page tables, the flag is not needed and
+                    # may be unknown.
                     if not read_only:
                         raise
                     driver.call("cuMemHostRegister_v2", address, host.nbytes, _PORTABLE)
@@ -294,18 +294,18 @@ class Cuda(Accelerator):
         return CudaRegistration(host, lambda: self._give_back("cuMemHostUnregister", index, address))
 
     def _give_back(self, function: str, index: int, address: int) -> None:
-        """Free memory in a finalizer: errors, which none would get, are logged."""
+        """Free memory in a finalizer; log errors, as no caller would get them."""
         try:
             with self._in_context(index):
                 driver.call(function, address)
         except (DriverError, WorldError) as error:
-            logger.info("memory is not given back before this process ends: %s", error)
+            logger.info("keeping memory until this process ends: %s", error)
 
     def event(self, uuid: str = "", *, interprocess: bool = False, timing: bool = False) -> Event:
         uuid = uuid or self._default()
         index = self._index(uuid)
         with typed(uuid), _cuda.device(index), uncaptured():
-            # blocking: waits without a busy core
+            # blocking: waits do not use a core
             made = _cuda.Event(enable_timing=timing, blocking=True, interprocess=interprocess)
             handle = bytes(made.ipc_handle()) if interprocess else b""
         event = CudaEvent(made, uuid, index, handle)
@@ -352,7 +352,7 @@ class Cuda(Accelerator):
             try:
                 return _cuda.ExternalStream(driver.new_stream(), device=index)
             except DriverError as error:
-                text = f"GPU {self.visible()[index]} has no stream for us: {error}"
+                text = f"GPU {self.visible()[index]} cannot create a stream: {error}"
                 raise WorldError(text, hint=driver.BROKEN_HINT) from error
 
     @contextlib.contextmanager
@@ -363,7 +363,7 @@ class Cuda(Accelerator):
             and stream.device.type == "cuda"
         ):
             known = {name: getattr(stream, name) for name in ("stream_id", "device_index", "device_type")}
-            stream = _cuda.Stream(**known)  # as torch.accelerator gives it
+            stream = _cuda.Stream(**known)  # torch.accelerator's form
         if stream is not None and not isinstance(stream, torch.cuda.Stream):
             raise UsageError(f"a stream must be a torch.cuda.Stream, not a {type(stream).__name__}")
         with _cuda.stream(stream):
@@ -377,7 +377,7 @@ class Cuda(Accelerator):
     def _default(self) -> str:
         found = self._home or self.device()
         if not found:
-            raise WorldError(f"process {os.getpid()} can use no GPU", hint=_VISIBLE_HINT)
+            raise WorldError(f"process {os.getpid()} cannot use a GPU", hint=_VISIBLE_HINT)
         return found
 
     def _index(self, uuid: str) -> int:
@@ -393,7 +393,7 @@ class Cuda(Accelerator):
 
     @contextlib.contextmanager
     def _in_context(self, index: int) -> Iterator[None]:
-        """Make the context of a device this thread's current one in the block.
+        """Make a device's context this thread's current one in the block.
 
         :raises NoCapacity: there is no memory for the context itself.
         :raises WorldError: the device cannot be used.
@@ -403,7 +403,7 @@ class Cuda(Accelerator):
             driver.call("cuCtxPushCurrent_v2", self._context(index))
         except DriverError as error:
             if error.number == driver.OUT_OF_MEMORY:
-                raise NoCapacity(f"GPU {name} has no memory left for the context of another process") from error
+                raise NoCapacity(f"GPU {name} has no memory left for the context of a further process") from error
             raise WorldError(f"GPU {name} cannot be used: {error}", hint=driver.BROKEN_HINT) from error
         try:
             with uncaptured():
@@ -425,7 +425,7 @@ class Cuda(Accelerator):
 
 
 class _Streams:
-    """The streams of one thread, by device; returned to ``idle`` when it has ended."""
+    """The streams of one thread, by device; returned to ``idle`` when it ends."""
 
     def __init__(self, idle: dict[int, list[Any]]) -> None:
         self.streams: dict[int, Any] = {}

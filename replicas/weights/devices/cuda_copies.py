@@ -3,22 +3,22 @@
 Theory of operation
 ===================
 
-Launching a copy costs some 5 us of the caller's thread. In that time a GPU copies ten
+Launching a copy takes about 5 us of the caller's thread. In that time a GPU copies ten
 megabytes within its memory, or 250 KB to the host. A model has thousands of smaller
 tensors, so they are copied in batches:
 
 *Within the device*, all pairs below :data:`LARGE_NBYTES` of the same two dtypes go to
-``torch._foreach_copy_``: some hundred tensors by one kernel, if all are on one device,
-dense and alike in their dtypes. Some releases of torch do not check the dtypes of the
+``torch._foreach_copy_``: one kernel copies about a hundred tensors, if all are on one
+device, dense and of equal dtypes. Some releases of torch do not check the dtypes of the
 destinations, and write garbage where they differ: so the pairs are sorted here.
 
-*Between device and host*, small tensors that are adjacent in host memory, as those of a
-slot are, become one transfer from or to temporary memory on the device, from torch's
-allocator on the current stream; where there is none, tensors are copied one by one.
-Casts happen on the device.
+*Between device and host*, small tensors that are adjacent in host memory, as in a slot,
+become one transfer from or to temporary memory on the device, from torch's allocator on
+the current stream; if that fails, tensors are copied one by one. Casts happen on the
+device.
 
-torch copies all other tensors one by one. Nothing blocks, except for host memory that
-is not pinned, or has gaps.
+torch copies all other tensors one by one. Only host memory that is not pinned, or has
+gaps, blocks the caller.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ def enqueue(
 
     Values are cast where dtypes differ.
 
-    :param on_device: tells tensors on a device from those in host memory.
+    :param on_device: returns True for a tensor on a device, False for host memory.
     """
     if len(destinations) != len(sources):
         raise ValueError(f"{len(sources)} tensors cannot be copied to {len(destinations)}")
     with writing(destinations):
-        if any(any(map(lazy, sources)) for lazy in _LAZY):  # resolved on the host, it would precede the copied bytes
+        if any(any(map(lazy, sources)) for lazy in _LAZY):  # torch would do so on the host, before the bytes are copied
             sources = [source.resolve_conj().resolve_neg() for source in sources]
         there, here = list(map(on_device, destinations)), list(map(on_device, sources))
         if all(there) and all(here):
@@ -186,7 +186,7 @@ def _length(hosts: Sequence[torch.Tensor]) -> int:
 
 
 def _bytes_of(hosts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The host memory of a run, as one uint8 tensor."""
+    """Return the host memory of a run as one uint8 tensor."""
     storage = hosts[0].untyped_storage()
     start = hosts[0].data_ptr() - storage.data_ptr()
     found = torch.empty(0, dtype=torch.uint8, device=hosts[0].device)
@@ -194,7 +194,7 @@ def _bytes_of(hosts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _views(held: torch.Tensor, hosts: Sequence[torch.Tensor]) -> _Tensors:
-    """Views of ``held`` with the dtypes and shapes of ``hosts``."""
+    """Return views of ``held`` with the dtypes and shapes of ``hosts``."""
     found: _Tensors = []
     start = 0
     for dtype, group in groupby(hosts, _DTYPE):

@@ -1,8 +1,8 @@
 """The CUDA driver (``libcuda.so.1``), called through ctypes without the GIL.
 
-Only functions that torch does not offer: memory that can be shared whatever torch's
-allocator does, its IPC handles, and pinning. All of them work in the primary contexts
-of the devices, which are also torch's. Nothing is initialised before it is needed.
+It has only functions that torch lacks: memory that can be shared with any allocator of
+torch's, IPC handles, and pinning. They work in the primary contexts of the devices,
+which are also torch's. Nothing is initialised before it is needed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OUT_OF_MEMORY = 2
 ALREADY_REGISTERED = 712
 BROKEN_HINT = (
     "an earlier operation of this process broke its CUDA context: restart the replica; CUDA_LAUNCH_BLOCKING=1 "
-    "tells which one it was"
+    "shows which operation"
 )
 
 
@@ -65,20 +65,20 @@ _THREAD_LOCAL = 1
 
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
-    """The driver's library, with no call made yet; None where it is missing."""
+    """Return the driver's library, before any call, or None if it is missing."""
     try:
         found = ctypes.CDLL("libcuda.so.1")
         for name, arguments in _SIGNATURES.items():
             function = getattr(found, name)
             function.argtypes, function.restype = arguments, ctypes.c_int
     except (OSError, AttributeError) as error:
-        logger.info("the CUDA driver cannot be used: %s", error)
+        logger.info("not using the CUDA driver: %s", error)
         return None
     return found
 
 
 class DriverError(Exception):
-    """A call of the driver failed; callers turn it into a typed error."""
+    """A driver call failed; callers turn this into a typed error."""
 
     def __init__(self, function: str, number: int) -> None:
         self.number = number
@@ -107,7 +107,10 @@ def first_line(error: BaseException) -> str:
 
 
 def call(function: str, *arguments: Any) -> None:
-    """Call a driver function, or raise DriverError; WorldError: it is missing."""
+    """Call a driver function.
+
+    :raises DriverError: the call failed. :raises WorldError: there is no driver.
+    """
     found = load_library()
     if found is None:
         raise WorldError("there is no CUDA driver on this machine: libcuda.so.1 cannot be loaded")
@@ -124,9 +127,9 @@ def list_devices() -> tuple[str, ...]:
 
 
 def _name(index: int) -> str:
-    """The device's name in ``CUDA_VISIBLE_DEVICES``: ``GPU-`` or ``MIG-`` and its UUID.
+    """Return a device's name in ``CUDA_VISIBLE_DEVICES``: ``GPU-UUID`` or ``MIG-UUID``.
 
-    One UUID call knows MIG instances, the other only whole devices.
+    Of the two UUID calls one returns that of a MIG instance, the other its GPU's.
     """
     device, whole, exact = ctypes.c_int(), _Uuid(), _Uuid()
     call("cuDeviceGet", ctypes.byref(device), index)
@@ -137,14 +140,14 @@ def _name(index: int) -> str:
 
 
 def memory_info() -> tuple[int, int]:
-    """Free and total bytes on the device of the current context."""
+    """Return free and total bytes on the device of the current context."""
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
     return free.value, total.value
 
 
 def new_stream() -> int:
-    """A stream of the current context, independent of default streams; never freed."""
+    """Create a stream that is independent of default streams, and is never freed."""
     stream = ctypes.c_void_p()
     call("cuStreamCreate", ctypes.byref(stream), _NON_BLOCKING)
     return stream.value or 0
@@ -154,12 +157,12 @@ def new_stream() -> int:
 def uncaptured() -> Iterator[None]:
     """Keep this thread's driver calls out of other threads' CUDA graph captures.
 
-    While another thread captures a graph, as engines do when they start, a thread that
-    allocates, pins or queries an event fails, and invalidates the capture. Within the
-    block this thread does neither: its calls have nothing to do with the graph.
+    While another thread captures a graph, as engines do when they start, a call that
+    allocates, pins or queries an event fails and invalidates the capture, unless it is
+    made in this block.
     """
     found, mode = load_library(), ctypes.c_int(_THREAD_LOCAL)
-    # The call fails before the driver is initialised, when there can be no capture.
+    # This fails before the driver is initialised, when no capture can run.
     changed = found is not None and not found.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     try:
         yield

@@ -3,26 +3,26 @@
 Theory of operation
 ===================
 
-The memfd of a :class:`DeviceBuffer` is one page. It names the device and the size, and
-holds the handles by which other processes open the memory and an event: who may open
+The memfd of a :class:`DeviceBuffer` is one page with the device, the size, and the
+handles by which other processes open the memory and an event. A process that may open
 the page may open the memory. All locks, places, claims, offers and retirements of the
-file hold for the memory.
+file apply to the memory.
 
-*Order.* Locks keep writers and readers apart, and each waits on the host for its own
-device work before it reports completion, so no stream waits for a reader. Only the
-memory that a rank gives its sidecar for an operation may have work in flight: the owner
-records the page's event behind that work, and the sidecar's stream waits for it, as
-does the rank's before the next write. An event of a killed process may never be
-reached, and a stream that waits for it hangs for ever
-(https://github.com/pytorch/pytorch/pull/15974): only sidecars, which are killed at
+*Order.* Locks separate writers and readers, and each waits on the host for its own
+device work before it reports completion, so no stream waits for a reader. Only memory
+that a rank gives its sidecar for an operation may have work in flight: the owner
+records the page's event after that work, and the sidecar's stream waits for it, as does
+the rank's before the next write. An event of a killed process may never be reached, and
+a stream that waits for it hangs for ever
+(https://github.com/pytorch/pytorch/pull/15974). So only sidecars, which are killed at
 their deadline, wait for events of another process.
 
 *The end.* Use of memory that its owner has freed may end the reader's context. So a
 process that opens the memory flags the page (:data:`~replicas.linux.locks.OPENED`), by
 a file description of its own, until the last tensor over it is gone; the flag ends with
 the process. If the page is flagged or locked when its owner closes the buffer, the
-memory is freed only once it is neither (:class:`_Lingering`). It ends with its owner's
-process even while it is open elsewhere: having it open never counts as holding a
+memory is freed once it is neither (:class:`_Lingering`). The memory ends with its
+owner's process even while it is open elsewhere, so opening it never counts as holding a
 version.
 """
 
@@ -57,7 +57,7 @@ _END_S = 10.0
 
 
 class _Page(msgspec.Struct, frozen=True):
-    """The content of the file: ``memory``, ``written`` are handles."""
+    """The content of the file; ``memory`` and ``written`` are handles."""
 
     magic: str
     uuid: str
@@ -74,7 +74,7 @@ class DeviceBuffer(Buffer):
     """GPU memory that processes of one host share.
 
     Made by :meth:`Buffer.allocate`, ``open`` and ``adopt``. Its tensors are on the
-    device: wait for work on them before telling other processes about it.
+    device: wait for work on them before announcing it to other processes.
     """
 
     def __init__(self, fd: int, page: _Page, *, writable: bool) -> None:
@@ -96,7 +96,7 @@ class DeviceBuffer(Buffer):
             left = _lingering.nbytes()
             if not left:
                 raise
-            more = f"{error.message}; {size_text(left)} of ours are freed when other processes close them"
+            more = f"{error.message}; {size_text(left)} of closed buffers are freed when other processes close them"
             raise NoCapacity(more, hint=error.hint) from error
         try:
             written = gpu.event(device, interprocess=True)
@@ -110,7 +110,10 @@ class DeviceBuffer(Buffer):
 
     @classmethod
     def _adopted(cls, fd: int, device: str, *, writable: bool) -> Buffer:
-        """Opened at its first use; WorldError: ``fd`` is no page of this device."""
+        """Take over a page; the memory is opened at its first use.
+
+        :raises WorldError: ``fd`` is not a page of this device.
+        """
         try:
             return cls(fd, _read_page(fd, device), writable=writable)
         except BaseException:
@@ -123,41 +126,41 @@ class DeviceBuffer(Buffer):
         raise UsageError(text, hint='set staging = "host" on the channel for engines that load files')
 
     def readable(self) -> torch.Tensor:
-        """The shared bytes on the device; WorldError: they cannot be opened here."""
+        """Return the shared bytes. :raises WorldError: they cannot be opened here."""
         with self._lock:
             return self._open_memory().tensor
 
     def private(self) -> torch.Tensor:
-        """A completed copy of the bytes, on the device."""
+        """Return a completed copy of the bytes, on the device."""
         shared, gpu = self.readable(), device_of(self.device)
         copied = shared.clone()
         gpu.synchronize(self.device)
         return copied
 
     def pin(self) -> bool:
-        """False: only host memory is pinned."""
+        """Return False, as only host memory is pinned."""
         return False
 
     def record_write(self) -> None:
         if self._locks_in != os.getpid() or self._origin is not None:
-            raise ValueError("only the owner of device memory records what it writes")
+            raise ValueError("only the owner of device memory records its writes")
         with self._lock:
             self._open_event().record()
 
     def wait_for_write(self) -> None:
-        if self._origin is None:  # offered memory of other processes is complete
+        if self._origin is None:  # other processes offer only complete memory
             with self._lock:
                 self._open_event().wait()
 
     def close(self) -> None:
-        """Close the buffer; enqueued work of this process on it must have ended.
+        """Close the buffer; this process's work on it must have ended.
 
-        The memory is freed once no other process has it open or holds it, and no tensor
+        The memory is freed when no other process has it open or holds it, and no tensor
         over it is left here.
         """
         fd, memory, written = self.fd, self._memory, self._written
         owner = fd >= 0 and bool(memory and memory.handle) and self._locks_in == os.getpid()
-        page = os.dup(fd) if owner else -1  # its locks tell who still has the memory open
+        page = os.dup(fd) if owner else -1  # its locks show whether others have the memory open
         super().close()
         self._memory = self._written = None
         if memory is None:
@@ -168,7 +171,7 @@ class DeviceBuffer(Buffer):
             memory.close()
 
     def forget(self) -> None:
-        """Nothing: a forked child inherits no GPU memory, and leaves the page alone."""
+        """Do nothing: a forked child inherits no GPU memory."""
 
     def _open_memory(self) -> DeviceMemory:
         """Open the memory, and flag its page while it is open here."""
@@ -185,7 +188,7 @@ class DeviceBuffer(Buffer):
 
     def _open_event(self) -> Event:
         if self._written is None:
-            self._open_memory()  # its flag keeps the event alive, too
+            self._open_memory()  # its flag also keeps the event alive
             self._written = device_of(self.device).open_event(self._page.written, self.device)
         return self._written
 
@@ -226,8 +229,8 @@ def _read_page(fd: int, device: str) -> _Page:
 class _Leftover:
     """The memory of a closed buffer.
 
-    :ivar page: duplicates the owner's descriptor.
-    :ivar written: destroyed only with the memory: others may still use it.
+    :ivar page: a duplicate of the owner's descriptor.
+    :ivar written: destroyed with the memory, as others may use it until then.
     """
 
     page: int
@@ -237,7 +240,7 @@ class _Leftover:
     def end(self) -> bool:
         if not locks.hold_exclusive(self.page):
             return False
-        with contextlib.suppress(OSError):  # a kernel without such locks: no other process can open it either
+        with contextlib.suppress(OSError):  # without such locks no other process can open it
             if locks.flagged(self.page, locks.OPENED):
                 return False
         self.memory.close()
@@ -251,13 +254,13 @@ class _Lingering:
 
     A thread frees it, as does every new allocation; freeing waits for all work of the
     device. The kernel does not report the end of a lock, so the thread polls while any
-    memory is left. It ends before the interpreter does, which would otherwise end it
-    inside torch and abort the process. Memory left by then ends with the process.
+    memory is left. The thread ends before the interpreter does, which would otherwise
+    end it inside torch and abort the process. Memory left then ends with the process.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # garbage collection in this very thread may close a buffer
-        self._sweeping = threading.RLock()  # the same
+        self._lock = threading.RLock()  # garbage collection in the same thread may close a buffer
+        self._sweeping = threading.RLock()  # for the same reason
         self._left: list[_Leftover] = []
         self._thread: threading.Thread | None = None
         self._ending = threading.Event()
@@ -269,7 +272,7 @@ class _Lingering:
                 self._thread = threading.Thread(target=self._watch, name="replicas device memory", daemon=True)
                 try:
                     self._thread.start()
-                except RuntimeError:  # a limit of threads: the next allocation or closed buffer frees it
+                except RuntimeError:  # no thread left; the next allocation or closed buffer frees it
                     self._thread = None
 
     def sweep(self) -> None:
@@ -286,7 +289,7 @@ class _Lingering:
             thread.join(_END_S)
 
     def forget(self) -> None:
-        """Start anew in a forked child: it owns none of the memory or locks."""
+        """Reset in a forked child, which owns none of the memory or locks."""
         self._lock, self._sweeping = threading.RLock(), threading.RLock()
         self._left, self._thread, self._ending = [], None, threading.Event()
 

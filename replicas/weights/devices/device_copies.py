@@ -3,11 +3,11 @@
 Theory of operation
 ===================
 
-The caller's thread *enqueues* all copies, and later work on its stream comes behind
-them. An event is recorded behind each *batch*. A thread for this publish, the
-*follower*, waits for one event after the other and reports the bytes that have arrived:
-to the digest (and the sender) of host memory, which work meanwhile, or at the end to
-the digest on the device. Device failures show up there::
+The caller's thread *enqueues* all copies, and an event after each *batch*; later work
+on its stream runs after the copies. A thread for this publish, the *follower*, waits
+for one event after the other and reports the bytes that have arrived: to the digest
+(and the sender) of host memory, which work meanwhile, or at the end to the digest on
+the device. The follower also gets the device's failures::
 
     caller     wait for last readers · copy · event · copy · event · copy · end
     follower                           arrived · arrived · arrived · copied · digest
@@ -16,17 +16,17 @@ A slot belongs to its copies until ``copied`` is done, even if the publish has f
 it is not freed earlier, and no thread waits for a device that hangs.
 
 **Freeing sources.** The copies are on the caller's current stream, like any operation
-of torch. A tensor that was allocated on that stream may be freed or written once its
+of torch. A tensor that was allocated on that stream may be freed or written after its
 copy is enqueued. Tensors of other streams need the precautions torch requires: the
 current stream must wait for theirs, and ``record_stream``.
 
 **Aside** (``hold=False``): a stream of the library copies weights that all exist, after
-waiting for the enqueued work of the caller's stream. The caller's stream goes on at
-once, and must wait for the copies before it writes to the weights
-(:meth:`DeviceCopies.fence`). The weights' memory is kept until then, even when freed.
+waiting for the enqueued work of the caller's stream. The caller's stream continues
+meanwhile, and must wait for the copies before it writes to the weights
+(:meth:`DeviceCopies.fence`). The weights' memory is kept until then, even if freed.
 
-Tensors in host memory are copied before the call returns: writes to them are not
-ordered by streams.
+Tensors in host memory are copied before the call returns, as streams do not order
+writes to them.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ from replicas.weights.copies.streaming import MemoryMoved, Private
 from replicas.weights.memory.buffers import Buffer
 
 DEVICE_NBYTES = 64 << 20
-"""Bytes of copies from a device in one batch.
+"""Bytes of copies from a device in one batch; a quarter of this with ``progress``.
 
-With ``progress`` it is a quarter; copies within a device are batched only then: there a
-batch would take as long as its events.
+Copies within a device are batched only with ``progress``, as a batch takes no longer
+than its events.
 """
 
 _Batch = tuple[list[Event], list[tuple[int, int]]]
-"""The events of a batch, and the byte ranges that are filled when they are reached."""
+"""The events of a batch, and the byte ranges that are filled after them."""
 
 Begun = Callable[["DeviceCopies | Copier"], object]
 """Called with the object that copies, so that it can be stopped or waited for."""
@@ -68,8 +68,8 @@ Begun = Callable[["DeviceCopies | Copier"], object]
 class CopyOptions:
     """How a publish fills its slot when a device makes the copies.
 
-    :param buffer: the slot's memory, claimed; None: host memory that is not pinned.
-    :param hold: copy on the caller's stream; False: on one of the library's, *aside*.
+    :param buffer: the slot's memory, claimed; None for host memory, not to be pinned.
+    :param hold: copy on the caller's stream, instead of a stream of ours (*aside*).
     :param begun: called before the first copy, on the caller's thread.
     """
 
@@ -79,12 +79,12 @@ class CopyOptions:
 
     @property
     def device(self) -> str:
-        """UUID of the slot's device; empty: host memory."""
+        """UUID of the slot's device; empty for host memory."""
         return self.buffer.device if self.buffer is not None else ""
 
 
 class _DeviceSink:
-    """Hashes device memory on the device, once all bytes have arrived."""
+    """Hashes device memory on the device, after all bytes have arrived."""
 
     def __init__(self, accelerator: Accelerator, data: torch.Tensor, device: str, progress: Progress | None) -> None:
         self.digest: Future[str] = Future()
@@ -113,12 +113,12 @@ class _DeviceSink:
 class DeviceCopies:
     """Fills one run of bytes by device copies, in a ``with`` block on one thread.
 
-    It is used as a :class:`Copier`. After an exception in the block, enqueued copies
-    still end.
+    Has the methods of a :class:`Copier`. After an exception in the block, enqueued
+    copies still end.
 
-    :ivar copied: everything has been copied; its result: seconds for which the caller's
-        stream was held. It fails when the device has failed, or the block has raised.
-        Set on the follower's thread, before the digest is asked for.
+    :ivar copied: done when all bytes are copied; the result is the seconds for which
+        the copies held the caller's stream. Fails if the device failed or the block
+        raised. Set on the follower's thread, before the digest.
     :ivar ended: set after ``copied``, for waits that may be interrupted.
     """
 
@@ -138,7 +138,7 @@ class DeviceCopies:
         if self._device:
             self._sink = _DeviceSink(accelerator, data, self._device, progress)
         else:
-            self._sink = Copier(data, beside=True, progress=progress)  # hashes what has arrived
+            self._sink = Copier(data, beside=True, progress=progress)  # hashes bytes as they arrive
         self.digest = self._sink.digest
         self._most = self.step_nbytes = DEVICE_NBYTES
         if not self._device:
@@ -169,24 +169,24 @@ class DeviceCopies:
         if error is None:
             return
         try:
-            with suppress(ReplicasError):  # a failed device copies nothing any more
+            with suppress(ReplicasError):  # a failed device
                 self._end_batch()
         finally:
             self._give_up(f"{type(error).__name__}: {text_of(error)}")
 
     def abandon(self) -> None:
-        """Give up, on any thread, what an interrupt left without ``__exit__``."""
+        """Give up, on any thread, if an interrupt has skipped ``__exit__``."""
         self._give_up("its block was left")
 
     def _give_up(self, why: str) -> None:
-        """Give up with a text only: a traceback would keep the tensors."""
+        """Give up with a text, as a traceback would keep the tensors."""
         self._batches.put(SyncError(f"given up: {why}", phase="pack", hint=""))
 
     def put(self, destination: torch.Tensor, source: torch.Tensor, start: int, end: int, name: str = "") -> None:
-        """Copy ``source`` on the current stream; it may be freed and written at once.
+        """Copy ``source`` on the current stream; it may be freed or written afterwards.
 
         The stream may differ from call to call, as inside an iterator: each copy waits
-        for the one before.
+        for the previous one.
         """
         uuid = self._accelerator.uuid_of(source)
         if uuid:
@@ -220,29 +220,29 @@ class DeviceCopies:
                         self._enqueue([one for one, _ in pairs], [one for _, one in pairs], set(found) - {""})
                     self._note(step.start, step.end)
             finally:
-                self._end_batch()  # with its events on the streams of the copies
+                self._end_batch()  # here, so that its events are on the streams of the copies
 
     def written(self) -> None:
-        """Take all bytes as filled by the enqueued work of the current stream."""
+        """Count all bytes as filled by the enqueued work of the current stream."""
         self._use({self._device or self._accelerator.device()})
         self._note(0, self._nbytes)
 
     def finish(self) -> None:
-        """End the enqueueing, or raise ValueError: some bytes were never filled."""
+        """End the enqueueing; raise ValueError if some bytes were not filled."""
         if self._filled != self._nbytes:
             raise ValueError(f"{self._nbytes - self._filled} bytes were not filled")
         self._end_batch()
         self._batches.put(None)
 
     def fence(self) -> None:
-        """Order later work on this thread's current streams behind the copies."""
-        if not self.ended.is_set:  # else they have been waited for
+        """Make later work on this thread's current streams wait for the copies."""
+        if not self.ended.is_set:  # else the follower has waited
             for event in list(self._ends.values()):
                 event.wait()
 
     def _enqueue(self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], uuids: set[str]) -> None:
         if not self._used and not self._ends and self._buffer is not None and not self._device:
-            self._buffer.pin()  # only now is a device known to take part
+            self._buffer.pin()  # not earlier: only now a device takes part
         self._use({*uuids, self._device} - {""})
         if self._aside_alone:
             self._accelerator.keep(sources)
@@ -251,14 +251,14 @@ class DeviceCopies:
     def _copy_from_host(
         self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], name: str = ""
     ) -> None:
-        """Copy, blocking; to a device on a stream that waits for no other."""
+        """Copy and wait; to a device on a stream that waits for no other."""
         if not self._device:
             pairs = [pair for pair in zip(destinations, sources, strict=True) if pair[1].numel()]
             copy_host(pairs, 1, lambda index: name, load=False)
             return
         assert self._buffer is not None
         for first, last in _groups(sources):
-            private = Private(sources[first:last])  # another thread may free what is copied
+            private = Private(sources[first:last])  # another thread may free the sources
             try:
                 private.take()
             except MemoryMoved:
@@ -268,19 +268,21 @@ class DeviceCopies:
                 self._accelerator.synchronize(self._device)
 
     def _use(self, uuids: set[str]) -> None:
-        """Note the devices that get work, with a start event on each one's stream."""
+        """Note the devices that get work; record a start event on their streams."""
         self._used |= uuids
         for uuid in uuids - self._starts.keys():
             self._starts[uuid] = event = self._accelerator.event(uuid, timing=True)
             event.record()
 
     def _aside(self, uuids: set[str]) -> ExitStack:
-        """Make streams of ours current, behind the enqueued work of the caller's."""
+        """Make streams of ours current, after the enqueued work of the caller's."""
         before = {uuid: self._accelerator.event(uuid) for uuid in uuids}
         for event in before.values():
             event.record()
         with ExitStack() as stack:
-            for uuid in sorted(uuids, key=lambda one: one == self._device):  # the slot's last: it stays current
+            for uuid in sorted(
+                uuids, key=lambda one: one == self._device
+            ):  # the slot's device last, so that it stays current
                 stack.enter_context(self._accelerator.on_side_stream(uuid))
                 before[uuid].wait()
             return stack.pop_all()
@@ -315,9 +317,9 @@ class DeviceCopies:
             error = batch
             if not self._aside_alone:  # aside, the caller's stream was not held
                 held_s = max((self._ends[one].seconds_since(self._starts[one]) for one in self._ends), default=0.0)
-        except BaseException as failure:  # noqa: BLE001  # all waiters get it
+        except BaseException as failure:  # noqa: BLE001  # waiters get it
             error = failure
-        self._buffer = None  # its owner may close it from here on; its memory ends with its last user
+        self._buffer = None  # its owner may close it from here on
         if error is not None:
             self._fail(error)
             return
@@ -341,14 +343,14 @@ class DeviceCopies:
 
 
 def _pairs(step: Step, uuids: Sequence[str], *, host: bool) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The pairs of a step with sources in host memory; ``host=False``: the others."""
+    """Yield the pairs of a step with sources in host memory, or the other pairs."""
     for destination, source, uuid in zip(step.destinations, step.sources, uuids, strict=True):
         if host is not bool(uuid):
             yield destination, source
 
 
 def _groups(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
-    """Bounds of groups of some :data:`DEVICE_NBYTES`."""
+    """Yield the bounds of groups of about :data:`DEVICE_NBYTES`."""
     first = nbytes = 0
     for number, tensor in enumerate(tensors):
         if number > first and nbytes + tensor.nbytes > DEVICE_NBYTES:
@@ -360,10 +362,10 @@ def _groups(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
 
 
 def _typed(error: BaseException) -> BaseException:
-    """A device's error as one of the library's error classes."""
+    """Return a device's error as one of the library's error classes."""
     if isinstance(error, torch.OutOfMemoryError):
         text = f"the digest of the version found no memory on the GPU: {error}"
-        return NoCapacity(text, phase="pack", hint="it takes some 64 MiB: leave more of the GPU free")
+        return NoCapacity(text, phase="pack", hint="it takes about 64 MiB: leave more of the GPU free")
     if isinstance(error, RuntimeError) and not isinstance(error, ReplicasError):
         text = f"copies on the GPU failed: {error}"
         return WorldError(text, phase="pack", hint="the CUDA context of this process is broken: restart the replica")

@@ -13,25 +13,25 @@ as its image. The writer calls :meth:`Arena.hold` or :meth:`Arena.free`; a slot 
 stay *filling* while its writer may still write.
 
 *Foreign* slots are versions in the memory of another member of this host, mapped
-(:meth:`Arena.adopt`). They come on top of the arena's own slots, cost no memory, and go
-once they are neither pinned nor protected here.
+(:meth:`Arena.adopt`). They come on top of the arena's own slots, cost no memory, and
+end when they are neither pinned nor protected here.
 
 **Readers in other processes** hold this memory by kernel locks
-(:mod:`replicas.linux.locks`), also when its version has been released here. Two kinds
-of readers are not waited for: those that keep a mapping of a version after letting go
-of its lock, and those that hold a version which no responsive member still holds
+(:mod:`replicas.linux.locks`), even after its version has been released here. The arena
+does not wait for two kinds of readers: those that keep a mapping of a version without
+its lock, and those that hold a version which no responsive member still holds
 (:meth:`Arena.released`: the holder is frozen, and evicted). Their buffer is *retired*,
 that is, left to them, and the slot gets another from the
 :class:`~replicas.weights.memory.pool.Pool`. The kernel does not report the end of a
 lock: to wait for a slot, poll.
 
 A buffer whose file was *shown* to a user (:meth:`Buffer.show`) is never filled again,
-as nothing says who still reads it: the slot gets another, and the kernel frees the old
-one when nothing has it mapped or open. :mod:`replicas.weights.memory.left`
-finds out, for logs and errors, who that is.
+as its readers are unknown: the slot gets another, and the kernel frees the old one when
+no process has it mapped or open. :mod:`replicas.weights.memory.left` finds these
+processes, for logs and errors.
 
-Memory that its owner fills by itself is *closed to writers* before it is filled. A
-sidecar needs a mapping of its own, made before that: it gets other memory.
+Memory that only its owner fills is *closed to writers* before. A sidecar would need its
+own mapping before that, so memory that it fills stays open to writers.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ _FREED: dict[SlotState, SlotEvent] = {"filling": "abandoned", "held": "released"
 
 
 class Slot:
-    """One slot of an arena, which alone changes its fields, under its lock.
+    """One slot of an arena, which changes its fields under its lock.
 
-    :ivar foreign: it is the memory of another member of this host.
+    :ivar foreign: the memory belongs to another member of this host.
     :ivar digest: of the data, once held.
     :ivar sharing: how many processes of this host have received its version together.
     """
@@ -82,13 +82,13 @@ class Slot:
         return self._buffer
 
     def drop_buffer(self) -> None:
-        buffer, self._buffer = self._buffer, None  # first: a buffer of a slot is open
+        buffer, self._buffer = self._buffer, None  # first, as a slot's buffer is open
         if buffer is not None:
             buffer.close()
 
     @property
     def image(self) -> Manifest | None:
-        """The manifest of the whole image in it; None for a packed part."""
+        """The manifest of the slot's whole image; None for a packed part."""
         if isinstance(self.manifest, PartManifest):
             return self.manifest.whole if self.manifest.pieces is None else None
         return self.manifest
@@ -105,7 +105,7 @@ class Slot:
 
     @property
     def place(self) -> SlotPlace:
-        """The place by which others of this host can open it, while it is held."""
+        """The place by which other processes of this host can open the held slot."""
         return self.buffer.place
 
     def __repr__(self) -> str:
@@ -118,14 +118,13 @@ class Arena:
 
     :param slots: how many versions fit in its own memory.
     :param name: names its memory in ``/proc/PID/maps``.
-    :param device: UUID of the GPU for its own memory, without headers; empty: host
+    :param device: UUID of the GPU for its own memory, without headers; empty for host
         memory.
-    :param on_drop: called, without the lock held, with a version whose slot was given
-        to another version, or was foreign and is no longer needed.
-    :param on_change: called likewise after a slot became free or lost its last pin: a
-        waiting :meth:`acquire` may succeed now.
-    :ivar protected: versions that must not be evicted; replace or change it at will,
-        then call :meth:`trim`.
+    :param on_drop: called, without the lock, with a version whose slot was given to
+        another version, or was foreign and is no longer needed.
+    :param on_change: called, without the lock, after a slot became free or lost its
+        last pin: a waiting :meth:`acquire` may succeed now.
+    :ivar protected: versions that must not be evicted; call :meth:`trim` after changes.
     :ivar pool: allocates the memory of its slots.
     """
 
@@ -143,7 +142,7 @@ class Arena:
         self.protected: set[int] = set()
         self.on_drop = on_drop
         self.on_change = on_change
-        self._lock = threading.RLock()  # a finaliser may come in within any method
+        self._lock = threading.RLock()  # a finaliser may run within any method
         self._slots = [Slot(index) for index in range(slots)]
         self._foreign: list[Slot] = []
         self._adopted = 0
@@ -163,10 +162,7 @@ class Arena:
             return tuple(self._foreign)
 
     def prepare(self, nbytes: int, at_most: int | None = None) -> None:
-        """Allocate memory for the slots that lack it, in the background, if it fits.
-
-        Slots whose memory was shown will lack it.
-        """
+        """Allocate in the background for slots whose memory is missing or was shown."""
         with self._lock:
             lacking = [
                 slot._buffer is None or (slot.state == "free" and not _fits(slot, nbytes)) or slot._buffer.shown
@@ -175,12 +171,12 @@ class Arena:
         self.pool.prepare(nbytes, sum(lacking) if at_most is None else min(sum(lacking), at_most))
 
     def acquire(self, version: int, manifest: Manifest | PartManifest, *, alone: bool = False) -> Slot | None:
-        """Take a slot to fill with ``version``, its header written; None: all in use.
+        """Take a slot to fill with ``version``, and write its header; None if in use.
 
         Then try again every few hundredths of a second, for readers in other processes,
-        and at each ``on_change``. It blocks only for memory that is being allocated.
+        and at each ``on_change``. Blocks only for memory that is being allocated.
 
-        :param alone: this process alone fills it, and no sidecar.
+        :param alone: only this process fills it, no sidecar.
         :raises NoCapacity: its memory cannot be allocated; the slot stays free.
         """
         nbytes = manifest.nbytes if isinstance(manifest, PartManifest) else manifest.image_nbytes
@@ -195,8 +191,8 @@ class Arena:
             slot.state = SLOT.next(slot.state, "evicted" if dropped else "acquired")
             slot.version, slot.manifest, slot.digest, slot.pins = version, manifest, "", 0
         try:
-            self._fit(slot, nbytes, alone=alone)  # without the lock: memory may have to be made
-        except BaseException:  # an interrupt must not lose the slot either
+            self._fit(slot, nbytes, alone=alone)  # without the lock, as it may allocate
+        except BaseException:  # an interrupt must not lose the slot
             self.free(slot)
             raise
         finally:
@@ -206,7 +202,7 @@ class Arena:
         return slot
 
     def hold(self, slot: Slot, digest: str) -> None:
-        """Mark the slot complete: it holds its version, and others may map it."""
+        """Mark the slot as complete, so that others may map it."""
         with self._lock:
             if slot.state != "filling":
                 raise ValueError(f"{slot!r} is not being filled")
@@ -214,7 +210,7 @@ class Arena:
             slot.state, slot.digest = SLOT.next(slot.state, "completed"), digest
 
     def mended(self, slot: Slot, digest: str) -> None:
-        """Wrong bytes of a version that nobody has seen were replaced in its slot."""
+        """Set the digest after wrong bytes of an unpublished version were replaced."""
         with self._lock:
             slot.digest = digest
 
@@ -235,7 +231,7 @@ class Arena:
         self.on_change()
 
     def release(self, version: int) -> bool:
-        """Free the slot of ``version``, now or with its last pin; False: not held."""
+        """Free a version's slot, now or with its last pin; return False if not held."""
         with self._lock:
             slot = self.find(version)
             if slot is None:
@@ -248,7 +244,7 @@ class Arena:
         return True
 
     def released(self, version: int) -> None:
-        """Stop waiting for locks on ``version``: no responsive member needs it."""
+        """Stop waiting for locks on ``version``, as no responsive member needs it."""
         with self._lock:
             for slot in self._slots:
                 if slot._buffer is not None and slot._buffer.offered == version:
@@ -256,23 +252,23 @@ class Arena:
         self.on_change()
 
     def lent(self) -> set[int]:
-        """Versions no longer held here that others may still read in this memory."""
+        """Return versions no longer held here that others may still read."""
         with self._lock:
             held = {slot.version for slot in self._slots if slot.state != "free"}
             offered = {slot._buffer.offered for slot in self._slots if slot._buffer is not None}
             return offered - held - {0}
 
     def borrow(self, place: SlotPlace, version: int, *, lock: bool = True) -> Buffer:
-        """:meth:`Buffer.open` another member's memory briefly; the caller closes it."""
+        """Do :meth:`Buffer.open`, with kept mappings; the caller closes the buffer."""
         buffer = Buffer.open(place, version, lock=lock)
         buffer.keep_mappings_in(self._kept)
         return buffer
 
     def adopt(self, version: int, manifest: Manifest | PartManifest, buffer: Buffer, digest: str = "") -> Slot:
-        """Add a held foreign slot; ``buffer`` is taken over, also on failure.
+        """Add a held foreign slot; take over ``buffer``, also on failure.
 
         It stays until it is neither pinned nor protected at a :meth:`trim` or at its
-        own last unpin. Raises Gone when the arena is closed.
+        own last unpin. Raises Gone if the arena is closed.
         """
         with self._lock:
             if self._closed:
@@ -289,7 +285,7 @@ class Arena:
             return slot
 
     def trim(self) -> None:
-        """Drop foreign slots neither pinned nor protected, as ``protected`` changed."""
+        """Drop foreign slots that are neither pinned nor protected."""
         with self._lock:
             unneeded = [slot for slot in self._foreign if not slot.pins and slot.version not in self.protected]
             versions = [slot.version for slot in unneeded]
@@ -300,14 +296,14 @@ class Arena:
             self.on_drop(version)
 
     def pin(self, slot: Slot) -> None:
-        """Keep a held slot until :meth:`unpin`; pins add up."""
+        """Keep a held slot until :meth:`unpin`; pins are counted."""
         with self._lock:
             if slot.state != "held":
-                raise ValueError(f"{slot!r} holds nothing")
+                raise ValueError(f"{slot!r} does not hold a version")
             slot.pins += 1
 
     def unpin(self, slot: Slot) -> None:
-        """Remove a pin; the last one drops a leaving, or unprotected foreign, slot."""
+        """Remove a pin; the last pin drops a leaving or unprotected foreign slot."""
         dropped = 0
         with self._lock:
             if slot.pins < 1:
@@ -325,12 +321,12 @@ class Arena:
             self.on_change()
 
     def find(self, version: int) -> Slot | None:
-        """The slot that holds ``version`` complete, or None."""
+        """Return the slot that holds the complete ``version``, or None."""
         with self._lock:
             return next((slot for slot in self._held() if slot.version == version), None)
 
     def find_pinned(self, version: int) -> Slot | None:
-        """Like :meth:`find`, and pin the slot in the same step."""
+        """Find the slot of ``version`` and pin it in one step, or return None."""
         with self._lock:
             slot = self.find(version)
             if slot is not None:
@@ -351,7 +347,7 @@ class Arena:
             return {version: image for version, image in images.items() if image is not None}
 
     def in_use(self) -> str:
-        """The slots in use and their users, as text for an error."""
+        """Describe the slots in use and their users, for an error."""
         with self._lock:
             texts = [text for slot in self._slots if (text := self._use(slot))]
         retired = self.pool.retired
@@ -364,7 +360,7 @@ class Arena:
         return f"{text}; {left}" if left else text
 
     def close(self) -> None:
-        """Free the memory of all slots; a filling or pinned one keeps it until done."""
+        """Free the memory of all slots; filling or pinned slots keep it until then."""
         with self._lock:
             self._closed = True
             for slot in [*self._slots, *self._foreign]:
@@ -372,7 +368,7 @@ class Arena:
                     self._clear(slot, "close")
             self._kept.close()
         self.pool.close()
-        self._end.detach()  # no Python runs when this is garbage-collected, maybe on a thread being interrupted
+        self._end.detach()  # or garbage collection would run Python, maybe on an interrupted thread
 
     def _held(self) -> Iterator[Slot]:
         return (slot for slot in (*self._slots, *self._foreign) if slot.state == "held")
@@ -391,14 +387,14 @@ class Arena:
             buffer = slot._buffer
             if buffer is None:
                 return slot
-            claim = buffer.claim()  # readers in other processes may hold it
+            claim = buffer.claim()  # fails if readers in other processes hold it
             if claim == "claimed":
                 return slot
             if claim == "shown":
                 shown.append((slot, buffer))
             elif claim == "in sight" or buffer.released:
                 retirable.append((slot, buffer))
-        for slot, buffer in shown:  # takes no room among the retired
+        for slot, buffer in shown:  # first, as they do not count as retired
             slot._buffer = None
             self.pool.leave(buffer)
             return slot
@@ -411,7 +407,7 @@ class Arena:
     def _fit(self, slot: Slot, nbytes: int, *, alone: bool) -> None:
         """Give the slot memory of exactly ``nbytes``, with its image's header."""
         if not _fits(slot, nbytes) or (not alone and slot.buffer.closed_to_writers):
-            with self._lock:  # others look at the memory of all slots under it
+            with self._lock:  # other threads read all slots' buffers under it
                 old, slot._buffer = slot._buffer, None
             if old is not None:
                 old.close()

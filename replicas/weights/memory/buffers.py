@@ -3,27 +3,27 @@
 Theory of operation
 ===================
 
-A :class:`Buffer` is a memfd: nothing is left when every process that has it is killed.
-Its pages are allocated at once (``posix_fallocate``: a clean error instead of a SIGBUS
-later) and mapped at once (the first touch of a page is ten times slower than the next).
+A :class:`Buffer` is a memfd, which the kernel frees when all processes with it have
+ended. Its pages are allocated in advance (``posix_fallocate``: a clean error instead of
+a later SIGBUS) and mapped in advance (the first touch of a page is ten times slower
+than the next).
 
 Sidecars share it by its descriptor. Other members *open* it (:meth:`Buffer.open`)
-through ``/proc`` of a process that has it, read-only, with locks of their own. The
-library reads an opened buffer through :meth:`Buffer.readable`, which is never handed
-out; users read it through :meth:`Buffer.private`, or as a file (:meth:`Buffer.show`).
+through ``/proc`` of a process that has it, read-only, with their own locks. The library
+reads an opened buffer through :meth:`Buffer.readable`, whose tensor users never get;
+users read it through :meth:`Buffer.private`, or as a file (:meth:`Buffer.show`).
 
-What users make of a file is unknown here: a mapping that outlives the version, in
-whatever process. Showing a file therefore *seals* it (:mod:`replicas.linux.seals`): no
-process can open it for writing, and its owner sees at the next claim that it
-must not be refilled, and leaves it to its readers. The seal is the kernel's, and
-outlives the reader that set it.
+A user may map that file in any process, for longer than the version. So showing a file
+*seals* it (:mod:`replicas.linux.seals`): no process can open it for writing, and its
+owner sees at the next claim that it must not refill it, and leaves it to its readers.
+The kernel keeps the seal after the reader that set it has ended.
 
-The owner *claims* its buffer before it writes, and *offers* it when a version is
-complete in it. The next claim checks that the version has no holder and no mapping any
-more (:mod:`replicas.linux.locks`), and that the file was not shown.
+The owner *claims* its buffer before it writes, and *offers* it when it holds a complete
+version. The next claim checks that the version has no holder or mapping left
+(:mod:`replicas.linux.locks`), and that the file was not shown.
 
-The bytes may be in GPU memory (:mod:`replicas.weights.devices.device_buffers`). The
-file is then a page that tells how to open them, and all about locks stays the same.
+The bytes may be in GPU memory (:mod:`replicas.weights.devices.device_buffers`). Then
+the file is a page that describes how to open them; its locks work the same way.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ from replicas.messages import SlotPlace
 from replicas.weights.copies.accelerator import accelerator
 from replicas.weights.memory.mappings import KeptMappings, Mapping, map_private, map_readable, map_shared
 
-_ALLOCATE_NBYTES = 64 << 20  # between two looks at what is left
+_ALLOCATE_NBYTES = 64 << 20  # between two checks of the memory left
 RESERVE_NBYTES = 32 << 20
 """Left free beside a large buffer, for its page tables and other processes."""
 
 _FSIZE_HINT = "this memory counts as a file: raise the limit of the size of files (ulimit -f unlimited)"
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
-_UNLIMITED_NBYTES = 1 << 60  # version 1 says "no limit" by a huge number
+_UNLIMITED_NBYTES = 1 << 60  # cgroup version 1 writes "no limit" as a huge number
 
 Claim = Literal["claimed", "held", "in sight", "shown"]
 
@@ -75,12 +75,12 @@ class BufferWatcher(Protocol):
 class Buffer:
     """Anonymous shared memory.
 
-    :ivar device: UUID of the GPU that holds the bytes; empty: they are in the file.
-    :ivar key: a number unique among all buffers of this process, ever.
+    :ivar device: UUID of the GPU that holds the bytes; empty if they are in the file.
+    :ivar key: a number unique among all buffers of this process, never reused.
     :ivar watchers: called on the closing thread when it is closed; held weakly.
     :ivar writable: False for the memory of another process.
     :ivar serial: how often it has been filled.
-    :ivar offered: the version of the last filling, for others to hold; 0: none.
+    :ivar offered: the version that others may hold, or 0.
     :ivar released: no responsive member still needs that version.
     :cvar on_device: set by :mod:`replicas.weights.devices.device_buffers`, which
         imports this module.
@@ -111,8 +111,8 @@ class Buffer:
         """Allocate a new buffer with all its pages.
 
         :param name: shown in ``/proc/PID/maps``.
-        :param stop: asked every few megabytes whether to give up.
-        :param device: UUID of the GPU for the bytes; empty: host memory.
+        :param stop: called every few megabytes; returns True to give up.
+        :param device: UUID of the GPU for the bytes; empty for host memory.
         :raises NoCapacity: the machine, the cgroup or the GPU has less than ``nbytes``
             left.
         :raises AllocationStopped: ``stop`` returned true.
@@ -135,7 +135,7 @@ class Buffer:
         try:
             for start in range(0, nbytes, _ALLOCATE_NBYTES):
                 check()
-                check_capacity(nbytes - start, what)  # others allocate, too
+                check_capacity(nbytes - start, what)  # again, as others also allocate
                 os.posix_fallocate(buffer.fd, start, min(_ALLOCATE_NBYTES, nbytes - start))
             if nbytes:
                 buffer._mapping = map_shared(buffer.fd, nbytes, check)
@@ -150,7 +150,7 @@ class Buffer:
 
     @staticmethod
     def adopt(fd: int, device: str = "") -> Buffer:
-        """A buffer received as a descriptor from another process; takes over ``fd``.
+        """Return a buffer over a descriptor from another process; take over ``fd``.
 
         :raises WorldError: the page of memory of this ``device`` cannot be used here.
         """
@@ -163,9 +163,10 @@ class Buffer:
 
     @staticmethod
     def open(place: SlotPlace, version: int, *, lock: bool = True) -> Buffer:
-        """:func:`replicas.memory.kept.hold` it: no refill until this is closed.
+        """Open memory of another process (:func:`replicas.memory.kept.hold`).
 
-        :param lock: False: it may be refilled, as :attr:`unchanged` tells.
+        :param lock: prevent a refill until this buffer is closed; else check
+            :attr:`unchanged` after reading.
         """
         fd = hold(place, version, lock=lock)
         buffer = (Buffer.on_device if place.device else Buffer)._adopted(fd, place.device, writable=False)
@@ -176,10 +177,10 @@ class Buffer:
     def claim(self) -> Claim:
         """Claim the buffer before writing.
 
-        "claimed": it has no readers, and none can come from now on. Else nothing has
-        changed: "held": a process holds its content; "in sight": a private mapping of
-        it may be alive in some process, this one included; "shown": its file was handed
-        out, so it must never be filled again.
+        Returns "claimed" if it has no readers, and can get none from now on. Otherwise
+        nothing has changed, and the result is "held" if a process holds its content,
+        "in sight" if a private mapping of it may exist in any process, "shown" if its
+        file was handed out, so that it must never be filled again.
         """
         if not locks.hold_exclusive(self._open_fd):
             return "held"
@@ -188,7 +189,7 @@ class Buffer:
             return "shown"
         try:
             in_sight = locks.flagged(self.fd, locks.MAPPED)
-        except OSError:  # no such locks: no other process can have mapped it; users here know until when they may read
+        except OSError:  # without such locks only users of this process can have mapped it, inside their blocks
             in_sight = False
         if in_sight:
             locks.let_go(self.fd)
@@ -203,15 +204,15 @@ class Buffer:
         locks.let_go(self._open_fd)
 
     def offer(self, version: int) -> None:
-        """Announce that ``version`` is complete in it: others may hold it now."""
+        """Announce that ``version`` is complete, so that others may hold it."""
         self.serial += 1
-        locks.flag(self._open_fd, self.serial)  # before the lock goes: readers look for the flag
+        locks.flag(self._open_fd, self.serial)  # before the lock is released, as readers check the flag
         self.offered, self.released = version, False
         locks.let_go(self.fd)
 
     @property
     def place(self) -> SlotPlace:
-        """The place by which others of this host can open it."""
+        """The place by which other processes of this host can open it."""
         fd = self._open_fd
         status = os.fstat(fd)
         door = "" if self.device else own_door()
@@ -219,12 +220,12 @@ class Buffer:
 
     @property
     def origin(self) -> SlotPlace:
-        """The place in the process that fills it, known there after this is closed."""
+        """The place in the process that fills it."""
         return self._origin or self.place
 
     @property
     def unchanged(self) -> bool:
-        """Whether what has been read of another's memory so far is its version.
+        """Whether bytes read so far, without a lock, belong to the version.
 
         The owner removes its flag before it writes.
         """
@@ -232,12 +233,12 @@ class Buffer:
 
     @property
     def path(self) -> str:
-        """Opens it as a file, while process and buffer live; UsageError on a GPU."""
+        """A path to the file, while process and buffer live; UsageError on a GPU."""
         return f"/proc/{os.getpid()}/fd/{self.fd}"
 
     @property
     def shown(self) -> bool:
-        """True if its file was handed out by any process, so that it stays as it is."""
+        """Whether any process has handed its file out, so that it must not change."""
         return not self.device and seals.is_final(self._open_fd)
 
     @property
@@ -245,15 +246,15 @@ class Buffer:
         return not self.device and seals.is_closed_to_writers(self._open_fd)
 
     def close_to_writers(self) -> None:
-        """Let no process map it for writing that has not done so; the owner has."""
+        """Prevent further writable mappings; the owner has its own already."""
         if not self.device:
             seals.close_to_writers(self._open_fd)
 
     def show(self, *, to_copy: bool = False) -> str:
-        """:attr:`path`, for a user: read-only for all, and its bytes never change.
+        """Return :attr:`path` for a user, sealed so that its bytes never change.
 
-        :param to_copy: the user keeps nothing of it beyond the version's time, so that
-            it may be refilled; where another process fills it, this changes nothing.
+        :param to_copy: the user keeps no mapping after the version's block, so that the
+            buffer may be refilled; ignored if it is not closed to writers.
         :raises NoCapacity: no descriptor is left here.
         :raises WorldError: this process cannot seal the file.
         """
@@ -271,14 +272,14 @@ class Buffer:
         return path
 
     def tensor(self) -> torch.Tensor:
-        """The shared bytes, uint8; ValueError if they are not writable or closed."""
+        """Return the shared bytes, uint8; raise ValueError if closed or read-only."""
         tensor = self.readable()
         if not self.writable or (self._mapping is not None and self._mapping.read_only):
-            raise ValueError("the buffer is the memory of somebody else, or closed to writers: it can only be read")
+            raise ValueError("the buffer belongs to another process or is closed to writers, so it is read-only")
         return tensor
 
     def readable(self) -> torch.Tensor:
-        """The shared bytes, uint8; writing to them, if not writable, is a SIGSEGV."""
+        """Return the shared bytes, uint8; writing, if not allowed, is a SIGSEGV."""
         return (self._mapping or locked(self._lock, self._map)).tensor
 
     def _map(self) -> Mapping:
@@ -295,9 +296,9 @@ class Buffer:
         return self._mapping
 
     def private(self) -> torch.Tensor:
-        """A copy-on-write view, uint8 of shape ``[nbytes]``; on a GPU a copy.
+        """Return a copy-on-write view, uint8 of shape ``[nbytes]``; on a GPU a copy.
 
-        Its content stays as it is while a tensor uses it, also after :meth:`close`.
+        Its content does not change while a tensor uses it, even after :meth:`close`.
 
         :raises NoCapacity: a limit of this process or machine allows no more mappings.
         """
@@ -305,10 +306,10 @@ class Buffer:
         return map_private(fd, self.nbytes) if self.nbytes else torch.empty(0, dtype=torch.uint8)
 
     def pin(self) -> bool:
-        """Pin its mapping, for asynchronous copies with a GPU; False: impossible.
+        """Pin the mapping for asynchronous copies with a GPU; return False if it fails.
 
-        It is pinned until it is closed, or as long as its mapping is kept. It must not
-        be closed while a copy is in flight.
+        It stays pinned until it is closed, or as long as its mapping is kept. It must
+        not be closed while a copy is in flight.
         """
         found = accelerator()
         if found is None or not self.nbytes:
@@ -325,22 +326,22 @@ class Buffer:
         """Record the owner's writes, enqueued on this thread's current stream."""
 
     def wait_for_write(self) -> None:
-        """Order this thread's current stream, of the owner or a sidecar, behind it."""
+        """Make this thread's current stream, of the owner or a sidecar, wait for it."""
 
     def keep_mappings_in(self, kept: KeptMappings) -> None:
-        """Keep mappings of another process's memory in ``kept``, past :meth:`close`."""
+        """Keep mappings of another process's memory in ``kept`` after :meth:`close`."""
         self._kept = kept
 
     def close(self) -> None:
-        """Close it; its last mapping and descriptor in any process free the memory."""
+        """Close the buffer; the kernel frees it with its last mapping or descriptor."""
         fd, self.fd = self.fd, -1
         mapping, self._mapping = self._mapping, None
-        if mapping is not None and mapping.kept is None:  # a kept one is unpinned by its keeper
+        if mapping is not None and mapping.kept is None:  # KeptMappings unpins a kept one
             mapping.unpin()
         if fd < 0:
             return
         if self._kept is not None and mapping is not None and mapping.kept is not None and seals.is_final(fd):
-            self._kept.drop(mapping.kept.inode)  # the owner closes this memory, which /proc may not show
+            self._kept.drop(mapping.kept.inode)  # as the owner closes this memory, maybe unseen by us
         if self._locks_in == os.getpid():  # a forked child shares the locks, and must not release them
             locks.let_go(fd)
             if self.offered:
@@ -370,16 +371,16 @@ _LIVING: Living[Buffer] = Living(operator.methodcaller("forget"))
 
 
 def available_nbytes(*, proc: Path = Path("/proc"), cgroup_root: Path = _CGROUP_ROOT) -> tuple[int, str]:
-    """Bytes that can still be allocated, and the name of the limit."""
+    """Return the bytes that can still be allocated, and the name of the limit."""
     limits = [*_machine(proc), *_cgroups(proc, cgroup_root)]
     return min(limits, default=(_UNLIMITED_NBYTES, "nothing"))
 
 
 def check_capacity(nbytes: int, what: str) -> None:
-    """Raise :class:`NoCapacity` when ``nbytes`` more cannot be allocated for ``what``.
+    """Raise :class:`NoCapacity` if ``nbytes`` more cannot be allocated for ``what``.
 
-    The kernel reports no error: beyond a cgroup's limit it kills a process, and it
-    charges shared memory to the cgroup of the process that touches it first.
+    The kernel reports no error beyond a cgroup's limit, but kills a process; it charges
+    shared memory to the cgroup of the process that touches it first.
     """
     available, limit = available_nbytes()
     reserve = RESERVE_NBYTES if nbytes >= RESERVE_NBYTES else 0
@@ -396,13 +397,12 @@ def _machine(proc: Path) -> Iterator[tuple[int, str]]:
 
 
 def _cgroups(proc: Path, root: Path) -> Iterator[tuple[int, str]]:
-    """Every memory limit from this process's cgroup to the root, versions 2 and 1."""
+    """Yield all memory limits from this process's cgroup to the root (v2 and v1)."""
     for line in filter(None, _read(proc / "self/cgroup")):
         _, controllers, path = line.split(":", 2)
         limit_names: tuple[str, ...]
         if controllers == "":
-            # Beyond memory.high no allocation fails, but every page is throttled to a
-            # standstill.
+            # Beyond memory.high allocations succeed, but each page is throttled.
             base, limit_names, usage_name = root, ("memory.max", "memory.high"), "memory.current"
         elif "memory" in controllers.split(","):
             base, limit_names, usage_name = root / "memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes"
@@ -422,14 +422,14 @@ def _cgroups(proc: Path, root: Path) -> Iterator[tuple[int, str]]:
 
 
 def _reclaimable(folder: Path) -> int:
-    """Bytes of file cache: they count as used, but are freed on demand."""
+    """Return the bytes of file cache, which count as used, but are freed on demand."""
     fields = dict(line.split(None, 1) for line in _read(folder / "memory.stat") if " " in line)
     return int(fields.get("inactive_file", 0)) + int(fields.get("active_file", 0))
 
 
 def _read(path: Path) -> list[str]:
-    """The lines of a text, of which there is one at least."""
+    """Return the lines of a file, or one empty line if it cannot be read."""
     try:
         return kernel_lines(path)
-    except OSError:  # not every kernel or container has it; an unreadable limit is no limit
+    except OSError:  # not every kernel or container has it; then there is no limit
         return [""]

@@ -1,12 +1,11 @@
-"""Memory that was closed here because its file was shown, and who still maps it.
+"""Memory that was closed here after its file was shown, and the processes that map it.
 
-The kernel frees such memory after its last mapping and descriptor, so nothing has to be
-done for it. But a reader that keeps what it has loaded of every version lets memory
-grow until no more can be allocated. So the processes that map it are looked up now and
-then: never more than once for as many versions as are still mapped, and on a thread of
-its own. They are named in the log when there are more than a reader needs that drops
-one version before it takes the next, and in the errors that follow from too little
-memory.
+The kernel frees such memory after its last mapping and descriptor. But a reader that
+keeps its tensors of every version makes memory grow until allocations fail. So a thread
+looks up the processes that map such memory, rarely: at most once for each doubling of
+the mapped versions. The log names them if they map more versions than a reader needs
+that drops one version before it takes the next; errors about too little memory name
+them, too.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ logger = Log("replicas.weights")
 
 
 class Left:
-    """The left memory of one arena. Thread-safe.
+    """The closed, shown memory of one arena. Thread-safe.
 
     :param name: of the arena, for the log.
-    :param usual: how many versions may be left before the log says so.
+    :param usual: how many such versions may be mapped without a warning.
     """
 
     def __init__(self, name: str, usual: int) -> None:
@@ -42,11 +41,11 @@ class Left:
             self._looking = looking = threading.Thread(target=self._look, name=f"{self._name} readers", daemon=True)
         try:
             looking.start()
-        except RuntimeError:  # a limit of threads: the next one that is left tries again
+        except RuntimeError:  # no thread left; the next call tries again
             self._looking = None
 
     def text(self) -> str:
-        """Versions that are still mapped, their size and the processes; or empty."""
+        """Describe the versions that are still mapped, and by whom; "" if none are."""
         with self._lock:
             known = dict(self._nbytes)
         found = mappers(known) if known else {}
@@ -68,7 +67,7 @@ class Left:
             self._looking = None
         if text and len(self._nbytes) > self._usual:
             logger.warning(
-                "%s: %s. Their memory is freed when what was loaded from them is dropped; "
-                "copy it inside the block to keep one version only",
+                "%s: %s. Their memory is freed when the tensors loaded from them are dropped; "
+                "copy these inside the block to keep one version only",
                 *(self._name, text),
             )

@@ -5,16 +5,17 @@ Theory of operation
 
 The first touch of a page through a new mapping costs a page fault, and an allocation if
 no process has touched it yet: together ten times the copy. ``madvise`` does both for
-many pages at once, through ctypes, which releases the GIL; ``mmap.madvise`` does not.
+many pages in one call, through ctypes, which releases the GIL; ``mmap.madvise`` does
+not.
 
-Every mapping is made through a *file description of its own* (the file is reopened),
-because Python's mmap keeps a duplicate of the descriptor: a buffer's locks must end
-with the buffer, not with the last tensor.
+Every mapping has a *file description of its own* (the file is reopened), because
+Python's mmap keeps a duplicate of the descriptor: a buffer's locks must end with the
+buffer, not with the last tensor.
 
-*Kept mappings.* A reader maps the few buffers of an owner repeatedly. A mapping
-for reading shows all later writes of the owner, so :class:`KeptMappings` keeps it for
-the next mapping of the same file (the same inode). It keeps memory alive that its owner
-may have closed. Therefore a mapping that no held slot uses is dropped when the owner's
+*Kept mappings.* A reader maps the few buffers of an owner repeatedly. A mapping for
+reading shows all later writes of the owner, so :class:`KeptMappings` keeps it for the
+next mapping of the same file (the same inode). This keeps memory alive that its owner
+may have closed. So a mapping that no held slot uses is dropped when the owner's
 descriptor is no longer that file, or when it was not used for :data:`KEPT_USES`
 versions. A file whose mapping is kept cannot end, so its inode number is not reused.
 """
@@ -47,7 +48,7 @@ KEPT_USES = 8
 
 _MADV_POPULATE_READ = 22  # Linux 5.14; the mmap module of Python 3.11 has no names for them
 _MADV_POPULATE_WRITE = 23
-_POPULATE_NBYTES = 32 << 20  # between two looks at whether to stop
+_POPULATE_NBYTES = 32 << 20  # between two checks whether to stop
 _UNPIN_S = 30.0
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -59,7 +60,7 @@ class Mapping:
 
     :param tensor: uint8 of shape ``[nbytes]``.
     :ivar read_only: writing to it is a SIGSEGV.
-    :ivar kept: whose memory it is, if a :class:`KeptMappings` has it, and unpins it.
+    :ivar kept: place of the memory, if a :class:`KeptMappings` keeps and unpins it.
     :ivar used: the number of its last use there.
     """
 
@@ -77,7 +78,7 @@ class Mapping:
         return self._pin is not None
 
     def pin(self, device: Accelerator) -> bool:
-        """Pin it, which takes as long as a copy; False: impossible."""
+        """Pin the memory, which takes as long as a copy; return False if impossible."""
         return locked(self._pinning, self._register, device)
 
     def _register(self, device: Accelerator) -> bool:
@@ -93,7 +94,7 @@ class Mapping:
 
 
 def map_shared(fd: int, nbytes: int, check: Callable[[], None] = lambda: None) -> Mapping:
-    """Map to read and write, with all pages; ``check`` is called now and then."""
+    """Map for reading and writing, with all pages; call ``check`` every 32 MiB."""
     tensor = _bytes_of(_mapped(fd, nbytes, os.O_RDWR, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE))
     _populate(tensor.data_ptr(), nbytes, _MADV_POPULATE_WRITE, check)
     return Mapping(tensor)
@@ -103,17 +104,17 @@ def map_readable(fd: int, nbytes: int) -> Mapping:
     """Map shared memory for reading, with all its pages; writing is a SIGSEGV."""
     mapping = _mapped(fd, nbytes, os.O_RDONLY, mmap.MAP_SHARED, mmap.PROT_READ)
     address = numpy.frombuffer(mapping, dtype=numpy.uint8).ctypes.data
-    # torch has no read-only tensors, and warns about buffers that report themselves as
-    # read-only; this array does not.
+    # torch has no read-only tensors, and warns about read-only buffers; this array does
+    # not report that it is one.
     array = (ctypes.c_ubyte * nbytes).from_address(address)
-    array.mapping = mapping  # type: ignore[attr-defined]  # lives as long as the array, which the tensor keeps
+    array.mapping = mapping  # type: ignore[attr-defined]  # the tensor keeps the array, and this the mapping
     tensor = _bytes_of(array)
     _populate(address, nbytes, _MADV_POPULATE_READ, lambda: None)
     return Mapping(tensor, read_only=True)
 
 
 def map_private(fd: int, nbytes: int) -> torch.Tensor:
-    """Map copy-on-write, flagged as mapped while it lives, faulted in as it is read."""
+    """Map copy-on-write, flagged as mapped while it lives, without populating pages."""
     prot = mmap.PROT_READ | mmap.PROT_WRITE
     return torch.frombuffer(_mapped(fd, nbytes, os.O_RDONLY, mmap.MAP_PRIVATE, prot, flag=True), dtype=torch.uint8)
 
@@ -139,7 +140,7 @@ def _too_little(nbytes: int, error: OSError) -> NoCapacity:
 
 
 def _bytes_of(mapping: object) -> torch.Tensor:
-    """A tensor over memory, which it keeps alive; any thread may write to it."""
+    """Return a tensor that keeps the memory alive; any thread may write to it."""
     with torch.inference_mode(False):
         return torch.frombuffer(mapping, dtype=torch.uint8)
 
@@ -153,7 +154,7 @@ def _populate(address: int, nbytes: int, advice: int, check: Callable[[], None])
                 raise _too_little(nbytes, OSError(number, os.strerror(number)))
             if number != errno.EINVAL:
                 raise OSError(number, os.strerror(number))
-            return  # a kernel before 5.14 has no such advice; pages then come at first touch
+            return  # a kernel before 5.14 lacks this advice; pages then come at first touch
 
 
 class KeptMappings:
@@ -163,7 +164,7 @@ class KeptMappings:
 
     def __init__(self) -> None:
         self._living.add(self)
-        self._lock = threading.RLock()  # a finaliser that closes a buffer may interrupt any method
+        self._lock = threading.RLock()  # a finaliser may close a buffer within any method
         self._kept: dict[int, Mapping] = {}
         self._uses = 0
         self._unpinning: list[threading.Thread] = []
@@ -173,7 +174,7 @@ class KeptMappings:
         return len(self._kept)
 
     def map(self, fd: int, place: SlotPlace) -> Mapping:
-        """The kept mapping of the file at ``place``, else a new one of ``fd``."""
+        """Return the kept mapping of the file at ``place``, else map ``fd``."""
         found = self.find(place.inode, place.nbytes)
         if found is None:
             found = map_readable(fd, place.nbytes)
@@ -194,7 +195,7 @@ class KeptMappings:
         return kept
 
     def _keep(self, place: SlotPlace, mapping: Mapping) -> Mapping | None:
-        """Keep it; return the one that it replaces."""
+        """Keep a mapping; return the mapping that it replaces."""
         self._uses += 1
         if self._closed:
             return None
@@ -206,7 +207,7 @@ class KeptMappings:
         return before
 
     def sweep(self, needed: Iterable[int]) -> None:
-        """Drop mappings no longer needed; ``needed``: inodes of the held slots."""
+        """Drop unneeded mappings; ``needed`` are the inodes of the held slots."""
         wanted = set(needed)
         dropped: list[Mapping] = []
         with self._lock:
@@ -215,7 +216,7 @@ class KeptMappings:
                     continue
                 place = kept.kept
                 old = self._uses - kept.used >= KEPT_USES or place is None or not is_there(place)
-                if old and self._kept.pop(inode, None) is not None:  # else a finaliser has dropped it meanwhile
+                if old and self._kept.pop(inode, None) is not None:  # else a finaliser has dropped it
                     dropped.append(kept)
                     kept.kept = None
         self._let_go(dropped)
@@ -229,17 +230,17 @@ class KeptMappings:
         self._let_go([found] if found is not None else [])
 
     def _let_go(self, dropped: list[Mapping]) -> None:
-        if any(one.pinned for one in dropped):  # the caller must not wait
+        if any(one.pinned for one in dropped):  # unpinning takes long
             thread = threading.Thread(target=_unpin, args=(dropped,), name="replicas unpin", daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # a limit of threads: better slow than pinned for ever
+            except RuntimeError:  # no thread left; better slow than pinned for ever
                 _unpin(dropped)
                 return
             self._unpinning = [*(one for one in self._unpinning if one.is_alive()), thread]
 
     def close(self) -> None:
-        """Drop all mappings, and keep none from now on."""
+        """Drop all mappings, and stop keeping mappings."""
         with self._lock:
             self._closed = True
             dropped = list(self._kept.values())

@@ -5,12 +5,12 @@ Theory of operation
 
 *Spare* buffers wait for a slot. A background thread allocates them as soon as a size is
 known (:meth:`Pool.prepare`), because fresh pages cost ten times the copy. A caller that
-needs a buffer while one is being allocated waits for that one.
+needs a buffer while one is being allocated waits for that.
 
 *Retired* buffers were taken from their slots because readers may still use their
-content. Once their locks are free they become spare again. Spare buffers beyond the
-number of slots without memory are kept for a while only: a reader that always keeps
-something of the previous version needs one for each version.
+content. They become spare again when their locks are free. Spare buffers beyond the
+number of slots without memory are kept for a few versions: a reader that always keeps
+a part of the previous version needs one for each version.
 
 Buffers whose files were shown are *left*: closed here, and freed by the kernel after
 their last reader.
@@ -30,19 +30,19 @@ from replicas.weights.memory.left import Left
 logger = Log("replicas.weights")
 
 PREPARED_NBYTES = 1 << 20
-"""Smaller buffers are not preallocated: they cost next to nothing."""
+"""Smaller buffers are not preallocated, as they cost little."""
 SPARE_BEATS = 8
-"""For how many versions a buffer that no slot needs is kept."""
+"""Versions for which a buffer that no slot needs is kept."""
 WORKER_LOOKED_AT_S = 1.0
-"""How often who waits for memory that is being made checks that its thread lives."""
+"""Interval at which a waiting caller checks that the allocating thread lives."""
 
 
 class Pool:
     """Buffers for the slots of one arena. Every method is thread-safe.
 
     :param name: names its memory in ``/proc/PID/maps``.
-    :param retired: how many buffers may be left to their readers at a time.
-    :param device: UUID of the GPU for the bytes; empty: host memory.
+    :param retired: how many buffers may be retired at a time.
+    :param device: UUID of the GPU for the bytes; empty for host memory.
     :ivar pinning: pin preallocated host memory.
     :ivar left: closed buffers whose files were shown.
     """
@@ -76,7 +76,7 @@ class Pool:
                 self._worker = threading.Thread(target=self._work, name=f"{self._name} memory", daemon=True)
                 try:
                     self._worker.start()
-                except RuntimeError:  # a limit of threads: memory is allocated when it is needed
+                except RuntimeError:  # no thread left; memory is allocated when it is needed
                     self._worker = None
 
     def _missing(self) -> bool:
@@ -95,7 +95,7 @@ class Pool:
                 if self.pinning:
                     buffer.pin()
             except (WorldError, AllocationStopped) as error:
-                logger.info("%s: memory is not made ahead of time: %s", self._name, error)
+                logger.info("%s: not allocating memory ahead of time: %s", self._name, error)
                 with self._changed:
                     self._wanted = 0
                 continue
@@ -112,9 +112,10 @@ class Pool:
                 self._changed.notify_all()
 
     def take(self, nbytes: int, slots: int, *, alone: bool = False) -> Buffer:
-        """A claimed buffer for one of ``slots`` slots; NoCapacity: no memory.
+        """Return a claimed buffer for one of ``slots`` slots. May block to allocate.
 
         :param alone: it may be closed to writers.
+        :raises NoCapacity: too little memory is left.
         """
         with self._changed:
             self._warn(nbytes, slots)
@@ -123,7 +124,7 @@ class Pool:
                 coming = self._worker is not None and self._worker.is_alive() and self._nbytes == nbytes
                 if found is not None or not coming or not self._missing():
                     break
-                self._changed.wait(WORKER_LOOKED_AT_S)  # notified for each buffer that is made or fails
+                self._changed.wait(WORKER_LOOKED_AT_S)  # notified of each success or failure
             if nbytes == self._nbytes and self._wanted:
                 self._wanted -= 1
         if found is None:
@@ -135,11 +136,11 @@ class Pool:
                 for buffer, _ in spares:
                     buffer.close()
                 found = self._allocate_last(nbytes)
-            found.claim()  # it is new: nobody can hold it
+            found.claim()  # cannot fail: it is new
         return found
 
     def retire(self, buffer: Buffer) -> bool:
-        """Leave ``buffer`` to its readers; False: not done, too many are retired."""
+        """Keep ``buffer`` for its readers; return False if too many are retired."""
         with self._changed:
             self._sweep()
             if len(self._retired) >= self._cap:
@@ -148,13 +149,16 @@ class Pool:
             return True
 
     def leave(self, buffer: Buffer) -> None:
-        """Close a buffer that was shown: the kernel frees it after its last reader."""
+        """Close a buffer that was shown; the kernel frees it after its last reader."""
         inode = buffer.place.inode
         buffer.close()
         self.left.add(inode, buffer.nbytes)
 
     def beat(self, bare: int) -> None:
-        """Count a version: reclaim retired buffers; close old spares, but ``bare``."""
+        """Count a version: reclaim retired buffers, close old spares.
+
+        :param bare: the number of slots without memory, for which spares are kept.
+        """
         with self._changed:
             self._beats += 1
             self._sweep()
@@ -165,7 +169,7 @@ class Pool:
                     spare[0].close()
 
     def close(self) -> None:
-        """Close all buffers; an allocation in progress ends within a moment."""
+        """Close all buffers; an allocation in progress ends soon."""
         with self._changed:
             self._closed = True
             for buffer in [*(buffer for buffer, _ in self._spare), *self._retired]:
@@ -186,7 +190,7 @@ class Pool:
         return Buffer.allocate(nbytes, name, stop=stop, device=self.device)
 
     def _allocate_last(self, nbytes: int) -> Buffer:
-        """Allocate, or say in the error which readers keep memory."""
+        """Allocate, or raise an error that names readers that keep memory."""
         try:
             return self._allocate(nbytes)
         except NoCapacity as error:
@@ -212,7 +216,7 @@ class Pool:
             if claim == "shown":
                 self._retired.remove(buffer)
                 self.leave(buffer)
-            elif claim == "claimed":  # for good: no process can open it any more
+            elif claim == "claimed":  # for good: no process can open it from now on
                 self._retired.remove(buffer)
                 self._spare.append((buffer, self._beats))
                 self._changed.notify_all()
@@ -228,6 +232,6 @@ class Pool:
         fit = available // nbytes + sum(buffer.nbytes == nbytes for buffer, _ in self._spare)
         if fit < slots:
             logger.warning(
-                "%s: memory for %d of its %d slots of %d bytes: %s leaves %d. Free memory, raise the limit, or lower `slots`",
+                "%s: only %d of %d slots of %d bytes fit: %s leaves %d. Free memory, raise the limit, or lower `slots`",
                 *(self._name, fit, slots, nbytes, limit, available),
             )

@@ -241,7 +241,7 @@ def test_memory_of_others(driver: Driver) -> None:
     with pytest.raises(WorldError, match="CUDA_ERROR_OF_SOME_KIND") as caught:
         gpu.open(handle, 64, FIRST)
     assert "--ipc=host" in caught.value.hint
-    with pytest.raises(WorldError, match="3 bytes are no handle"):
+    with pytest.raises(WorldError, match="a CUDA handle has 64 bytes, not 3"):
         gpu.open(b"abc", 64, FIRST)
 
 

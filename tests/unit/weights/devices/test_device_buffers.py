@@ -63,7 +63,7 @@ def test_the_file_is_a_page_and_the_bytes_are_on_the_device(gpu: FakeAccelerator
     assert (other.nbytes, other.device, other.writable) == (1000, GPU, False)
     assert other.readable().eq(7).all()
     copied = other.private()
-    with pytest.raises(ValueError, match="somebody else"):
+    with pytest.raises(ValueError, match="belongs to another process"):
         other.tensor()
     assert buffer.claim() == "held"
     other.close()
