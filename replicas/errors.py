@@ -222,7 +222,8 @@ class NoCapacity(WorldError):
 
 
 class Preflight(WorldError):
-    """Members cannot work together: backend, address, torch or NCCL version, GPU.
+    """Members cannot work together: backend, address, torch or NCCL version, GPU, or
+    two of them load versions into one server.
 
     The message names both members and what differs.
     """
