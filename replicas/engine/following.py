@@ -10,7 +10,8 @@ without a pause: if it does not fit, it is refused, and the server goes on with 
 version that it has. A load that fails nevertheless leaves the server paused and its
 gate shut, as its model may be a mixture of two versions. It is tried once more as a
 whole; then the follower reports the failure and ends, and whoever supervises it starts
-the server anew. A server that this follower has not paused is never resumed by it.
+the server anew. A server that this follower has not paused is never resumed by it. A
+version older than the engine's own, if it tells that, is refused.
 
 On a channel with ``adopt_together`` the version is loaded when all targets have said
 that they can load it, which this one says after the check.
@@ -87,6 +88,7 @@ def follow(
         :func:`replicas.join`; default: the environment.
     :raises replicas.errors.SyncError: the server is gone, or a version failed to load
         twice; the server is left paused then.
+    :raises replicas.errors.Preflight: another target of the channel follows the server.
     :raises replicas.errors.Disconnected: no coordinator answered for 60 s.
     :raises replicas.errors.UsageError: an argument is wrong.
     """
@@ -179,7 +181,7 @@ class Follower:
                     return
                 if loads:
                     with update:
-                        self._bring(update)
+                        self._bring(update, channel.latest)
 
     def _raise_if_gone(self) -> None:
         if reason := self._engine.health():
@@ -230,13 +232,26 @@ class Follower:
         logger.warning("version %d is refused, the server goes on without it: %s", update.version, misfit)
         update.refuse(misfit)
 
-    def _bring(self, update: Update) -> None:
+    def _bring(self, update: Update, latest: int) -> None:
         """Load the version, or refuse it."""
         try:
+            self._refuse_older(update.version, latest)
             self._load(update)
             self._fitting = update.manifest.hash
         except Refused as error:
             self._refuse(update, error)
+
+    def _refuse_older(self, version: int, latest: int) -> None:
+        """:raises Refused: the engine has a newer version, and not from this follower.
+
+        A server that has outlived its run has a number of that one, which tells
+        nothing: it may be above ``latest``, the newest of this run, before the first
+        load.
+        """
+        said = self._engine.version()
+        if said is not None and said > version and (self._fitting or said <= latest):
+            text = f"{self._engine.name} has version {said} already: another program loads versions into it"
+            raise Refused(text, phase="load", hint="let one follower alone load versions into a server")
 
     def _load(self, update: Update) -> None:
         """Pause, load, forget, resume.

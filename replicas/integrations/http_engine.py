@@ -149,13 +149,16 @@ class HttpEngine(Engine):
         :raises NotDone: the server did not do it, and said so.
         :raises replicas.errors.SyncError: the server is gone, or was given up.
         """
-        longest_s = max(timeout_s, self._engine_timeout_s) + BACKSTOP_S
         with contextlib.ExitStack() as stack:
             if self._health is not None:
                 stack.enter_context(self._health.calling(path, timeout_s))
                 if not serving:
                     stack.enter_context(self._health.loading())
-            return self.server.call("POST", path, body, query=query, timeout_s=longest_s)
+            return self.server.call("POST", path, body, query=query, timeout_s=self.longest_s(timeout_s))
+
+    def longest_s(self, timeout_s: float = 0.0) -> float:
+        """Return the seconds after which a call of a server at work is given up."""
+        return max(timeout_s, self._engine_timeout_s) + BACKSTOP_S
 
     def raise_if_dying(self) -> None:
         """:raises replicas.errors.SyncError: the server has not done something because

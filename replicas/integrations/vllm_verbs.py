@@ -170,7 +170,7 @@ class VllmEngine(VllmServer):
 
     def version(self) -> int | None:
         try:
-            said = self.server.call("GET", "/weight_info")["weight_version"]
+            said = self.server.call("GET", "/weight_info", timeout_s=self.longest_s())["weight_version"]
         except (NotDone, KeyError, TypeError):
             return None
         return int(said) if str(said).isdigit() else None

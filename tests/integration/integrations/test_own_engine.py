@@ -3,8 +3,10 @@ is killed by SIGKILL."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import sys
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -13,8 +15,12 @@ from typing import Any
 import pytest
 import torch
 
+from replicas import errors
+from replicas.engine import follow
+from replicas.testing import FakeRun
 from replicas.testing.engine_suite import SCENES, Trial, play
 from tests.support.root import ROOT
+from tests.support.waits import eventually
 
 
 @pytest.fixture
@@ -63,3 +69,43 @@ def test_the_glue_is_short() -> None:
     source = (ROOT / "examples" / "own_engine" / "my_engine.py").read_text()
     body = source.partition("class MyEngine")[2].partition("\ndef start")[0]
     assert 10 < len(body.strip().splitlines()) <= 60
+
+
+@pytest.mark.slow
+def test_a_second_follower_of_the_server_is_refused(glue: Any) -> None:
+    """The first one goes on, and a later life of it takes over."""
+    url, process = glue.start()
+    stop = threading.Event()
+    with FakeRun({"policy": {"sources": ["trainer"], "targets": ["rollout"]}}) as run:
+        trainer = run.join("trainer")
+
+        def follow_as(replica: int, spelling: str) -> None:
+            engine = glue.MyEngine(url, process)
+            engine.url = spelling
+            where: dict[str, Any] = {"endpoint": run.endpoint, "token": run.token, "group": "rollout"}
+            follow(engine, "policy", min_serving=0.0, stop=stop, replica=replica, **where)
+
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            try:
+                for life in (1, 2):
+                    stop.clear()
+                    first = pool.submit(follow_as, 0, url)
+                    eventually(lambda: len(trainer.members) == 2, "the follower has joined")
+                    for spelling in (url, f"{url}/", url.replace("127.0.0.1", "localhost")):
+                        with pytest.raises(errors.Preflight, match=r"rollout/1/0 would load .* rollout/0/0 loads"):
+                            follow_as(1, spelling)
+                    version = trainer.publish({"weight": torch.full((8, 1), float(life))}).wait(60.0).version
+                    trainer.loaded(version).wait(60.0)
+                    stop.set()
+                    first.result(60.0)
+                    eventually(lambda: len(trainer.members) == 1, "the follower has left")
+                stop.clear()
+                other = pool.submit(follow_as, 1, url)  # the server is free
+                eventually(lambda: len(trainer.members) == 2, "another replica has joined")
+                stop.set()
+                other.result(60.0)
+            finally:
+                stop.set()
+                process.kill()
+                process.wait()
+                process.stdout.close()
