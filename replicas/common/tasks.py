@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -22,6 +23,16 @@ async def cancelled(*tasks: asyncio.Future[Any]) -> list[Any]:
     for task in tasks:
         task.cancel()
     return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextlib.contextmanager
+def telling(say: Callable[[str], None], text: str, after_s: float = 2.0) -> Iterator[None]:
+    """Call ``say`` with ``text``, once, if the block takes longer than ``after_s``."""
+    timer = asyncio.get_running_loop().call_later(after_s, say, text)
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def kept(task: asyncio.Task[T], tasks: set[asyncio.Task[T]]) -> asyncio.Task[T]:

@@ -19,7 +19,7 @@ from replicas.common.child import ChildLife
 from replicas.common.decoding import MALFORMED
 from replicas.common.logs import Log
 from replicas.common.patience import PauseClock
-from replicas.common.tasks import cancelled, kept
+from replicas.common.tasks import cancelled, kept, telling
 from replicas.coordinator.store_process import Reply, Request
 from replicas.linux.helpers import apart, python_module
 from replicas.linux.scarce import naming_limits
@@ -121,8 +121,10 @@ class StoreWatcher:
     async def _greeted(process: asyncio.subprocess.Process, reader: asyncio.StreamReader) -> Reply:
         """The process's first message, or an error if it ended or sent none in time."""
         try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                line = await _line(reader)
+            text = f"waiting up to {START_TIMEOUT_S:g} s for the process of the TCPStore to start"
+            with telling(log.warning, text):
+                async with asyncio.timeout(START_TIMEOUT_S):
+                    line = await _line(reader)
         except TimeoutError:
             return Reply(0, error=f"the store process did not start within {START_TIMEOUT_S:g} s", hint=_SLOW)
         found = _reply(line)

@@ -17,6 +17,7 @@ import anyio
 import anyio.to_thread
 
 from replicas.common.logs import Log
+from replicas.common.tasks import telling
 from replicas.core.lives.lease_times import lost_after_s
 from replicas.status import RunStatus
 from replicas.supervisor.fleet.awaited import words
@@ -117,7 +118,9 @@ class Reporting:
     async def last_scrape(self) -> None:
         """Let each Prometheus that comes regularly see how the run has ended."""
         if due_s := self._scrapes.due_s(time.monotonic()):
-            with anyio.move_on_after(min(due_s, _LAST_SCRAPE_S)):
+            wait_s = min(due_s, _LAST_SCRAPE_S)
+            text = f"waiting for a last scrape by Prometheus, {wait_s:.0f} s at most"
+            with anyio.move_on_after(wait_s), telling(self.say, text):
                 await self._seen_off.wait()
 
     def scrape(self, accept: str, client: str) -> tuple[bytes, str]:

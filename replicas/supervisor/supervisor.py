@@ -34,6 +34,7 @@ from anyio.abc import TaskGroup
 import replicas
 from replicas import errors
 from replicas.common.logs import Log
+from replicas.common.tasks import telling
 from replicas.config import file as config_file
 from replicas.config.structs import Config
 from replicas.control.access import ByToken
@@ -198,7 +199,8 @@ class Supervisor:
         inherited.open_streams()
         config = self.config
         self.resources.plan(config, await self.check_plan(config))
-        await finish_in_thread(self.state.acquire, given_up=self.state.given_up.set, undo=self._release)
+        with telling(self.say, f"waiting for the lock of the state folder, {self.state.patience_s:g} s at most"):
+            await finish_in_thread(self.state.acquire, given_up=self.state.given_up.set, undo=self._release)
         stack = AsyncExitStack()
         try:
             await self._open(stack, config)
@@ -233,8 +235,9 @@ class Supervisor:
         await self._nodes.joined()
         await coordinator.store_started()
         helpers = [pid for pid in (coordinator.store_pid, self._nodes.agent_pid) if pid is not None]
-        for leftover in await finish_in_thread(lambda: self.state.sweep(helpers, self._nodes.kept)):
-            events.emit(leftover)
+        with telling(self.say, "waiting up to 5 s for processes that an earlier supervisor has left to end"):
+            for leftover in await finish_in_thread(lambda: self.state.sweep(helpers, self._nodes.kept)):
+                events.emit(leftover)
         self._tasks = await stack.enter_async_context(anyio.create_task_group())
         saved = self.state.saved
         groups = fitting(saved.groups, config, self.resources.machine, self.say) if saved is not None else None
@@ -245,7 +248,7 @@ class Supervisor:
         events.on_rotate = self.save
         self.state.write(endpoint=coordinator.endpoint, tokens=coordinator.tokens, socket=self._context.door)
         self.spawn(self._nodes.tend)
-        self.spawn(self._end_with_run)
+        self.spawn(self.run_until_done)  # a program that only follows the events waits for their end
         self._nodes.go_on()
         if saved is not None and self._nodes.adopting:
             self._resume(saved)
@@ -291,9 +294,6 @@ class Supervisor:
             self.coordinator.keep_decisions = self._goes_on
             # without the block's error, which must be raised as it is: not in a group
             await self._stack.__aexit__(None, None, None)
-
-    async def _end_with_run(self) -> None:
-        await self.run_until_done()  # a program that only follows the events waits for their end
 
     def _conclude(self) -> None:
         """Write the run's last event, once, and end all who follow the events."""
@@ -589,8 +589,8 @@ class Supervisor:
     @property
     def fleet(self) -> Fleet:
         """The groups of the run, while the supervisor is entered."""
-        if self._fleet is None:
-            raise errors.UsageError("the supervisor is not running", hint="use it with `async with`")
+        if self._fleet is None:  # before it is entered there is no endpoint, and so another error
+            raise errors.UsageError(f"the run starts at {self.endpoint}", hint="its log says what its start waits for")
         return self._fleet
 
     def status(self) -> RunStatus:
@@ -643,7 +643,7 @@ class Supervisor:
 
     # ------------------------------------------------------------ what its parts ask
 
-    def spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def spawn(self, work: Callable[[], Coroutine[Any, Any, object]]) -> None:
         assert self._tasks is not None, "the supervisor has not been entered"
         self._tasks.start_soon(work)
 

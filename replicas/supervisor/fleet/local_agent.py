@@ -23,7 +23,7 @@ from replicas.common.backoff import Backoff
 from replicas.common.child import ChildLife
 from replicas.common.logs import Log
 from replicas.common.patience import Patience, PauseClock
-from replicas.common.tasks import is_set_within
+from replicas.common.tasks import is_set_within, telling
 from replicas.core.lives.lease_times import BEAT_S, FROZEN_S
 from replicas.linux.helpers import apart, python_module
 from replicas.linux.processes import send_signal
@@ -116,11 +116,13 @@ class LocalAgent:
         """
         unheard = Patience(self._loop.time(), _LOOK_S)
         try:
-            async with asyncio.timeout(JOIN_S):
-                while not await is_set_within(self._cluster.joined, _LOOK_S):
-                    found_alive = self._popen is None and self._life.state == "starting"
-                    if unheard.lasts(self._loop.time(), found_alive) > FROZEN_S:
-                        self._replace()
+            text = f"waiting up to {JOIN_S:g} s for the agent of this machine to join"
+            with telling(log.warning, text):
+                async with asyncio.timeout(JOIN_S):
+                    while not await is_set_within(self._cluster.joined, _LOOK_S):
+                        found_alive = self._popen is None and self._life.state == "starting"
+                        if unheard.lasts(self._loop.time(), found_alive) > FROZEN_S:
+                            self._replace()
         except TimeoutError:
             hint = "what it wrote to standard error says why"
             raise errors.WorldError(
@@ -176,8 +178,9 @@ class LocalAgent:
             return
         if not self._cluster.joined.is_set():
             send_signal(self._pidfd, signal.SIGKILL)
-        if await is_set_within(self._ended, _END_S if self._cluster.is_empty(self._node) else 0.0):
-            return
+        with telling(log.warning, f"waiting up to {_END_S:g} s for the agent of this machine to end"):
+            if await is_set_within(self._ended, _END_S if self._cluster.is_empty(self._node) else 0.0):
+                return
         if self._cluster.is_empty(self._node):
             send_signal(self._pidfd, signal.SIGKILL)
             if await is_set_within(self._ended, _KILLED_S):

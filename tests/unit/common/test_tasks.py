@@ -9,7 +9,7 @@ import asyncio
 
 import pytest
 
-from replicas.common.tasks import cancelled, is_set_within, kept
+from replicas.common.tasks import cancelled, is_set_within, kept, telling
 
 pytestmark = pytest.mark.anyio
 
@@ -42,3 +42,12 @@ async def test_a_task_is_kept_until_it_ends() -> None:
     assert await task == 3
     await asyncio.sleep(0)
     assert tasks == set()
+
+
+async def test_only_a_long_block_says_that_it_waits() -> None:
+    said: list[str] = []
+    with telling(said.append, "of a short one", after_s=0.05):
+        pass
+    with telling(said.append, "of a long one", after_s=0.0):
+        await asyncio.sleep(0.1)
+    assert said == ["of a long one"]

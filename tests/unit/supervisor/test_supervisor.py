@@ -13,11 +13,13 @@ import socket
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from replicas import errors
 from replicas.config.structs import Dependency, GroupConfig
+from replicas.coordinator import Coordinator
 from replicas.core.lives.lifecycle import Lifecycle, ReplicaEvent, Transition
 from replicas.core.lives.ordering import start_levels
 from replicas.supervisor.agent.shim_process import base_environment
@@ -52,6 +54,20 @@ def test_what_the_programs_report_raises_ends_no_run(tmp_path: Path, caplog: pyt
     }
     Supervisor(given, report=fail).say("a line")
     assert "report() failed on a line" in caplog.text
+
+
+def test_a_run_that_starts_has_no_status_yet_and_says_where_to_look(tmp_path: Path) -> None:
+    given = {
+        "schema_version": 1,
+        "run": {"name": "r", "state_dir": str(tmp_path)},
+        "groups": {"a": {"replicas": 1, "command": ["true"], "launcher": "exec"}},
+    }
+    made = Supervisor(given)
+    with pytest.raises(errors.UsageError, match="is not running"):
+        made.status()
+    made._context.opened = cast("Coordinator", SimpleNamespace(endpoint="127.0.0.1:1"))
+    with pytest.raises(errors.UsageError, match=r"the run starts at 127\.0\.0\.1:1 \(its log says what"):
+        assert made.fleet
 
 
 def test_no_state_is_saved_behind_the_last_event_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -20,6 +21,7 @@ import pytest
 
 from replicas import errors
 from replicas.common.backoff import Backoff
+from replicas.common.tasks import telling
 from replicas.supervisor.fleet import local_agent
 from replicas.supervisor.fleet.local_agent import LocalAgent
 from replicas.supervisor.state.run_state import ProcessRecord, process_record
@@ -112,14 +114,15 @@ async def test_an_agent_of_an_earlier_supervisor_that_joins_is_kept_and_left() -
 
 @pytest.mark.slow
 @pytest.mark.anyio
-async def test_one_that_was_started_here_may_take_longer_to_join() -> None:
-    with patched(FROZEN_S=0.0, JOIN_S=0.3):
+async def test_one_that_was_started_here_may_take_longer_to_join(caplog: pytest.LogCaptureFixture) -> None:
+    with patched(FROZEN_S=0.0, JOIN_S=0.3, telling=partial(telling, after_s=0.1)):
         cluster: Any = FakeCluster()
         agent = Local(cluster)
         agent.start()
         pid = agent.pid
         with pytest.raises(errors.WorldError, match="has not joined within"):
             await agent.joined()
+        assert "waiting up to 0.3 s for the agent of this machine to join" in caplog.text
         assert agent.pid == pid
         await agent.aclose()
 
