@@ -46,6 +46,7 @@ from replicas.common.tasks import cancelled, is_set_within
 from replicas.core.lives.lease_times import BEAT_S, END_S, local_patience_s
 from replicas.core.lives.tenancy import Tenancy
 from replicas.linux.processes import start_time
+from replicas.status import WAIT_S
 from replicas.supervisor.agent import messages as wire
 from replicas.supervisor.agent.long_orders import LongOrders
 from replicas.supervisor.agent.machine import Machine
@@ -221,10 +222,11 @@ class Agent:
     # ------------------------------------------------------------ the connection
 
     async def _serve(self) -> None:
-        failures, give_up_at = 0, self._loop.time() + JOIN_S
+        failures, down_at, told, problem = 0, self._loop.time(), False, ""
+        give_up_at = down_at + JOIN_S
         while not self._tenancy.ended:
             await self._may_join.wait()
-            began_after = self._lease_ended_at
+            began_after, before = self._lease_ended_at, self._welcome
             try:
                 link, seen = await self._dial()
             except (InvalidStatus, errors.UsageError) as error:
@@ -248,8 +250,16 @@ class Agent:
                 finally:
                     await link.close()
                 self._disconnected()
-            if self._welcome is None and self._loop.time() > give_up_at:
+            now = self._loop.time()
+            if self._welcome is None and now > give_up_at:
                 raise errors.WorldError(f"no supervisor took this node within {JOIN_S:g} s: {problem}")
+            if self._welcome is not before:
+                down_at, told = now, False
+            if not told and now - down_at > WAIT_S and not self._tenancy.ended:
+                told = True
+                until = self._tenancy.until or (self._lease_ended_at or now) + REJOIN_S
+                left_s = (give_up_at if self._welcome is None else until) - now
+                log.warning("node %s: waiting up to %.0f s for the supervisor: %s", self.node, left_s, problem)
             await asyncio.sleep(AGAIN.after(failures))
             failures += 1
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 
+from replicas.common.logs import flush
 from replicas.supervisor.agent import messages as wire
 from replicas.supervisor.agent.agent import Agent
 from tests.support.virtual import virtually
@@ -79,3 +81,30 @@ def test_an_agent_that_hears_nothing_dials_again(tmp_path: Path, lease_s: float,
             await running
 
     virtually(story())
+
+
+def test_an_agent_says_once_how_long_it_waits_for_its_supervisor(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story() -> None:
+        lines: list[Line] = []
+
+        async def dial() -> tuple[Line, str]:
+            if lines or asyncio.get_running_loop().time() - began < 5.0:
+                raise ConnectionRefusedError("refused")
+            lines.append(Line(answers=10, lease_s=LEASE_S))
+            return lines[-1], "10.0.0.2"
+
+        began = asyncio.get_running_loop().time()
+        agent = Agent("n1", dial, shims(), tmp_path)
+        running = asyncio.create_task(agent.run())
+        await asyncio.sleep(30.0)
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+
+    virtually(story())
+    assert flush()
+    first, second = (one.getMessage() for one in caplog.records if "waiting" in one.getMessage())
+    assert re.fullmatch("node n1: waiting up to 29[78] s for the supervisor: refused", first)
+    assert re.fullmatch("node n1: waiting up to (1[0-9]|2[0-9]) s for the supervisor: refused", second)
