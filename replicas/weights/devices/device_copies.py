@@ -280,9 +280,7 @@ class DeviceCopies:
         for event in before.values():
             event.record()
         with ExitStack() as stack:
-            for uuid in sorted(
-                uuids, key=lambda one: one == self._device
-            ):  # the slot's device last, so that it stays current
+            for uuid in sorted(uuids, key=lambda one: one == self._device):  # the slot's last, to stay current
                 stack.enter_context(self._accelerator.on_side_stream(uuid))
                 before[uuid].wait()
             return stack.pop_all()
