@@ -188,6 +188,9 @@ def test_the_recorded_run_ends_when_it_is_told_to_and_has_what_the_page_shows() 
     assert [record.seq for record in records] == list(range(1, len(records) + 1))
     assert [record.at for record in records] == sorted(record.at for record in records)
     assert {"sync", "state", "generation", "version", "node"} <= {span.kind for span in read(records).spans()}
+    silent = [span for span in read(records).spans() if span.name == "silent"]
+    assert len(silent) == 2
+    assert all(span.end is not None and span.end - span.start > 10 for span in silent)
     found = [record.event for record in records]
     syncs = [event.record for event in found if isinstance(event, SyncEnded)]
     assert {"committed", "peers_lost"} == {sync.outcome for sync in syncs}
