@@ -1,20 +1,20 @@
 /* Copies with non-temporal stores, which bypass the CPU caches.
 
    An ordinary store reads its cache line from memory before it fills it. For weights,
-   which are larger than any cache, that is a third of all traffic, and evicts everything
-   else. Non-temporal stores write whole lines and read none (Intel 64 and IA-32
+   which are larger than any cache, that is a third of all traffic, and evicts all other
+   data. Non-temporal stores write whole lines and read none (Intel 64 and IA-32
    Architectures Optimization Reference Manual, "Non-Temporal Stores"; glibc's memcpy uses
    them for single copies from three quarters of the shared cache on, larger than any
-   tensor). What is read is prefetched into all caches: past them (prefetchnta) it took
-   one and a half times as long on an Intel of 2023. Other processors: memcpy.
+   tensor). Sources are prefetched into all caches: prefetchnta, past the caches, took one
+   and a half times as long on an Intel of 2023. Other processors use memcpy.
 
-   The caller holds the GIL from the check of all addresses until the last byte is copied:
-   no Python code can free or replace the memory in between. Threads of the C library
-   share the work; they need no GIL. Python's functions are those of its stable interface,
-   found in the running program.
+   The caller holds the GIL from the check of all addresses until the last byte is copied,
+   so that no Python code can free or replace the memory in between. Threads of the C
+   library share the work without the GIL. Python's functions are those of its stable
+   interface, found in the running program.
 
-   A version is compared with a base, the one before, by a pass of its own: a bit is set
-   for each line of 64 bytes that differs (memory/lines.py). In the pass that copies it
+   A separate pass compares a version with its base, the previous version, and sets a bit
+   for each line of 64 bytes that differs (memory/lines.py). Comparing in the copying pass
    held the trainer 17 ms longer for 269 MB. */
 
 #include <pthread.h>
@@ -27,8 +27,8 @@ extern void *PyObject_CallNoArgs(void *callable);
 extern int PyObject_IsTrue(void *object);
 extern void Py_DecRef(void *object);
 
-/* Symbols that glibc moved into libc in 2.32 and 2.34, in the version that older ones have,
-   too: a library that was linked with a new glibc is loaded by each from 2.17 on. */
+/* Bind symbols that glibc moved into libc in 2.32 and 2.34 to their oldest versions, so that
+   a library linked with a new glibc loads with any from 2.17 on. */
 #if defined(__GLIBC__) && (defined(__x86_64__) || defined(__aarch64__))
 #if defined(__x86_64__)
 #define OLDEST "GLIBC_2.2.5"
@@ -146,9 +146,9 @@ typedef struct {
     char *const *to;
     const char *const *from;
     const size_t *nbytes;
-    size_t count, first, last; /* bytes of all runs, one behind the other */
+    size_t count, first, last; /* bytes, counted through all runs */
     int past_caches;
-    Compared compared; /* lines is NULL: from is copied; else compared, and to is NULL */
+    Compared compared; /* with lines, compare from (to is NULL); without, copy it */
     int begun;
     pthread_t thread;
 } Share;
@@ -192,14 +192,14 @@ static void share_out(Share all, int threads) {
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     all.last = threads > 1 ? each : total;
     copy_share(&all);
-    for (int i = 1; i < threads; i++) { /* a limit of threads may refuse one */
+    for (int i = 1; i < threads; i++) { /* a thread may not have started */
         if (shares[i].begun) pthread_join(shares[i].thread, NULL);
         else copy_share(&shares[i]);
     }
 }
 
-/* Copy nbytes[i] from from[i] to to[i], for each i, if check() is true; no ranges may
-   overlap. Returns 1; 0: check() was false; -1: it has raised. */
+/* Copy nbytes[i] from from[i] to to[i], for each i, if check() is true; ranges must not
+   overlap. Returns 1, or 0 if check() was false, or -1 if it raised. */
 int replicas_copy_runs(void *check, char *const *to, const char *const *from, const size_t *nbytes, size_t count,
                        int threads, int past_caches) {
     void *answer = PyObject_CallNoArgs(check);
@@ -210,19 +210,18 @@ int replicas_copy_runs(void *check, char *const *to, const char *const *from, co
     return 1;
 }
 
-/* Compare the bytes first to last of the run from start on with those of the run from
-   base on: lines gets a bit for each line of it that differs, from the lowest of the
-   first word on. */
+/* Compare bytes first to last of the runs at start and base: set a bit in lines for each
+   line that differs, from the lowest bit of the first word on. */
 void replicas_compare(const char *start, const char *base, uint64_t *lines, size_t first, size_t last, int threads) {
     const char *const run = start + first;
     size_t nbytes = last - first;
     share_out((Share){NULL, &run, &nbytes, 1, .compared = {start, base, lines}}, threads);
 }
 
-/* Find the elements of so many bytes (1, 2, 4, 8) that differ, from byte first to last;
-   both are multiples of it. Only lines with a bit are looked at, unless lines is NULL.
-   Writes their numbers, from first on, and the xor of each; returns how many there are,
-   or, when they are more than most, more than most. */
+/* Find the elements of width bytes (1, 2, 4, 8) that differ, from byte first to last,
+   both multiples of width. Skips lines without a bit, unless lines is NULL. Writes the
+   elements' indices, from first on, and their xors; returns their number, or most + 1 if
+   there are more than most. */
 size_t replicas_changed(const char *run, const char *base, const uint64_t *lines, size_t first, size_t last,
                         size_t width, uint32_t *numbers, char *xors, size_t most) {
     uint64_t every = ~0ull / (((uint64_t)1 << width) - 1); /* the first bit of each element */
@@ -252,7 +251,7 @@ size_t replicas_changed(const char *run, const char *base, const uint64_t *lines
     return found;
 }
 
-/* The way back: each of these elements becomes its xor with what is given for it. */
+/* Reverse replicas_changed: xor each of these elements with its given xor. */
 void replicas_change(char *run, size_t width, const uint32_t *numbers, const char *xors, size_t count) {
     for (size_t at = 0; at < count; at++) {
         if (at + AHEAD / LINE < count) __builtin_prefetch(run + numbers[at + AHEAD / LINE] * width, 1);
