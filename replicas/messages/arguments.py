@@ -281,8 +281,6 @@ def _scalar(what: str, value: object) -> bool | int | float | str | None:
         return value
     if isinstance(value, str):
         return text(what, value, most=bounds.META_NBYTES)
-    if isinstance(value, float):
-        return float(value)
     if _is_bool(value):
         return flag(what, value)
     floating = "float" in str(getattr(value, "dtype", ""))  # such a tensor has __index__ all the same
@@ -291,4 +289,8 @@ def _scalar(what: str, value: object) -> bool | int | float | str | None:
     found = _float(value) if hasattr(type(value), "__float__") else None
     if found is None:
         _refuse(f"{what} is {shown(value)}, which cannot travel", _META_HINT)
+    if not math.isfinite(found):
+        _refuse(
+            f"{what} is {found}, which JSON has no number for", 'leave it out, or pass None or a text such as "nan"'
+        )
     return found

@@ -140,10 +140,8 @@ def test_meta_is_what_any_process_can_have() -> None:
         "none": None,
         "list": (1, np.float64(2.0), "x"),
         "dict": {"a": 2**64 - 1},
-        "nan": math.nan,
     }
     found = arguments.meta("meta", given)
-    assert found.pop("nan") != 0.0
     wanted = {"step": 7, "loss": 0.5, "lr": 0.25, "seen": 9, "ok": True, "tag": "a", "none": None}
     assert found == {**wanted, "list": [1, 2.0, "x"], "dict": {"a": 2**64 - 1}}
     message = PublishBegin(1, None, 1.0, meta=found)
@@ -179,6 +177,19 @@ def test_meta_is_what_any_process_can_have() -> None:
 )
 def test_what_cannot_travel_is_refused_by_its_name(value: object) -> None:
     refused("meta", arguments.meta, value)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, np.float32("-inf"), torch.tensor(math.nan)], ids=str)
+def test_a_number_that_json_lacks_is_refused_with_its_key(number: object) -> None:
+    for value, key in (
+        ({"loss": number}, "['loss']"),
+        ({"a": [1, number]}, "['a'][1]"),
+        ({"a": {"b": number}}, "['a']['b']"),
+    ):
+        with pytest.raises(errors.UsageError) as caught:
+            arguments.meta("meta", value)
+        assert caught.value.message == f"meta{key} is {float(number)}, which JSON has no number for"  # type: ignore[arg-type]  # each has one
+        assert 'pass None or a text such as "nan"' in caught.value.hint
 
 
 def test_the_largest_meta_is_taken_at_the_other_side() -> None:
