@@ -90,8 +90,12 @@ class Mirror:
             raise errors.UsageError(f"name {name!r} is the same for all versions", hint='e.g. "step_{step}"')
         if marker and not _is_component(marker):
             raise errors.UsageError(f"marker {marker!r} is not a name of a file", hint='e.g. "STABLE"')
-        with _writing(folder):
+        try:
             self._beside = [] if like is None else [one for one in sorted(like.iterdir()) if _is_beside(one)]
+        except OSError as error:
+            text = f"like: {error.filename or like} cannot be read: {error.strerror or error}"
+            raise errors.UsageError(text, hint="name the folder of a model") from error
+        with _writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:

@@ -290,6 +290,14 @@ def test_a_version_without_a_name_is_refused(
     assert names(folder) == []
 
 
+def test_a_model_that_is_not_there_is_no_lack_of_room(folder: Path, file: int, tmp_path: Path) -> None:
+    for wrong in (tmp_path / "none", tmp_path / "version.safetensors"):
+        with pytest.raises(errors.UsageError, match=f"like: {wrong} cannot be read: No") as caught:
+            Mirror(folder, like=wrong)
+        assert caught.value.hint == "name the folder of a model"
+        assert not folder.exists()
+
+
 @pytest.mark.parametrize("wrong", [{"name": "newest"}, {"marker": "a/b"}, {"like": Path("/nowhere")}])
 def test_wrong_arguments_are_named(folder: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises(errors.UsageError, match=str(next(iter(wrong.values())))):
