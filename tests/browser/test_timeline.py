@@ -213,6 +213,8 @@ async def test_only_trouble_of_a_report_has_the_incident_and_no_drained_replicas
     kill(run, 1)
     commit(run, 2, lost=("rollout/1/0",))
     came_back(run, 1)
+    run.tell(moved("rollout", 2, ReplicaEvent.SILENT, "ready", "silent", silent_s=0.001))
+    run.tell(moved("rollout", 2, ReplicaEvent.READY, "silent", "ready"))
     for index in range(3):
         run.tell(moved("rollout", index, ReplicaEvent.STOP, "ready", "draining", reason="stop requested"))
         run.tell(moved("rollout", index, ReplicaEvent.STOPPED, "draining", "drained", reason="stopped"))
@@ -222,7 +224,7 @@ async def test_only_trouble_of_a_report_has_the_incident_and_no_drained_replicas
     await tab.open(page.as_uri())
     await tab.until(f"{LANES}.length === 4")
     await tab.js("document.querySelector('.tick input').click()")
-    await tab.until(f"{LANES}.join() === 'rollout/1'")
+    await tab.until(f"{LANES}.join() === 'rollout/1,rollout/2'")
     assert await tab.js("document.querySelector('[data-lane=\"channel policy\"]') !== null"), "it lost a member"
     await tab.close()
 

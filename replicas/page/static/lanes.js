@@ -15,6 +15,7 @@ const LANE = 29;
 const MANY_LANES = 12; // replicas; of more, healthy ones share a lane
 const HEALTHY = "healthy"; // its track
 const BAD = new Set(["failed", "backoff", "silent", "draining", "lost", "away"]);
+const WRONG = new Set(["failed", "silent", "lost", "away"]); // no order leads there
 const RESTS = new Set(["finished", "drained"]);
 const GLYPHS = {
   exit: "M-4,-4 L4,4 M-4,4 L4,-4", // a cross
@@ -213,7 +214,7 @@ export class Lanes {
     const within = (start, end) => end >= first && start <= last;
     return this.model.marks(track).some((one) => within(one.at, one.at) && (one.tone === "error" || one.tone === "alarm" || (one.kind === "exit" && one.name === "failed")))
       || this.model.spans(track, "sync").some((one) => (one.outcome !== "committed" || one.lost) && within(one.start, one.end))
-      || track.startsWith("node ") && this.model.followed(track, "node").some((one) => BAD.has(one.name) && within(one.start, one.end ?? this.model.now));
+      || this.model.followed(track, track.startsWith("node ") ? "node" : "state").some((one) => WRONG.has(one.name) && within(one.start, one.end ?? this.model.now));
   }
 
   #wanted(name, state, well) {
@@ -245,7 +246,7 @@ export class Lanes {
     const last = channel.last_sync;
     const collectives = Object.values(channel.operations ?? {}).reduce((all, one) => all + one, 0);
     if (!last) return collectives ? count(collectives, "collective") : "no version yet";
-    return last.outcome === "committed" ? `v${last.version} · ${duration(last.seconds)}` : h("b", { class: "bad" }, `v${last.version} failed`);
+    return last.outcome === "committed" ? `v${last.version} · ${duration(last.seconds).replace(" ", "\u00a0")}` : h("b", { class: "bad" }, `v${last.version} failed`);
   }
 
   #replicaMeta(replica) {

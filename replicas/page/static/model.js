@@ -94,7 +94,7 @@ export class Model {
       ? [{ key: `${one.key} before`, name: one.before, start: one.before_since, end: one.start }, one] : [one]));
     const start = this.doc.unknown?.at(-1)?.[1];
     const [of, name] = track.split(/ (.*)/);
-    const now = of === "replica" ? this.doc.replicas[name] : this.doc.nodes[name];
+    const now = { replica: this.doc.replicas, node: this.doc.nodes }[of]?.[name];
     if (start === undefined || !now) return found;
     const told = (channel) => found.some((one) => one.channel === channel && (one.end ?? Infinity) > start);
     if (kind !== "version") return told() ? found : [...found, { key: `${kind} now`, name: now.state, start }];
