@@ -115,9 +115,9 @@ test-browser: $(VENV)/.docs $(VENV)/axe.min.js ## the page and the handbook in a
 	@tests/support/browser/need_chromium.sh
 	@$(PYTEST) --timeout 300 tests/browser $(ARGS)
 
-screenshots: $(VENV)/.dev ## take the pictures of the page in docs/images anew
+screenshots: $(VENV)/.dev ## take the pictures of the page in docs/images anew; ARGS=report.html of make demo takes that one too
 	@tests/support/browser/need_chromium.sh
-	@$(BIN)/python -m tests.support.browser.screenshots docs/images
+	@$(BIN)/python -m tests.support.browser.screenshots docs/images $(ARGS)
 
 ENGINES := .venv-engines
 environments: | $(BIN)/python ## make the environments of test-lowest and test-engines, and run nothing

@@ -1,10 +1,11 @@
 """Pictures of the page for the docs: a run that is well, one that is not, a phone, and
-a report.
+reports.
 
-    python -m tests.support.browser.screenshots docs/images
+    python -m tests.support.browser.screenshots docs/images [REPORT]
 
 The run is the recorded one of ``replicas report --demo`` (:mod:`.record`), through the
-real server and in a real browser.
+real server and in a real browser. REPORT: the page that ``make demo`` has made, of
+which another picture is taken.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from replicas.status import ChannelStatus, GroupStatus, NodeStatus, PublishStatu
 from tests.support.browser import Chromium, Tab
 from tests.support.browser.shown import ShownRun, served
 
-WELL_S, BROKEN_S = 218.0, 188.0
+WELL_S, BROKEN_S = 218.0, 183.0
 """How long before the end of the recorded run: before the loss of n3, and before it is
 noticed."""
 SILENT = "rollout/2"
 """On that node."""
-_WIDE, _PHONE = (1360, 1040), (375, 812)
+_WIDE, _PHONE = (1280, 800), (390, 844)
 
 
 def supervised(status: RunStatus, *, broken: bool = False) -> RunStatus:
@@ -45,16 +46,15 @@ def supervised(status: RunStatus, *, broken: bool = False) -> RunStatus:
 
 
 def _group(group: GroupStatus, broken: bool) -> GroupStatus:
-    left = 0.4 if broken and group.name == "rollout" else 0.9
-    replicas = tuple(_replica(one, broken) for one in group.replicas)
+    left = 0.6 if broken and group.name == "rollout" else 0.9
+    replicas = tuple(_replica(one) for one in group.replicas)
     return replace(group, launcher="torchrun", restart_budget_remaining_ratio=left, replicas=replicas, min_ready=None)
 
 
-def _replica(one: ReplicaStatus, broken: bool) -> ReplicaStatus:
-    late = 12.0 if broken and one.name == SILENT else 0.4
+def _replica(one: ReplicaStatus) -> ReplicaStatus:
     pid = 4100 + 37 * one.replica
     slots = dict.fromkeys(one.versions, 2)
-    return replace(one, pid=pid, pids={0: pid}, heartbeat_age_s=late, slots=slots, lived_s=200.0)
+    return replace(one, pid=pid, pids={0: pid}, heartbeat_age_s=0.4, slots=slots, lived_s=200.0)
 
 
 def _node(node: NodeStatus) -> NodeStatus:
@@ -107,7 +107,7 @@ async def _live(
             await _shoot(phone, url, folder / "page-phone.png", "document.querySelector('.l-live')")
 
 
-async def main(folder: Path) -> None:
+async def main(folder: Path, demo: Path | None) -> None:
     async with Chromium.start() as browser:
         await _live(browser, folder, "well", WELL_S, supervised)
         await _live(browser, folder, "broken", BROKEN_S, lambda status: supervised(status, broken=True))
@@ -121,8 +121,10 @@ async def main(folder: Path) -> None:
                 folder / "page-report.png",
                 "document.querySelector('#panel h3')",
             )
+        if demo is not None:
+            await _shoot(await browser.tab(*_WIDE), demo.as_uri(), folder / "page-demo.png", "true")
 
 
 if __name__ == "__main__":
     Path(sys.argv[1]).mkdir(parents=True, exist_ok=True)
-    asyncio.run(main(Path(sys.argv[1])))
+    asyncio.run(main(Path(sys.argv[1]), Path(sys.argv[2]).resolve() if len(sys.argv) > 2 else None))
