@@ -47,8 +47,9 @@ from replicas.channel.session.outbox import Outbox
 from replicas.common.backoff import Backoff
 from replicas.common.logs import Log
 from replicas.common.patience import PauseClock
-from replicas.common.tasks import cancelled, is_set_within
+from replicas.common.tasks import cancelled, is_set_within, telling
 from replicas.messages.bounds import clean, most_nbytes, text_of
+from replicas.status import WAIT_S
 
 logger = Log("replicas.channel")
 
@@ -153,8 +154,9 @@ class Session:
     async def open(self, timeout_s: float) -> None:
         """Connect; the handler has been welcomed when this returns."""
         try:
-            async with asyncio.timeout(timeout_s):
-                connection = await self._retrying(self._connect_once)
+            with telling(self._tell_wait, f"up to {timeout_s:g} s"):
+                async with asyncio.timeout(timeout_s):
+                    connection = await self._retrying(self._connect_once)
         except _Over as over:
             raise over.error from over.__cause__
         except TimeoutError:
@@ -219,12 +221,18 @@ class Session:
             self.connected, ended = False, error
             logger.info("%s: connection lost: %s", self._hello.channel, _text(error))
             self._handler.disconnected(_text(error))
+            asyncio.get_running_loop().call_later(WAIT_S, self._tell_wait, "while operations end by their deadlines")
         finally:
             self.connected = False
             await self._hang_up(connection)
         before, self._gained = self._gained, (self._outbox.acked, self._received)
         if self._gained == before and time.monotonic() - began < LIVED_S and not self._closing:
             raise _Fruitless(_text(ended) if ended is not None else "it was closed") from ended
+
+    def _tell_wait(self, end: str) -> None:
+        if not (self.connected or self._closing):
+            why = self._last_error or "no answer yet"
+            logger.warning("%s: waiting for a coordinator at %s, %s: %s", self._hello.channel, self.endpoint, end, why)
 
     async def _retrying(self, function: Callable[[], Awaitable[_T]]) -> _T:
         """Call ``function`` until it succeeds; the caller limits the time."""

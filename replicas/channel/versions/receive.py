@@ -41,7 +41,7 @@ from typing import Any, NamedTuple
 
 from replicas import errors
 from replicas.channel.session.holdings import Holder
-from replicas.channel.session.hub import Hub, Part
+from replicas.channel.session.hub import Hub, Part, logger
 from replicas.channel.session.pending import Promise
 from replicas.channel.versions.adopting import Adopting
 from replicas.channel.versions.owner import Base
@@ -60,6 +60,7 @@ from replicas.messages import (
     WireError,
 )
 from replicas.messages.bounds import text_of
+from replicas.status import WAIT_S
 from replicas.weights.memory.arena import Slot
 from replicas.weights.memory.buffers import Buffer
 
@@ -99,7 +100,7 @@ class Receiver(Part):
         self._update: weakref.ref[Update] | None = None
         self._in_hand = 0
         self._bound = Bound()
-        self._asks = 0
+        self._asks, self._told = 0, False
         self._wish = _Wish(Bound())
         self._refused = 0
         self._failure: LoadFailed | None = None
@@ -219,7 +220,15 @@ class Receiver(Part):
         wish.pending = pending
         if wish.deadline_s is not None:
             wish.timer = self._hub.after(wish.deadline_s, self._overdue, wish.deadline_s)
+        if not (self._hub.latest or self._told):
+            self._hub.after(WAIT_S, self._tell_wait, pending)
         self._send_ask()
+
+    def _tell_wait(self, pending: Promise[Update]) -> None:
+        if self._wish.pending is pending and not (self._hub.latest or self._told):
+            self._told, limit_s = True, self._wish.deadline_s
+            end = "without a deadline" if limit_s is None else f"up to {limit_s:g} s"
+            logger.warning("%s: waiting for the first version, %s", self._hub.name, end)
 
     def _send_ask(self) -> None:
         self._asks += 1

@@ -11,6 +11,7 @@ import os
 import socket
 import time
 from collections.abc import AsyncIterator, Coroutine
+from functools import partial
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from typing import Any
@@ -24,7 +25,9 @@ from websockets.frames import Frame, Opcode
 from replicas import errors
 from replicas.channel.session import session as session_module
 from replicas.channel.session.session import MALFORMED_MAX, SILENCE_S, Session
+from replicas.common.logs import flush
 from replicas.common.patience import PAUSE_S
+from replicas.common.tasks import telling
 from replicas.messages import (
     PROTOCOL,
     Ack,
@@ -51,6 +54,7 @@ from replicas.messages import (
 )
 from replicas.messages.identity import ProcessIdentity
 from tests.support.machine.users import ATTACKER, needs_users, stranger
+from tests.support.waits import wait_until
 
 pytestmark = pytest.mark.anyio
 
@@ -449,6 +453,29 @@ async def test_nobody_there() -> None:
     session = Session(Loop(), "127.0.0.1:1", "secret", HELLO, handler)  # type: ignore[arg-type]  # a fake
     with pytest.raises(errors.Disconnected, match=r"no coordinator answered at 127.0.0.1:1 within 0.2 s: .*Connect"):
         await session.open(0.2)
+
+
+async def test_a_join_says_how_long_it_waits(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(session_module, "telling", partial(telling, after_s=0.15))
+    session = Session(Loop(), "127.0.0.1:1", "secret", HELLO, Handler())  # type: ignore[arg-type]  # a fake
+    with pytest.raises(errors.Disconnected):
+        await session.open(0.2)
+    assert flush()
+    (text,) = (one.getMessage() for one in caplog.records if "waiting" in one.getMessage())
+    assert text.startswith("policy: waiting for a coordinator at 127.0.0.1:1, up to 0.2 s: ")
+
+
+async def test_a_lost_coordinator_that_does_not_come_back_is_in_the_log(
+    world: SessionWorld, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(session_module, "WAIT_S", 0.1)
+    await world.session.open(5)
+    connection = await world.coordinator.connection()
+    await connection.close()
+    await world.coordinator.connection()  # it is back before that is to be told
+    world.server.close()
+    await wait_until(lambda: "waiting for a coordinator" in caplog.text, "it is told")
+    assert caplog.text.count("while operations end by their deadlines") == 1
 
 
 @pytest.mark.parametrize(

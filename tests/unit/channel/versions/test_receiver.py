@@ -17,9 +17,11 @@ import torch
 from replicas import errors
 from replicas import messages as wire
 from replicas.channel.session.pending import Promise
+from replicas.channel.versions import receive as receive_module
 from replicas.channel.versions import update as update_module
 from replicas.channel.versions.receive import Bound
 from replicas.channel.versions.update import Update
+from replicas.common.logs import flush
 from replicas.weights.loading import load_image
 from tests.support.channel.scripted import ScriptedWorld
 from tests.support.waits import wait_until
@@ -282,3 +284,15 @@ async def test_what_was_handed_out_to_nobody_is_handed_out_again_if_it_is_enough
     pending = target.receiver.receive(None, Bound(4))
     assert not pending.done()
     assert lost.ended
+
+
+async def test_the_wait_for_the_first_version_is_told_once_with_its_end(
+    target: ScriptedWorld, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(receive_module, "WAIT_S", 0.0)
+    for number in range(2):
+        with pytest.raises(errors.DeadlineExceeded):
+            await target.receiver.receive(0.05 + number / 100)
+    assert flush()
+    told = [one.getMessage() for one in caplog.records if "waiting" in one.getMessage()]
+    assert told == ["policy: waiting for the first version, up to 0.05 s"]
