@@ -21,6 +21,7 @@ installed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -153,13 +154,20 @@ def is_linear(name: str) -> bool:
 
 def float8_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A matrix in float8_e4m3fn, and the scale (float32) of each 128 x 128 block of it:
-    block times scale is about the matrix. The last blocks may be smaller."""
+    block times scale is about the matrix. The last blocks may be smaller.
+
+    An element that is infinite or nan becomes nan, and leaves the rest of its block as
+    it is: ``publish(check_finite=True)`` finds it.
+    """
     rows, columns = weight.shape
     high, wide = -(-rows // BLOCK), -(-columns // BLOCK)
     padded = torch.zeros(high * BLOCK, wide * BLOCK, dtype=torch.float32, device=weight.device)
     padded[:rows, :columns] = weight.detach()
     blocks = padded.view(high, BLOCK, wide, BLOCK)
-    largest = blocks.abs().amax(dim=(1, 3))
-    scales = torch.where(largest > 0, largest / torch.finfo(_FLOAT8).max, torch.ones_like(largest))
+    blocks = blocks.where(blocks.isfinite(), math.nan)  # a cast of an infinity is not nan everywhere
+    largest = blocks.abs().nan_to_num(0.0).amax(dim=(1, 3))
+    # a subnormal scale is imprecise, or 0, and kernels may take it for 0
+    scales = (largest / torch.finfo(_FLOAT8).max).clamp_min(torch.finfo(torch.float32).tiny)
+    scales = torch.where(largest > 0, scales, torch.ones_like(largest))
     packed = (blocks / scales[:, None, :, None]).view(high * BLOCK, wide * BLOCK)[:rows, :columns]
     return packed.contiguous().to(_FLOAT8), scales

@@ -6,6 +6,7 @@ Covers: sources/megatron.py.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -100,6 +101,40 @@ def test_blocks_of_float8_times_their_scales_are_the_weights(shape: tuple[int, i
     # a mantissa of 3 bits; what is small beside its block's largest is subnormal
     assert bool(((again - weight.float()).abs() <= weight.float().abs() / 16 + spread * 2**-9).all())
     assert torch.equal(float8_blocks(torch.zeros(3, 3))[1], torch.ones(1, 1))
+
+
+@pytest.mark.parametrize("largest", [1e-44, 1e-41, 1e-38, 1e-36, 1.0, 3.4e38])
+def test_the_scale_of_tiny_and_huge_blocks_is_a_normal_number(largest: float) -> None:
+    weight = torch.full((2, 200), largest)
+    weight[0, :128] = 0.0
+    blocks, scales = float8_blocks(weight)
+    tiny = torch.finfo(torch.float32).tiny
+    assert bool(((tiny <= scales) & scales.isfinite()).all())
+    again = blocks.float() * scales.repeat_interleave(128, 1)[:, :200]
+    assert bool(((again - weight).abs() <= weight.abs() / 16 + tiny * 2**-9).all())
+
+
+@pytest.mark.parametrize("odd", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_spoils_no_other_element(odd: float) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(130, 5)
+    wanted, scales = float8_blocks(weight)
+    weight[3, 2] = 0.0
+    weight[3, 2] = odd
+    blocks, found = float8_blocks(weight)
+    assert torch.equal(found, scales)
+    assert blocks.float().isnan().nonzero().tolist() == [[3, 2]]
+    blocks[3, 2] = wanted[3, 2]
+    assert torch.equal(blocks.float(), wanted.float())
+
+
+@pytest.mark.slow
+def test_what_is_not_finite_is_found_in_float8() -> None:
+    bridge = Bridge(a__weight=torch.tensor([[1.0, math.inf]]))
+    source = megatron(bridge.export_hf_weights, float8=is_linear)
+    found = pytest.raises(errors.ManifestMismatch, match=r"'a\.weight' \(1\)")
+    with FakeRun() as run, run.join("trainer") as trainer, found:
+        trainer.publish(source, check_finite=True).wait(10)
 
 
 def test_matrices_are_quantised_on_the_way() -> None:
