@@ -224,7 +224,7 @@ class Session:
             asyncio.get_running_loop().call_later(WAIT_S, self._tell_wait, "while operations end by their deadlines")
         finally:
             self.connected = False
-            await self._hang_up(connection)
+            await _hang_up(connection, self._loop.fds)
         before, self._gained = self._gained, (self._outbox.acked, self._received)
         if self._gained == before and time.monotonic() - began < LIVED_S and not self._closing:
             raise _Fruitless(_text(ended) if ended is not None else "it was closed") from ended
@@ -250,13 +250,6 @@ class Session:
         self._closing = True
         self._flushed.set()
         self._handler.session_over(error)
-
-    async def _hang_up(self, connection: FrameConnection) -> None:
-        try:
-            await connection.close()
-        finally:
-            self._loop.fds.discard(connection.fd)
-            connection.abort()
 
     def _note_error(self, state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome is not None else None
@@ -286,7 +279,7 @@ class Session:
             try:
                 await self._shake_hands(connection)
             except BaseException:
-                await self._hang_up(connection)
+                await _hang_up(connection, self._loop.fds)
                 raise
             return connection
 
@@ -398,6 +391,14 @@ class Session:
         if frame.seq:  # a Welcome, without a number, precedes each malformed frame
             self._malformed = 0
         return frame
+
+
+async def _hang_up(connection: FrameConnection, fds: set[int]) -> None:
+    try:
+        await connection.close()
+    finally:
+        fds.discard(connection.fd)
+        connection.abort()
 
 
 def _pause(state: RetryCallState) -> float:
