@@ -1,4 +1,10 @@
-"""A rank's API: join a channel, publish, receive, run collectives. Imports torch."""
+"""A rank's API: join a channel, publish, receive, run collectives. Imports torch.
+
+`join` -> `Channel.publish`, `receive`, `all_reduce`... -> `Pending` -> `Receipt` or
+`Update`. ``session`` talks to the coordinator, ``versions`` moves weights,
+``operations`` runs collectives. Nothing here decides: the coordinator does
+(:mod:`replicas.core`).
+"""
 
 from __future__ import annotations
 

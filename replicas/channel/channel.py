@@ -94,13 +94,13 @@ class Channel(Collectives):
     def version(self) -> int:
         """The version that this rank serves: loaded, or (on a source) published here.
 
-        0: none, or only a part of one.
+        0 before the first one, and while a version is only partly loaded.
         """
         return self._hub.loaded
 
     @property
     def latest(self) -> int:
-        """The newest committed version known to this process; 0: none."""
+        """The newest committed version known to this process, or 0."""
         return self._hub.latest
 
     @property
@@ -110,7 +110,7 @@ class Channel(Collectives):
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """The members of that epoch, in order."""
+        """The members of the epoch :attr:`epoch`, in order."""
         return self._hub.members
 
     @property
@@ -138,35 +138,35 @@ class Channel(Collectives):
     ) -> Pending[Receipt]:
         """Copy a complete set of weights and send it to all targets.
 
-        It returns when the weights are copied (from a GPU: when the copies are queued);
+        Returns when the weights are copied (from a GPU: when the copies are queued);
         the Pending ends with the commit. Call it on every rank of a source replica, in
         the same order (with ``ranks = "leader"`` the leader alone suffices, unless
-        gathering the weights needs the other ranks). The weights are walked once, in
-        order, on this thread and stream, even after a failure or a refused argument,
-        because other ranks take part in the gathers; every rank raises the same error.
+        gathering the weights needs the other ranks). The call iterates over the weights
+        once, in order, on this thread and stream, even after a failure or a refused
+        argument, because other ranks take part in the gathers; every rank raises the
+        same error.
 
-        A publish goes on when the coordinator is restarted. Without a verdict by the
+        A publish continues if the coordinator restarts. Without a verdict by the
         deadline it raises OutcomeUnknown; wait on the same Pending again to learn the
         outcome.
 
         **On a GPU** the copies are only queued, on this thread's current stream, like
         any torch operation: later work on the stream may change the weights, and a
-        tensor allocated on it may be freed as soon as an iterable goes on. They hold
-        the stream for ``receipt.phases["hold"]`` seconds.
+        tensor allocated on it may be freed as soon as the iterable advances. The copies
+        occupy the stream for ``receipt.phases["hold"]`` seconds.
 
         :param weights: a slot of :meth:`arena_like`, a module (tied storage once), a
             mapping, an iterable of ``(name, Tensor | DTensor | Shard | None)``, or an
             object with ``metadata()`` and iteration; tensors of any dtype, shape,
             strides and device.
         :param version: number of the version, greater than every earlier one; default:
-            the next number. A publish that fails, or whose weights are refused, uses
-            its number up.
+            the next number. A failed or refused publish uses up its number.
         :param dtype: cast plain floating tensors to this dtype; default: no cast.
         :param meta: scalars, and lists and dicts of scalars; receivers get it as
             ``update.meta`` (with the caller's OpenTelemetry span as ``traceparent``).
-            Or a function that returns such a mapping (with a checksum, say): it is
-            called on every rank, on this thread, after the weights were walked, and
-            rank 0's result is used. No bytes go to other hosts before that.
+            Or a function that returns such a mapping (with a checksum, say): every rank
+            calls it, on this thread, after the last weight, and rank 0's result is
+            used. No bytes go to other hosts before that.
         :param new_manifest: allow other names, shapes or dtypes than before.
         :param adapter: the weights are the LoRA adapter of this name, with its
             configuration (JSON) as ``weights.adapter_config``, which
@@ -176,17 +176,17 @@ class Channel(Collectives):
         :param hold: False: another stream copies the GPU tensors, and this stream does
             not wait for it. The caller must not write to the weights before
             :meth:`fence` or the next publish. Applies to weights that need no gather (a
-            module or a mapping); others are copied on the current stream all the same.
+            module or a mapping); others are always copied on the current stream.
         :param check_finite: True: a version with NaN or infinite values is not
-            committed; the Pending raises ManifestMismatch, which names the tensors. It
-            reads all bytes once more, beside the caller.
+            committed; the Pending raises ManifestMismatch, which names the tensors. The
+            check reads all bytes once more, on another thread.
         :raises replicas.errors.StaleVersion: ``version`` is not newer.
         :raises replicas.errors.ManifestMismatch: a value cannot be published, or does
             not fit the manifest.
         :raises replicas.errors.NoCapacity: there is no memory for a slot.
         :raises replicas.errors.Busy: no slot became free in time.
-        :raises replicas.errors.ReplicasError: an earlier publish or operation failed
-            and no caller has been told.
+        :raises replicas.errors.ReplicasError: an earlier publish or operation failed,
+            and no caller has waited for it.
         """
         self._check_role("publish")
         feed = Feed(weights, mode=self._publisher.mode)
@@ -211,10 +211,10 @@ class Channel(Collectives):
     def fence(self, stream: torch.Stream | None = None) -> None:
         """Make ``stream`` wait for the copies of all publishes.
 
-        By default ``stream`` is this thread's current stream. It waits on the GPU; the
-        call does not block. Work that is queued on the stream afterwards may write to
-        weights that were published with ``hold=False``. Without a GPU the call does
-        nothing: publish has already copied the weights.
+        By default ``stream`` is this thread's current stream. The wait is on the GPU;
+        the call does not block. Work queued on the stream afterwards may write to
+        weights published with ``hold=False``. Without a GPU the call does nothing:
+        publish has already copied the weights.
 
         :raises replicas.errors.UsageError: ``stream`` is not a torch.Stream (on CUDA:
             not a torch.cuda.Stream).
@@ -232,12 +232,12 @@ class Channel(Collectives):
 
         Use it in a ``with`` block: write the next version into every tensor (on the
         CPU; their contents are undefined) and pass the mapping to :meth:`publish`
-        inside the block. Leaving the block without a publish gives the slot back. The
+        inside the block. Leaving the block without a publish returns the slot. The
         publish empties the mapping's tensors, and other processes read the slot from
         then on: keep no views of it. The channel needs ``slots`` >= 2.
 
         With ``staging = "device"`` the tensors are on the GPU: write them on this
-        thread's current stream, and publish on a stream that did, or waits for, all
+        thread's current stream, and publish on a stream that made, or waits for, all
         these writes.
 
         :param weights: names, shapes and dtypes: a module, a mapping, or an object with
@@ -252,19 +252,19 @@ class Channel(Collectives):
         return arena_like(self._hub, weights, dtype, self._publisher.mode, self._deadline_s(deadline))
 
     def reserve(self, weights: object, *, dtype: torch.dtype | None = None, slots: int | None = None) -> None:
-        """Make the memory for versions ahead of the first publish.
+        """Allocate the memory for versions ahead of the first publish.
 
-        It returns at once: a thread allocates, and touches, as much of the memory as
-        fits. Fresh memory costs ten times the copy into it, so a first publish without
-        this takes as much longer. One that comes meanwhile waits for the slot that is
-        being made. Later publishes, and targets, need no call.
+        Does not block: a thread allocates and touches as much of the memory as fits.
+        Fresh memory costs ten times the copy into it, so a first publish without this
+        call takes ten times longer. A publish that comes meanwhile waits for the slot
+        that is being allocated. Later publishes, and targets, need no call.
 
         :param weights: names, shapes and dtypes: a module, a mapping, or an object with
             ``metadata()``.
         :param dtype: dtype of plain floating tensors; default: as they are.
         :param slots: number of versions; default: all of the channel's ``slots``.
         :raises replicas.errors.ManifestMismatch: a value cannot be published.
-        :raises replicas.errors.UsageError: this rank is no source, or an argument is
+        :raises replicas.errors.UsageError: this rank is not a source, or an argument is
             wrong.
         """
         self._check_filled("reserve", dtype)
@@ -288,19 +288,18 @@ class Channel(Collectives):
     ) -> Pending[Update]:
         """Get the newest committed version, the same for all ranks of this replica.
 
-        It is newer than the version loaded here; or that one again, at once, if
-        ``at_least`` allows it and none is newer, so that a step can be repeated. A
-        second call before the update was taken returns the same Pending. The call may
-        be made ahead of time: until a caller waits for the update, each newer version
-        replaces it (``done()`` is False for a moment then). An update that was handed
-        out keeps its slot in use until it has ended; a publish may have to wait for
-        that slot.
+        It is newer than the version loaded here; if ``at_least`` allows the loaded
+        version and no newer one exists, the loaded version is returned again, so that
+        a step can be repeated. A second call before the update was taken returns the
+        same Pending. The call may be made ahead of time: until a caller waits for the
+        update, each newer version replaces it (``done()`` is then briefly False). An
+        open update keeps its slot in use; a publish may have to wait for that slot.
 
         A replica that restarts in the middle of a commit gets the version before it;
-        pass ``at_least`` where that is too old. Pass the same ``at_least`` on all ranks
-        of a replica. Otherwise the highest bound applies to all ranks that wait, and a
-        bound above the version that another rank has begun to load waits until that
-        rank calls again.
+        pass ``at_least`` where that is too old, and the same on all ranks of a replica.
+        Otherwise the highest bound applies to all ranks that wait, and a bound above
+        the version that another rank has begun to load waits until that rank calls
+        again.
 
         :param deadline: seconds; None (the default): wait for the next commit without
             limit.
@@ -319,7 +318,7 @@ class Channel(Collectives):
         return self._receiver.receive(None if deadline is None else self._deadline_s(deadline), bound)
 
     def committed(self, *, after: int | None = None, deadline: float | None = None) -> Pending[int]:
-        """A Pending of the newest committed version, once it is newer than ``after``.
+        """Return a Pending of the newest committed version newer than ``after``.
 
         It raises DeadlineExceeded, or Disconnected after 60 s without a session.
 
@@ -331,10 +330,11 @@ class Channel(Collectives):
         return self._watches.committed(number, None if deadline is None else self._deadline_s(deadline))
 
     def loaded(self, version: int, *, deadline: float | None = None) -> Pending[int]:
-        """A Pending that ends when all live targets serve ``version`` or a newer one.
+        """Return a Pending that ends when all live targets serve ``version`` or newer.
 
-        Its value: the oldest version that a live target replica serves. Errors:
-        SyncError (refused), DeadlineExceeded, Disconnected (60 s without a session).
+        Its value is the oldest version that a live target replica serves. It raises
+        SyncError (refused), DeadlineExceeded, or Disconnected after 60 s without a
+        session.
 
         :param version: a version number.
         :param deadline: seconds; None (the default): no limit.
@@ -354,15 +354,15 @@ class Channel(Collectives):
     def close(self, *, wait: bool = True) -> None:
         """Leave the channel: say good-bye, end the sidecars, free the memory.
 
-        Closing again does nothing. It blocks: call it in a worker thread if a
+        Closing again does nothing. The call blocks: make it in a worker thread if a
         coordinator runs on this thread's event loop.
 
-        :param wait: first let publishes and operations under way end, by their own
+        :param wait: first wait until publishes and operations have ended, by their own
             deadlines; default True.
         :raises replicas.errors.UsageError: a coordinator runs on this thread's event
             loop; the channel stays open.
-        :raises replicas.errors.ReplicasError: one of them failed and no caller has been
-            told.
+        :raises replicas.errors.ReplicasError: a publish or an operation failed, and no
+            caller has waited for it.
         """
         if self._pid != os.getpid():
             return  # a forked child has nothing to close
@@ -383,7 +383,7 @@ class Channel(Collectives):
                 for pending in (*self._publisher.open_jobs(), *self._operations.open_jobs()):
                     pending.wait_ended()  # not wait(): that would count as telling the caller
             if not self._publisher.copies.wait(CLOSE_TIMEOUT_S):
-                text = "%s: copies on the GPU go on after %s s"
+                text = "%s: copies on the GPU still run after %s s"
                 logger.warning(text, self.name, CLOSE_TIMEOUT_S)
             failure = self._hub.failures.take()
         finally:
@@ -394,7 +394,7 @@ class Channel(Collectives):
             return
         if wait:
             raise failure
-        logger.warning("%s: nobody waited for this failure: %s", self.name, failure)
+        logger.warning("%s: closing after a failure that no caller waited for: %s", self.name, failure)
 
     def __enter__(self) -> Channel:
         return self
@@ -403,7 +403,7 @@ class Channel(Collectives):
         self.close(wait=error is None)
 
     def _start_to_leave(self) -> None:
-        """On the session thread."""
+        """Session thread: begin to close; further calls do nothing."""
         if not self._leaving:
             self._closed = self._leaving = True
             self._hub.loop.spawn(self._leave_on_loop(), f"{self.name}: leaves")
@@ -451,7 +451,7 @@ class Channel(Collectives):
                 raise self._usage(
                     f"{operation.kind}: a tensor of shape {list(tensor.shape)} and strides {list(tensor.stride())} has "
                     "elements that share memory, and cannot be written",
-                    "pass a tensor of its own, such as its clone()",
+                    "pass a tensor with memory of its own, such as a clone()",
                 )
         return self._operations.start(operation, self._deadline_s(deadline))
 

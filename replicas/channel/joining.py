@@ -45,12 +45,12 @@ def join(
     info: Mapping[str, str] | None = None,
     timeout: float = 30.0,
 ) -> Channel:
-    """Join ``channel`` and return at once: it never waits for other members.
+    """Join ``channel`` without waiting for other members.
 
     Identity and address come from the environment that the supervisor set; arguments
     override it. A second join of one (group, replica, rank) fences the first. One
-    process may join several channels, and one channel as several members. A channel is
-    joined until it is closed, even if nothing refers to it.
+    process may join several channels, and one channel as several members. A membership
+    lasts until the channel is closed, even if nothing refers to it.
 
     On a GPU, choose the device (``torch.cuda.set_device``) before joining. In an
     asyncio program call this in a worker thread if the coordinator runs on the same
@@ -59,28 +59,29 @@ def join(
     :param endpoint: ``host:port`` of the control port (``REPLICAS_ENDPOINT``).
     :param token: the run's join token (the content of ``REPLICAS_TOKEN_FILE``, which is
         read again at each reconnect). Off loopback it names the key of the control
-        port; without, ``REPLICAS_CA_FILE`` must name a CA.
+        port; without a key, ``REPLICAS_CA_FILE`` must name a CA.
     :param run: name of the run (``REPLICAS_RUN``); not checked if neither is given.
     :param group: name of this rank's group (``REPLICAS_GROUP``).
     :param replica: index of this rank's replica in the group (``REPLICA_ID``, else 0).
-        ``"auto"``: the lowest that nobody has, on all channels that this process joins
-        so; ``channel.member.replica`` tells it. For rank 0 of a replica that somebody
-        else starts, and counts; other ranks join with the index that rank 0 was given.
+        ``"auto"``: the lowest free index, the same on all channels that this process
+        joins with ``"auto"``; read it from ``channel.member.replica``. It is meant for
+        rank 0 of a replica that another program starts and counts; other ranks join
+        with the index that rank 0 got.
     :param rank: this rank (``RANK``, else 0).
     :param world_size: ranks of the replica (``WORLD_SIZE``, else 1).
     :param observe: only watch commits, loads and members; no bytes. An observer needs
-        no identity and fences no other: several may have one name, also that of a rank.
+        no identity and fences no member: several may share a name, even a rank's.
     :param info: short texts for status pages and routers, such as ``{"url":
         "http://..."}``.
-    :param timeout: seconds until there must be a session; default 30.
+    :param timeout: limit in seconds for the connection; default 30.
     :raises replicas.errors.UsageError: an argument is missing or wrong (also: the token
         is not accepted, or the port has another key than it names), a coordinator runs
-        on this thread's event loop, or the kernel denies a call that is needed.
-    :raises replicas.errors.UnknownChannel: no such channel, or the group has no part in
-        it.
+        on this thread's event loop, or the kernel denies a required call.
+    :raises replicas.errors.UnknownChannel: the channel does not exist, or the group has
+        no part in it.
     :raises replicas.errors.Preflight: this process is not compatible with the present
-        members; or the channel's slots are in GPU memory (``staging = "device"``) and
-        this process has none that its sidecar can use, which is tested here.
+        members; or the channel's slots are in GPU memory (``staging = "device"``), and
+        a test shows that a sidecar cannot use this process's GPU memory.
     :raises replicas.errors.Disconnected: no coordinator answered in time.
     """
     needs.check()
@@ -142,7 +143,7 @@ def join(
 
 
 def _prove_device(hub: Hub, until: float) -> None:
-    """If slots are on a GPU: test that a sidecar can use this rank's memory there."""
+    """Test that a sidecar can use this rank's GPU memory, if slots are in it."""
     settings = hub.settings
     ranks = {"source": settings.source_ranks, "peer": settings.peer_ranks}.get(settings.role, "all")
     if not hub.device or (ranks == "leader" and not hub.leader):
@@ -160,20 +161,20 @@ def _prove_device(hub: Hub, until: float) -> None:
         error.channel, error.phase, error.members = hub.name, "join", (hub.member.name,)
         raise
     except (OSError, RuntimeError) as error:
-        text = str(error) or "it was not done in time"
-        text = f"it could not be shown that a sidecar can use the memory of GPU {hub.device}: {text}"
+        text = str(error) or "the test did not end in time"
+        text = f"cannot show that a sidecar can use the memory of GPU {hub.device}: {text}"
         hint = 'give join a longer timeout, or set staging = "host" on the channel'
         raise hub.error(errors.Preflight, text, phase="join", members=[hub.member.name], hint=hint) from error
 
 
 def _show_stacks(found: Environment, hello: Hello) -> None:
-    """Under a supervisor: register this process to write its stacks on request."""
+    """Under a supervisor, let this process write its stacks on request."""
     if found.log_dir is None or hello.observe:
         return
     try:
         stacks.register(found.log_dir, hello.rank, hello.process.start_time)
     except OSError as error:
-        logger.warning("%s: the supervisor will not get the stacks of this process: %s", hello.channel, error)
+        logger.warning("%s: the supervisor cannot get the stacks of this process: %s", hello.channel, error)
 
 
 def _first(what: str, *values: int | None) -> int:
@@ -182,7 +183,7 @@ def _first(what: str, *values: int | None) -> int:
 
 
 def _nccl_version() -> str:
-    """NCCL's version, such as ``2.28.9``, or ""; read without initialising CUDA."""
+    """Return NCCL's version, such as ``2.28.9``, or ""; does not initialise CUDA."""
     if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
         return ""
     return ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]  # torch leaves it untyped

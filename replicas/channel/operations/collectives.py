@@ -30,14 +30,13 @@ _PEER = re.compile(r"[^/]+/[0-9]{1,7}(/[0-9]{1,7})?")
 
 @arguments.named
 class Collectives:
-    """**Collectives between the peers of a channel** are its methods, too; each returns
-    at once.
+    """**Collectives between the peers of a channel** are methods of the channel, too.
 
-    Each returns a :class:`Pending` of a :class:`Receipt`. The call copies the tensors.
+    Each call copies the tensors and returns a :class:`Pending` of a :class:`Receipt`.
     Results are written into the caller's tensors only after the operation has succeeded
-    for every peer, before the Pending resolves. Calls are paired in the order in which
+    for every peer, before the Pending resolves. Calls are matched in the order in which
     each member makes them; ``step`` tags (whole numbers that grow) keep a peer that
-    joined again from being paired with the wrong call.
+    joined again from being matched with the wrong call.
 
     With ``on_lost = "drop"`` (the default of a channel) an operation that loses a
     member, or a member that no longer responds, runs again over the others, from the
@@ -50,11 +49,11 @@ class Collectives:
 
     * :class:`~replicas.errors.PeersLost`: a required member died: the root, the other
       member of a pair, or any member with ``on_lost = "raise"``;
-    * :class:`~replicas.errors.DeadlineExceeded`: a peer did not call, or it took too
-      long;
+    * :class:`~replicas.errors.DeadlineExceeded`: a peer did not call, or the operation
+      took too long;
     * :class:`~replicas.errors.RanksDisagree`: the peers called different operations;
-    * :class:`~replicas.errors.Gone`: ``step`` has passed; or the others went on without
-      this member while it did not respond. Its next call pairs with their next one;
+    * :class:`~replicas.errors.Gone`: ``step`` has passed; or the others continued
+      without this member while it did not respond. Its next call matches their next;
     * :class:`~replicas.errors.OutcomeUnknown`: no verdict came in time; wait again, or
       make the next call, which settles it;
     * :class:`~replicas.errors.Disconnected`: the coordinator was replaced before the
@@ -80,7 +79,10 @@ class Collectives:
         step: int | None,
         deadline: float | None,
     ) -> Pending[Receipt]:
-        """Check the arguments, and start. ``root``: with its argument's name."""
+        """Check the arguments, and start the operation.
+
+        ``root`` is (name of the argument, peer).
+        """
         inputs = () if given is None and kind in ("scatter", "recv", "barrier") else _tensors(kind, given)
         if kind in ("all_reduce", "reduce", "reduce_scatter"):
             _check_op(kind, op, inputs)
@@ -99,9 +101,9 @@ class Collectives:
     ) -> Pending[Receipt]:
         """Reduce elementwise over all peers, in place, on every peer.
 
-        The sum is made in the tensors' dtype, for a mean, too: the sum of float16 above
-        65,504 is infinite, and bfloat16 rounds each partial sum. Pass float32 where
-        that matters.
+        Sums, also those of a mean, have the tensors' dtype: a float16 sum above 65,504
+        is infinite, and bfloat16 rounds each partial sum. Pass float32 where that
+        matters.
 
         :param op: sum, mean (floating dtypes), min or max; default sum.
         """
@@ -138,8 +140,8 @@ class Collectives:
         Shapes and dtypes may differ by member.
 
         :param out: tensors to write into: those of the first participant, then of the
-            next, in the order of members. Those of a member that was lost on the way
-            stay unchanged. Default: new tensors.
+            next, in the order of members. Those of a lost member stay unchanged.
+            Default: new tensors.
         """
         return self._post("all_gather", tensors, out, step=step, deadline=deadline)
 
@@ -164,10 +166,10 @@ class Collectives:
         step: int | None = None,
         deadline: float | None = None,
     ) -> Pending[Receipt]:
-        """``src`` gives each participant one tensor, in the order of members.
+        """Give each participant one of ``src``'s tensors, in the order of members.
 
-        It is in ``receipt.tensors`` and ``out``. A member that is lost on the way does
-        not get its tensor; the others' stay the same.
+        The tensor is in ``receipt.tensors`` and ``out``. A lost member does not get its
+        tensor; those of the others stay the same.
 
         :param tensors: on ``src`` one tensor for each participant; None on the others.
         :param out: the tensor to write into; default: a new one.
@@ -184,10 +186,10 @@ class Collectives:
         step: int | None = None,
         deadline: float | None = None,
     ) -> Pending[Receipt]:
-        """Reduce one tensor for each participant; each gets its own.
+        """Reduce one tensor for each participant, and give it that one.
 
-        It is in ``receipt.tensors`` and ``out``. The tensors for a member that is lost
-        on the way are dropped.
+        The result is in ``receipt.tensors`` and ``out``. The tensors for a lost member
+        are dropped.
 
         :param tensors: one for each participant, in the order of members.
         :param op: sum, mean (floating dtypes), min or max; default sum.
@@ -199,7 +201,7 @@ class Collectives:
     def send(
         self, tensors: Tensors, dst: Peer, *, step: int | None = None, deadline: float | None = None
     ) -> Pending[Receipt]:
-        """Send to one peer, which calls :meth:`recv`; no other peer is waited for."""
+        """Send to one peer, which calls :meth:`recv`; other peers need not call."""
         return self._post("send", tensors, root=("dst", dst), step=step, deadline=deadline)
 
     def recv(
@@ -213,7 +215,7 @@ class Collectives:
         return self._post("recv", None, tensors, root=("src", src), step=step, deadline=deadline)
 
     def barrier(self, *, step: int | None = None, deadline: float | None = None) -> Pending[Receipt]:
-        """Resolves when every peer has called it."""
+        """Return a Pending that resolves when every peer has called this method."""
         return self._post("barrier", None, step=step, deadline=deadline)
 
 
@@ -234,7 +236,7 @@ def _tensors(kind: str, given: Tensors | None) -> tuple[torch.Tensor, ...]:
 
 
 def _usable(kind: str, number: int, tensor: object) -> torch.Tensor:
-    """The tensor; or an alias without code, if it has code of its own."""
+    """Check a tensor; return it, or a plain alias of a tensor subclass."""
     if not isinstance(tensor, torch.Tensor):
         _fail(f"{kind} was given a {type(tensor).__name__}", "pass a tensor or a sequence of them")
     if is_dtensor(tensor):
@@ -258,7 +260,7 @@ def _check_op(kind: str, op: str, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _peer(argument: str, peer: Peer) -> str:
-    """The peer's normalized name, with a rank if one was given."""
+    """Return the peer's normalized name, with a rank if one was given."""
     name = peer.name if isinstance(peer, Member) else peer
     if not isinstance(name, str) or not _PEER.fullmatch(name) or not is_name(name.partition("/")[0]):
         text = f"{argument} must be a Member, 'group/replica' or 'group/replica/rank', not {shown(peer)}"

@@ -5,31 +5,30 @@ Theory of operation
 
 The call copies the inputs into a scratch buffer (on the caller's thread and stream;
 with ``staging = "device"`` into one on the GPU if the tensors are there) and posts.
-When all participants have posted, the coordinator says Go and the lane's sidecar runs
+When all participants have posted, the coordinator sends Go and the lane's sidecar runs
 the operation on the scratch memory. Only the common verdict (OperationEnd) decides: on
 success a worker thread writes the results into the caller's tensors, and then the
-Pending resolves; on any failure the caller's tensors are as they were (invariant I3).
+Pending resolves; on any failure the caller's tensors are unchanged (invariant I3).
 
-**Attempts.** After a loss or a failure the coordinator says Go again, for the remaining
-members, in another lane. A sidecar only reads the inputs, and each attempt has outputs
+**Attempts.** After a loss or a failure the coordinator sends Go again, to the remaining
+members, for another lane. A sidecar only reads the inputs, and each attempt has outputs
 of its own: so an attempt starts from the inputs as posted, even if the sidecar of the
-attempt before is still running. The requests of one lane go to its sidecar in the order
-of their Go, one at a time, as on every other member.
+previous attempt is still running. The requests of one lane go to its sidecar in the
+order of their Go, one at a time, as on every other member.
 
 **Memory.** Inputs return to the pool when the operation is over and no attempt runs;
 outputs when their attempt is neither running nor wanted. An attempt runs until its
 sidecar has answered or is known to be dead.
 
-**Outcome unknown.** An operation ends by itself shortly after its deadline if no
-verdict came, or when there is a new coordinator. If this member had reported *done*, it
-ends with OutcomeUnknown, and the next posts name it as unsettled. A late verdict, or
-OperationSettled, brings the outcome (:mod:`replicas.channel.operations.results`). While
-results are uncollected, the next collective is refused once, here or by the
-coordinator.
+**Outcome unknown.** Without a verdict the member ends an operation shortly after its
+deadline, or when there is a new coordinator. If the member had reported *done*, the
+operation ends with OutcomeUnknown, and the next posts name it as unsettled. A late
+verdict, or OperationSettled, brings the outcome
+(:mod:`replicas.channel.operations.results`). While results are uncollected, the next
+collective is refused once, here or by the coordinator.
 
-**A new coordinator** knows of no operation. All end, except those that were posted
-while there was no session: no coordinator has seen them, and they are posted to the new
-one.
+**A new coordinator** knows no operation. All end, except those that were posted while
+there was no session: no coordinator has seen them, so they are posted again.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ from replicas.sidecar.wire import CollectiveSpec
 logger = Log("replicas.channel")
 
 APPLIED = 16
-"""How many newest refs a post names as applied; above a member's open operations."""
+"""Number of newest refs that a post names as applied; more than a member has open."""
 
 
 class RankOperations(Part):
@@ -89,12 +88,12 @@ class RankOperations(Part):
         return job.pending
 
     def _scratch(self, operation: OperationCall) -> Scratch:
-        """Scratch on the GPU if its tensors and the slots are there, else in RAM."""
+        """Return the GPU's scratch if tensors and slots are on it, else the host's."""
         device = self._hub.device if operation.gpu else ""
         return self._scratches.setdefault(device, Scratch(f"replicas-{self._hub.name}", device))
 
     def open_jobs(self) -> list[Promise[Receipt]]:
-        """Operations that have not ended, for close(); from any thread."""
+        """Any thread: return the operations that have not ended, for close()."""
         return [job.pending for job in list(self._jobs.values()) if not job.pending.done()]
 
     # ------------------------------------------------------------ session thread
@@ -176,7 +175,7 @@ class RankOperations(Part):
         self._hub.spawn(self._run(job, attempt), f"operation {go.operation}")
 
     async def _run(self, job: Job, attempt: OperationAttempt) -> None:
-        """One attempt, from its Go to *done* or *failed*."""
+        """Run one attempt, and send *done* or *failed*; then release its memory."""
         hub, lane, operation = self._hub, None, attempt.go.operation
         answer: wire.OperationDone | wire.OperationFailed
         try:
@@ -191,7 +190,7 @@ class RankOperations(Part):
             job.said_done = isinstance(answer, wire.OperationDone)
             hub.send(answer)
         if isinstance(answer, wire.OperationFailed) and lane is not None and not await lane.gone():
-            logger.warning("%s: memory of a %s is kept: its sidecar did not die", hub.name, job.operation.kind)
+            logger.warning("%s: keeping the memory of a %s: its sidecar did not die", hub.name, job.operation.kind)
             return
         attempt.running = False
         job.running -= 1
@@ -205,7 +204,7 @@ class RankOperations(Part):
         nbytes = segment_layout(outputs)[1] if outputs else 0
         if nbytes:
             scratch = self._scratch(operation)
-            # a fresh one takes long to make
+            # a new buffer takes long to allocate
             attempt.outputs = scratch.take_idle(nbytes) or await asyncio.to_thread(scratch.take, nbytes)
         if lane.ended or lane.sidecar is None:
             raise self._hub.error(errors.Gone, f"lane {lane.name} is gone", phase="form", hint="")
@@ -217,7 +216,7 @@ class RankOperations(Part):
             segments=go.segments,
             me=attempt.me,
             root=go.root,
-            timeout_s=max(0.001, attempt.deadline - time.monotonic()),  # it may have passed
+            timeout_s=max(0.001, attempt.deadline - time.monotonic()),  # the deadline may have passed
             places=go.places,
         )
         return await lane.sidecar.collective(spec, job.inputs, attempt.outputs)
@@ -260,7 +259,7 @@ class RankOperations(Part):
             self._end(job, outcome)
 
     def _write(self, job: Job, data: wire.ReceiptData, attempt: OperationAttempt) -> Receipt | errors.ReplicasError:
-        """Write the caller's tensors after a verdict of success. On any thread."""
+        """Any thread: write the caller's tensors after success; return the outcome."""
         try:
             return job.operation.finish(data, attempt.go, attempt.me, attempt.outputs)
         except BaseException as error:  # noqa: BLE001  # a tensor's own code may raise too; any error is the outcome
@@ -269,9 +268,7 @@ class RankOperations(Part):
     def _cannot_write(self, job: Job, error: BaseException) -> errors.ReplicasError:
         found = as_wire_error(error, channel=self._hub.name, phase="write").exception()
         if isinstance(found, errors.InternalError) and not isinstance(error, errors.InternalError):
-            text = (
-                f"the results of the {job.operation.kind} cannot be written: {type(error).__name__}: {text_of(error)}"
-            )
+            text = f"cannot write the results of the {job.operation.kind}: {type(error).__name__}: {text_of(error)}"
             found = self._hub.error(errors.UsageError, text, phase="write", hint="pass plain tensors")
         return found
 
@@ -280,7 +277,7 @@ class RankOperations(Part):
         self._end_without_verdict(job, error, error.message)
 
     def _end_without_verdict(self, job: Job, error: errors.ReplicasError, text: str) -> None:
-        """End it with ``error``, or if it may have succeeded, with OutcomeUnknown."""
+        """End a job with ``error``, or with OutcomeUnknown if it may have succeeded."""
         if job.said_done:
             self._unknown.keep(job)
             error = self._hub.error(errors.OutcomeUnknown, text, phase="commit")
@@ -301,7 +298,7 @@ class RankOperations(Part):
         self._release(job)
 
     def _release(self, job: Job) -> None:
-        """Give back buffers that neither a sidecar nor the caller still needs."""
+        """Return the buffers that neither a sidecar nor the caller still needs."""
         if not job.over or job.running:
             return
         scratch = self._scratch(job.operation)

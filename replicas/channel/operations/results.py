@@ -1,10 +1,10 @@
-"""The calls of operations: inputs, attempts, results, and outcomes that are unknown.
+"""Calls of operations: inputs, attempts, results, and unknown outcomes.
 
 An operation that this member reported as *done* and had to end without a verdict may
 have succeeded on the other members. The outputs of the last few such operations are
-kept. If one turns out to have succeeded, the thread that waits for it again writes its
-results. Until then it is *uncollected*, and the next collective raises once, so that
-the caller decides whether to go on without the results.
+kept. If an operation turns out to have succeeded, the next thread that waits for it
+writes its results. Until then it is *uncollected*, and the next collective raises once,
+so that the caller decides whether to continue without the results.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from replicas.weights.copies.tensors import dtype_name
 from replicas.weights.memory.buffers import Buffer
 
 KEPT_RESULTS = 4
-"""Operations of unknown outcome whose outputs are kept; the oldest is dropped first."""
+"""Number of operations of unknown outcome whose outputs are kept: the newest."""
 QUICK_NBYTES = 1 << 20
 _IN_PLACE = ("all_reduce", "broadcast", "reduce")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -52,10 +52,9 @@ class OperationCall:
     """One call of an operation.
 
     :param inputs: tensors whose values are sent; empty where this member sends none.
-    :param targets: the caller's tensors to write on success; None: results go to new
-        tensors.
-    :param called: events that mark the work queued on the caller's stream at the call,
-        if tensors are on a GPU.
+    :param targets: the caller's tensors to write on success; None for new tensors.
+    :param called: events behind the work queued on the caller's stream at the call, if
+        tensors are on a GPU.
     """
 
     kind: OperationKind
@@ -68,7 +67,7 @@ class OperationCall:
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
-        """The segments that this member posts: with inputs, also the scratch layout."""
+        """The segments that this member posts; those of inputs lay out the scratch."""
         return segments_of(self.inputs or self.targets or ())
 
     @cached_property
@@ -81,11 +80,14 @@ class OperationCall:
 
     @cached_property
     def gpu(self) -> str:
-        """UUID of the GPU that its tensors are on; empty: host memory."""
+        """UUID of the GPU that holds the tensors; empty for host memory."""
         return gpu_of((*self.inputs, *(self.targets or ())))
 
     def written(self, member: Member, *, each: bool) -> tuple[torch.Tensor, ...]:
-        """Tensors that will be written. ``each``: a root has the caller's own rank."""
+        """Return the tensors that will be written.
+
+        With ``each`` the root of a lane has the caller's own rank, else rank 0.
+        """
         names = {member.name, member.replica_name if each or not member.rank else ""}
         is_root = self.root in names
         match self.kind:
@@ -101,18 +103,21 @@ class OperationCall:
                 return self.targets or ()
 
     def begin(self) -> None:
-        """On the caller's thread: order writes of results behind its stream's work."""
+        """Caller's thread: order writes of results behind its stream's queued work."""
         if self.gpu:
             self.called.append(call_point(self.gpu))
 
     @property
     def quick(self) -> bool:
-        """True if a hop to a worker thread would take longer than the write."""
+        """True if a worker thread would take longer than the write."""
         small = self.kind in ("barrier", *_IN_PLACE) and self.device == "cpu" and _nbytes(self.segments) <= QUICK_NBYTES
-        return small and all(type(one) in _PLAIN for one in self.inputs)  # others bring code of their own
+        return small and all(type(one) in _PLAIN for one in self.inputs)  # subclasses may run any code
 
     def output_segments(self, go: OperationGo, me: int) -> tuple[Segment, ...]:
-        """Layout of participant ``me``'s output buffer; the targets must fit."""
+        """Return the layout of participant ``me``'s output buffer; check the targets.
+
+        :raises replicas.errors.RanksDisagree: the caller's tensors do not fit.
+        """
         self._targets(go, self._result_segments(go, me))
         if self.kind in ("all_reduce", "reduce", "reduce_scatter"):  # reduced in place, in a copy of the inputs
             return go.segments[me]
@@ -140,7 +145,7 @@ class OperationCall:
                 return ()
 
     def _targets(self, go: OperationGo, found: Sequence[Segment]) -> tuple[torch.Tensor, ...] | None:
-        """The caller's tensors to write, checked for fit; None: make new ones."""
+        """Check and return the caller's tensors to write; return None for new ones."""
         if self.kind in _IN_PLACE:
             return self.inputs
         if self.targets is None or not found:
@@ -148,19 +153,19 @@ class OperationCall:
         targets = self.targets
         counts = {len(segments) for segments in go.segments}
         if self.kind in _GATHERING and len(targets) > len(found) and len(counts) == 1:
-            each = counts.pop()  # given for the first attempt: take the remaining members'
+            each = counts.pop()  # targets for lost members, too: take those of the remaining ones
             places = (_place(go, participant) for participant in range(len(go.participants)))
             targets = tuple(tensor for place in places for tensor in targets[place * each : (place + 1) * each])
         given = [(dtype_name(tensor.dtype), tuple(tensor.shape)) for tensor in targets]
         coming = [(segment.dtype, segment.shape) for segment in found]
         if given != coming:
             text = f"{self.kind}: the tensors given here are {_text(given)}, the others send {_text(coming)}"
-            hint = "give tensors of the shapes and dtypes that are sent, or none to have them made"
+            hint = "pass tensors of the shapes and dtypes that are sent, or none to get new tensors"
             raise errors.RanksDisagree(text, hint=hint)
         return targets
 
     def finish(self, data: ReceiptData, go: OperationGo, me: int, outputs: Buffer | None) -> Receipt:
-        """Write the results into the caller's tensors or new ones, on any thread."""
+        """Any thread: write the results into the caller's tensors or new ones."""
         found = self._result_segments(go, me)
         data = msgspec.structs.replace(data, nbytes=_nbytes(self.segments or found))
         if not found or outputs is None:
@@ -185,8 +190,7 @@ class OperationCall:
     def _made(self, results: Sequence[torch.Tensor], source: Buffer) -> tuple[torch.Tensor, ...]:
         device = self.inputs[0].device if self.inputs else torch.device("cpu")
         made = tuple(torch.empty(result.shape, dtype=result.dtype, device=device) for result in results)
-        # the allocator may hand out memory that another tensor had on the stream it was
-        # made for, and that stream may still use it
+        # the allocator may reuse memory of a freed tensor that its stream still uses
         self._write(made, results, source, *((call_point(self.gpu),) if self.gpu else ()))
         return made
 
@@ -200,7 +204,7 @@ class OperationCall:
 
 
 def _place(go: OperationGo, participant: int) -> int:
-    """Index of a participant among those of the first attempt."""
+    """Return the index of a participant among those of the first attempt."""
     return go.places[participant] if go.places else participant
 
 
@@ -256,7 +260,8 @@ class Unknown:
     """Operations of one channel whose outcome is unknown.
 
     On the session thread, except :meth:`check_collected`. ``applied`` is called with
-    the ref of one that did succeed, ``release`` with a job that is no longer kept.
+    the ref of each operation that did succeed, ``release`` with each job that is no
+    longer kept.
     """
 
     def __init__(self, hub: Hub, applied: Callable[[str], None], release: Callable[[Job], None]) -> None:
@@ -270,17 +275,17 @@ class Unknown:
         return tuple(job.ref for job in self._kept if job.ref and job.pending.unknown)  # without a ref no Go has come
 
     def check_collected(self) -> None:
-        """On the caller's thread: raise Gone, once each, for uncollected results."""
+        """Caller's thread: raise Gone, once per operation with uncollected results."""
         for job in self._kept:
             if job.pending.uncollected and not job.told:
                 job.told = True
                 raise self._hub.error(
                     errors.Gone,
-                    f"an earlier {job.operation.kind} (operation {job.ref}), whose outcome was unknown, did succeed, "
+                    f"an earlier {job.operation.kind} (operation {job.ref}) of unknown outcome did succeed, "
                     "and its results have not been written here",
                     phase="commit",
                     members=[self._hub.member.name],
-                    hint="wait for its Pending again: its results are kept; or bring this peer to the present state; "
+                    hint="wait for its Pending again, which has the results, or resynchronise this peer; "
                     "then call again",
                 )
 
@@ -290,7 +295,7 @@ class Unknown:
         self._kept = (*self._kept, job)
         if len(self._kept) > KEPT_RESULTS:
             oldest = self._kept[0]
-            text = f"the results of operation {oldest.ref} are no longer kept: {KEPT_RESULTS} newer ones are"
+            text = f"the results of operation {oldest.ref} were dropped for those of {KEPT_RESULTS} newer ones"
             oldest.pending.abandon(self._hub.error(errors.Gone, text, phase="commit"))
             self._let_go(oldest)
 
@@ -301,7 +306,7 @@ class Unknown:
             self._let_go(job)
 
     def heard(self, refs: tuple[str, ...]) -> None:
-        """Note that the caller has been told that these operations succeeded."""
+        """Record that the caller knows that these operations succeeded."""
         for job in self._kept:
             job.told = job.told or job.ref in refs
 
@@ -319,7 +324,7 @@ class Unknown:
             receipt = ReceiptData(self._hub.epoch, job.attempt.go.participants, (), 0, seconds, {})
             self._settle(job, receipt, None)
         else:
-            text = f"the {job.operation.kind} did not happen: its coordinator was lost before it had told anyone"
+            text = f"the {job.operation.kind} did not happen: its coordinator was lost before it had sent a verdict"
             error = self._hub.error(errors.SyncError, text, phase="commit", hint="call it again")
             self._settle(job, None, WireError.of(error))
 

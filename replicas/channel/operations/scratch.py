@@ -4,10 +4,10 @@ Fresh pages are slow, so a few buffers are kept. They are in host memory or, for
 operations on GPU tensors with ``staging = "device"``, on the rank's GPU.
 
 If a tensor is on a GPU, copies *in* run on the caller's own stream, so that they read
-the tensors as that stream leaves them. Those into GPU memory are only queued (a reader
-waits for its buffer's event), those from or into host memory are waited for. Copies
-*out* run on another thread, on a stream of its own, behind the work that was queued on
-the caller's stream at the call (:func:`call_point`), and are waited for: when the
+the tensors as that stream leaves them. Copies into GPU memory are only queued (a reader
+waits for its buffer's event); for copies from or into host memory the caller waits.
+Copies *out* run on another thread, which waits for them, and another stream, behind the
+work queued on the caller's stream at the call (:func:`call_point`): when the
 operation's Pending resolves, every stream may read the results.
 """
 
@@ -28,7 +28,7 @@ from replicas.weights.copies.copying import copy_elements
 from replicas.weights.copies.tensors import alias_of, dtype_name, torch_dtype, typed, why_unusable, written_as_bits
 from replicas.weights.memory.buffers import Buffer
 
-KEPT = 6  # more than a program has operations under way
+KEPT = 6  # more than the open operations of a program
 KEPT_ON_DEVICE = 2  # GPU memory is scarce
 PAGE_NBYTES = 4096
 
@@ -45,7 +45,7 @@ class Scratch:
         self._closed = False
 
     def take(self, nbytes: int) -> Buffer:
-        """A buffer of at least ``nbytes``, or NoCapacity."""
+        """Return a buffer of at least ``nbytes``; raise NoCapacity without memory."""
         found = self.take_idle(nbytes)
         if found is not None:
             return found
@@ -58,11 +58,11 @@ class Scratch:
             return allocate()
 
     def take_idle(self, nbytes: int) -> Buffer | None:
-        """A used buffer, or None if there is none of about this size. Never slow."""
+        """Return an idle buffer of about this size, or None; allocates nothing."""
         return locked(self._lock, self._take_idle, _rounded(nbytes))
 
     def _take_idle(self, wanted: int) -> Buffer | None:
-        # a larger one waits for what needs it
+        # leave much larger buffers for operations that need them
         fitting = [buffer for buffer in self._idle if wanted <= buffer.nbytes <= 2 * wanted]
         if not fitting:
             return None
@@ -71,10 +71,10 @@ class Scratch:
         return best
 
     def give(self, buffer: Buffer | None, *, spoiled: bool = False) -> None:
-        """Take ``buffer`` back, which is no longer in use.
+        """Take back ``buffer``, which is no longer in use.
 
-        ``spoiled``: a process ended while it worked on it. On a GPU it is freed: the
-        next writer could not learn when that work is over.
+        ``spoiled``: a process died while it worked on the buffer. On a GPU the buffer
+        is freed, because the next writer cannot know when that work ends.
         """
         if buffer is None:
             return
@@ -109,15 +109,15 @@ def _rounded(nbytes: int) -> int:
 
 
 def segments_of(tensors: Sequence[torch.Tensor]) -> tuple[Segment, ...]:
-    """Dtypes and shapes, as sent to other members."""
+    """Return dtypes and shapes, as sent to other members."""
     return tuple(Segment(dtype_name(tensor.dtype), tuple(tensor.shape)) for tensor in tensors)
 
 
 def usable(tensors: Sequence[torch.Tensor], segments: Sequence[Segment | torch.Tensor]) -> list[torch.Tensor]:
-    """Aliases of the caller's tensors, which may have changed since the call.
+    """Return aliases of the caller's tensors, which may have changed since the call.
 
-    :param segments: what they must look like.
-    :raises UsageError: one has no memory, or another shape.
+    :param segments: the shapes that the tensors must have.
+    :raises UsageError: a tensor has no memory, or another shape.
     """
     aliases = list(map(alias_of, tensors))
     for number, (tensor, segment) in enumerate(zip(aliases, segments, strict=True)):
@@ -130,7 +130,7 @@ def usable(tensors: Sequence[torch.Tensor], segments: Sequence[Segment | torch.T
 
 
 def write_segments(buffer: Buffer, segments: Sequence[Segment], tensors: Sequence[torch.Tensor], gpu: str = "") -> None:
-    """Copy ``tensors`` to their places; within ``gpu``, queue it on this stream.
+    """Copy ``tensors`` to their segments; with ``gpu``, on this thread's stream.
 
     :raises UsageError: a tensor has no memory.
     """
@@ -147,8 +147,8 @@ def write_segments(buffer: Buffer, segments: Sequence[Segment], tensors: Sequenc
 def copy_each(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, load: bool) -> None:
     """Copy each source to its destination.
 
-    :param load: the destinations are the user's; False: the sources are.
-    :raises UsageError: the memory of one has gone.
+    :param load: True if the destinations are the user's, False if the sources are.
+    :raises UsageError: a tensor has lost its memory.
     """
     for number, (destination, source) in enumerate(zip(destinations, sources, strict=True)):
         try:
@@ -158,7 +158,7 @@ def copy_each(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tens
 
 
 def read_segments(buffer: Buffer, segments: Sequence[Segment]) -> tuple[torch.Tensor, ...]:
-    """Views of ``buffer``, one per segment."""
+    """Return views of ``buffer``, one per segment."""
     offsets, _ = segment_layout(segments)
     data = buffer.tensor()
     return tuple(
@@ -168,7 +168,7 @@ def read_segments(buffer: Buffer, segments: Sequence[Segment]) -> tuple[torch.Te
 
 
 def gpu_of(tensors: Sequence[torch.Tensor]) -> str:
-    """UUID of the GPU of the first tensor that is on one; empty: all in host memory."""
+    """Return the UUID of the GPU of the first tensor on a GPU, or ""."""
     found = accelerator()
     if found is None:
         return ""
@@ -176,7 +176,7 @@ def gpu_of(tensors: Sequence[torch.Tensor]) -> str:
 
 
 def call_point(gpu: str) -> Event:
-    """An event behind the work queued on this thread's current stream."""
+    """Record an event behind the work queued on this thread's current stream."""
     point = device_of(gpu).event(gpu)
     point.record()
     return point
@@ -200,7 +200,7 @@ def _copy(
 ) -> bool:
     """Copy or queue each pair; return True if a queued copy involves host memory.
 
-    :param load: the destinations are the user's; False: the sources are.
+    ``load`` is as in :func:`copy_each`.
     """
     enqueued: list[tuple[torch.Tensor, torch.Tensor]] = []
     with_host = False

@@ -1,7 +1,8 @@
-"""This member's carrier: started before it is needed, replaced when it has died.
+"""This member's transfer server (*carrier*): started ahead of use, replaced if it dies.
 
-Channels of one process share it: a transfer is told apart by its secret. The
-coordinator is told where it listens each time that changes, and each new coordinator.
+The channels of a process share one; each transfer has its own secret. The member
+reports the carrier's port to the coordinator whenever it changes, and to each new
+coordinator.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ logger = Log("replicas.channel")
 
 
 class Carriers(Part):
-    """:param prepare: gets lanes ready, where versions do not come through carriers."""
+    """:param prepare: prepares for lanes, where versions do not use carriers."""
 
     def __init__(self, hub: Hub, prepare: Callable[[], None]) -> None:
         self._hub = hub
@@ -38,7 +39,7 @@ class Carriers(Part):
         self._hub.several_hosts = True
         settings = self._hub.settings
         if settings.role == "source" and settings.source_ranks != "all" and not self._hub.leader:
-            return  # it carries no bytes
+            return  # this rank sends no bytes
         if settings.pulls:
             self._hub.spawn(self._prepare(), "carrier")
         else:
@@ -48,12 +49,12 @@ class Carriers(Part):
         try:
             await self.get()
         except (OSError, RuntimeError, errors.ReplicasError) as error:
-            logger.warning("%s: no carrier yet: %s", self._hub.name, error)
+            logger.warning("%s: cannot start a carrier yet: %s", self._hub.name, error)
 
     async def get(self) -> Carrier:
-        """The carrier, which listens.
+        """Return the listening carrier; start it if needed and report a new one.
 
-        :raises replicas.carry.rank_side.CarrierDied: none could be started.
+        :raises replicas.carry.rank_side.CarrierDied: it could not be started.
         """
         hub = self._hub
         carrier = await hub.loop.carrier(hub.address, hub.settings.carry_port, encrypt=hub.settings.encrypt)
@@ -68,7 +69,7 @@ class Carriers(Part):
         self._hub.send(CarrierUp(carrier.port, carrier.certificate_hash))
 
     def _ended(self, carrier: Carrier) -> None:
-        """Nobody is to be told of it any more; who needs one starts another."""
+        """Forget the dead carrier; the next user starts a new one."""
         if carrier is self._told and self._hub.over is None:
             self._told = None
             self._hub.send(CarrierUp(0))

@@ -1,7 +1,7 @@
-"""A connection to a coordinator: a WebSocket, or memory if it is in this process.
+"""A connection to a coordinator: a WebSocket, or queues if it is in this process.
 
-Nothing is sent before the kernel was asked whose port it is (on this machine), and no
-token before TLS has shown that the port has the key that the token names.
+Nothing is sent before the kernel has named the owner of the port (on this machine), and
+no token before TLS has shown that the port has the key that the token names.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ MAX_FRAME_NBYTES = 256 << 20
 
 
 class FrameConnection(Protocol):
-    """Whole frames, in order, each once.
+    """Carries whole frames, in order, each once.
 
-    :ivar fd: a descriptor that a forked child must not keep open; -1: none.
+    :ivar fd: a descriptor that a forked child must not keep open, or -1.
     """
 
     @property
@@ -34,7 +34,7 @@ class FrameConnection(Protocol):
 
     @property
     def heard(self) -> float:
-        """When the last byte came, by ``time.monotonic()``."""
+        """Time of the last received byte, by ``time.monotonic()``."""
 
     async def send(self, message: bytes, /) -> None: ...
 
@@ -46,12 +46,12 @@ class FrameConnection(Protocol):
 
 
 in_process: dict[str, Callable[[str], FrameConnection]] = {}
-"""By endpoint: opens a connection to a coordinator in this process, given a token
+"""Coordinators in this process, by endpoint: functions from a token to a connection
 (:mod:`replicas.testing`)."""
 
 
 class _Socket(PortConnection):
-    """A connection that records when a byte came."""
+    """A connection that records the time of the last received byte."""
 
     heard = 0.0
     fd = -1
@@ -70,11 +70,12 @@ async def dial(
     """Connect to the coordinator at ``endpoint``.
 
     :param reached: called when TCP has connected, before the HTTP handshake.
-    :param token: the join token. :param token_owners: users here who may see it; None:
-        all.
-    :raises replicas.errors.UsageError: the token does not say how to know the right
-        port, or the port has another key, or no TLS.
-    :raises OSError, websockets.exceptions.WebSocketException: it did not answer so.
+    :param token: the join token. :param token_owners: users of this machine who may own
+        the port, and so see the token; None allows all.
+    :raises replicas.errors.UsageError: the token does not identify the port's key, or
+        the port has another key, or no TLS.
+    :raises OSError, websockets.exceptions.WebSocketException: the connection or the
+        handshake failed.
     """
     if endpoint in in_process:
         return in_process[endpoint](token)

@@ -1,14 +1,14 @@
-"""What a member holds: versions in slots, which must be kept; and what it has lent.
+"""The versions that a member holds in slots, and the resources lent to user threads.
 
 Several threads use the arena; the rest here belongs to the session thread, which
 replaces (never changes in place) the values that others read. *Protected* versions are
-never evicted: the newest committed version, the one assigned to this replica and not
-yet loaded, those being published, and those received and not yet committed or
+never evicted: the newest committed version, the version assigned to this replica and
+not yet loaded, versions being published, and versions received and not yet committed or
 discarded. Open updates and running transfers pin their slots.
 
-A version that is released while its slot is still read is freed with the last pin, and
+A version that is released while its slot is being read is freed with the last pin, and
 counts as not held until then. Versions that are mapped from another member of this host
-(*foreign* slots) cost no memory here, and are let go of as soon as they are not needed:
+(*foreign* slots) cost no memory here, and are unmapped as soon as they are not needed:
 their owner may want to reuse the slot.
 
 **Doubt.** A slot that this member filled itself has no digest until the coordinator
@@ -17,12 +17,12 @@ number to another one. A version that was held without a digest when the coordin
 replaced is therefore *doubtful*: its digest is computed before it counts as the
 committed version.
 
-**Loans** take back what is lent to the user's threads, even if an interrupt
-hits them. A publish that walks the weights, or a slot of ``arena_like``, ends when the
-user's thread says so. An interrupt may prevent that at any line, even at the first line
-of an ``__exit__`` or a ``finally`` (:mod:`replicas.common.waits`). Each therefore has a
+**Loans** return resources lent to the user's threads, even after an interrupt. A
+publish that reads the weights, or a slot of ``arena_like``, ends when the user's thread
+says so. An interrupt may prevent that at any line, even at the first line of an
+``__exit__`` or a ``finally`` (:mod:`replicas.common.waits`). Each loan therefore has a
 :class:`Holder`, to which only frames and objects of the user's own thread refer. When
-the last reference is gone, the resource is taken back.
+the last reference is gone, the session thread takes the resource back.
 
 The callback of the weak reference is written in C: it only appends to a deque, so no
 signal handler can run in it. The session thread checks the deque once a second, and
@@ -45,12 +45,12 @@ from replicas.weights.copies.digest import digest_of
 from replicas.weights.memory.arena import Arena, Slot
 
 LOOK_S = 1.0
-"""Seconds between two looks for holders that have died."""
+"""Seconds between two checks for dead holders."""
 
 
 class _Facts(msgspec.Struct):
     meta: Meta = {}
-    digest: str = ""  # empty while it is not known here
+    digest: str = ""  # empty while unknown
     device: str = "cpu"
 
 
@@ -59,12 +59,12 @@ class Holdings:
 
     :param call: runs a function on the session thread.
     :param on_drop: called there with a version whose slot was reused for another.
-    :ivar changed: set at the next change of a slot; get it before looking for one.
+    :ivar changed: set at the next change of a slot; get it before looking for a slot.
     :ivar latest_digest: of ``latest``; empty while only its number is known.
     :ivar assigned: the version that this replica was granted and this rank has yet to
-        load; 0: none.
-    :ivar adopted: the newest version that all targets may load, as far as is known
-        here. :ivar unadopted: the newest that was rejected, or refused here.
+        load, or 0.
+    :ivar adopted: the newest version known here that all targets may load.
+    :ivar unadopted: the newest version that was rejected, or refused here.
     """
 
     arena: Arena
@@ -84,7 +84,7 @@ class Holdings:
         self._device = ""
 
     def open(self, slots: int, device: str = "") -> None:
-        """Make the arena, on GPU ``device`` or in host memory; allocates when used."""
+        """Make the arena, on GPU ``device`` or in host memory; allocates on demand."""
         self._device = device
         self.arena = Arena(
             slots,
@@ -99,13 +99,13 @@ class Holdings:
         return hasattr(self, "arena")
 
     def close(self) -> None:
-        """Release all memory; slots pinned or being filled go with their user."""
+        """Release all memory; a slot that is pinned or being filled, after its use."""
         if self.opened:
             self.arena.close()
             self._wake()
 
     def held(self) -> tuple[HeldVersion, ...]:
-        """The complete versions here, for the coordinator."""
+        """Return the complete versions held here, for a Hello."""
         if not self.opened:
             return ()
         held: list[HeldVersion] = []
@@ -117,23 +117,23 @@ class Holdings:
         return tuple(held)
 
     def lent(self) -> tuple[int, ...]:
-        """Versions no longer held, whose memory other processes may still map."""
+        """Return the released versions whose memory other processes may still map."""
         return tuple(sorted(self.arena.lent())) if self.opened else ()
 
     def decisions(self) -> dict[str, Any]:
-        """What was decided of versions, for a Hello."""
+        """Return the coordinator's decisions on versions, as fields of a Hello."""
         names = ("latest", "latest_digest", "assigned", "adopted", "unadopted")
         return {name: getattr(self, name) for name in names}
 
     def digest(self, version: int) -> str:
-        """Digest of ``version``; empty while it is not known here."""
+        """Return the digest of ``version``, or "" while it is unknown here."""
         return self._facts.get(version, _Facts()).digest
 
     def meta(self, version: int) -> Meta:
         return self._facts.get(version, _Facts()).meta
 
     def describe(self, version: int) -> Described:
-        """The facts that a new coordinator needs to have ``version`` sent to others."""
+        """Return the facts that a new coordinator needs to distribute ``version``."""
         image = self.arena.images().get(version)
         if image is None:
             return Described(version, "", "", {}, "cpu")
@@ -141,15 +141,15 @@ class Holdings:
         return Described(version, facts.digest, image.hash, facts.meta, "cuda" if self._device else facts.device)
 
     def note(self, version: int, **facts: Any) -> None:
-        """Record ``meta``, ``digest`` or ``device`` of a version held here, or soon."""
+        """Record ``meta``, ``digest`` or ``device`` of a version held or coming."""
         known = self._facts.get(version, _Facts())
         self._facts[version] = msgspec.structs.replace(known, **facts)
         if "digest" in facts:
             self.doubtful.discard(version)
-        self._call(self._wake)  # it is complete, perhaps
+        self._call(self._wake)  # the version may be complete now
 
     def received(self, slot: Slot, digest: str, meta: Meta, device: str) -> None:
-        """Record a slot that was received or mapped; keep it until it is decided."""
+        """Record a received or mapped slot; keep it until its commit or discard."""
         version = slot.version
         if not slot.foreign:  # memory of another member is not ours to hold
             self.arena.hold(slot, digest)
@@ -159,34 +159,38 @@ class Holdings:
         self.protect()
 
     def overtake(self, version: int) -> None:
-        """Stop keeping older versions without a decision: ``version`` is on its way."""
+        """Unprotect undecided versions up to ``version``, which is being received."""
         self.prepared = {known for known in self.prepared if known > version}
         self.protect()
 
     def committed(self, version: int, digest: str) -> bool:
-        """Record a commit; True if it is the newest. ``digest``: empty if unknown."""
+        """Record a commit; return True if it is the newest.
+
+        ``digest`` is empty if unknown.
+        """
         self.prepared.discard(version)
         newest = version > self.latest
         if newest:
             self.latest, self.latest_digest = version, digest
-        elif version == self.latest and digest:  # a Welcome told its number alone
+        elif version == self.latest and digest:  # a Welcome named only its number
             self.latest_digest = digest
         self.protect()
         return newest
 
     def release(self, version: int) -> None:
-        """Free the slot of ``version``, at once or when its last reader lets go."""
+        """Free the slot of ``version``, now or when its last reader unpins it."""
         self.prepared.discard(version)
         self.publishing.discard(version)
         self.arena.release(version)
         self.protect()
 
     def doubt(self) -> None:
-        """A new coordinator: versions without a digest become doubtful."""
+        """After a new coordinator: mark versions without a digest as doubtful."""
         self.doubtful = {held.version for held in self.held() if not held.digest}
 
     async def compare(self, version: int, digest: str) -> bool:
-        """Return True if the pinned slot of a doubtful ``version`` has this digest."""
+        """Compute a doubtful version's digest; return True if it is ``digest``, or if
+        the version is no longer held."""
         slot = self.arena.find_pinned(version)
         if slot is None:
             return True
@@ -199,7 +203,7 @@ class Holdings:
         return found == digest
 
     def protect(self) -> None:
-        """Recompute the protected versions, free others, wake waits for a slot."""
+        """Recompute the protected versions, free other slots, wake waits for a slot."""
         self.arena.protected = {self.latest, self.assigned, *self.publishing, *self.prepared} - {0}
         self.arena.trim()
         self._forget()
@@ -207,7 +211,7 @@ class Holdings:
 
     def _wake(self) -> None:
         self.changed.set()
-        self.changed = asyncio.Event()  # who has looked before waits for the old one
+        self.changed = asyncio.Event()  # earlier waiters have the old event
 
     def _dropped(self, version: int) -> None:
         if self.arena.find(version) is None:  # it may have been received again since
@@ -239,14 +243,15 @@ class Loans:
         return len(self._lent)
 
     def lend(self, holder: Holder, take_back: Callable[[], object]) -> weakref.ref[Holder]:
-        """Lend; ``take_back`` runs once, when ``holder`` gives back or has died."""
+        """Record a loan; ``take_back`` runs once: at :meth:`give_back`, or after
+        ``holder`` has died."""
         known = weakref.ref(holder, self._gone.append)  # C code: no signal handler runs in it
         self._lent[id(known)] = (known, take_back)  # by id: weak references compare as what they refer to
         self._look_again()
         return known
 
     def give_back(self, holder: Holder) -> None:
-        """Take it back; does nothing if the loan has ended already."""
+        """End the loan and take the resource back; no effect on an ended loan."""
         take_back = self._end(holder)
         if take_back is not None:
             take_back()

@@ -5,18 +5,18 @@ Theory of operation
 
 A :class:`Hub` belongs to one channel of this process. It routes every message of the
 session to the :class:`Part` that handles its type (publishes, receives, transfers,
-lanes, operations, watches), and tells all parts what concerns the whole channel. All of
+lanes, operations, watches), and calls all parts on events of the whole channel. All of
 this runs on the session thread, without locks. The few values that other threads read
 (``latest``, ``loaded``, ``epoch``, ``members``, ``over``) are replaced as a whole,
 never changed in place.
 
 **Two ways to lose the coordinator.** A broken connection alone changes nothing: the
-session resumes after the reconnect. A new coordinator (another term) knows only what
-this member's Hello says of operations under way. Each part then announces what it has
-open (publishes, requests, watches) or ends it (transfers, lanes), and ``Resumed``
-concludes the announcement. Messages that were queued for the old coordinator were
-discarded, so changes between the Hello and the Welcome are announced first. In any case
-each operation also has a local timer that fires shortly after its deadline.
+session resumes after the reconnect. A new coordinator (another term) knows of this
+member only its Hello. Each part then announces its open work again (publishes,
+requests, watches) or ends it (transfers, lanes), and ``Resumed`` concludes the
+announcement. Messages that were queued for the old coordinator were discarded, so
+changes between the Hello and the Welcome are announced first. Each operation also has a
+local timer that fires shortly after its deadline.
 """
 
 from __future__ import annotations
@@ -48,52 +48,52 @@ from replicas.weights.memory.arena import Arena
 
 logger = Log("replicas.channel")
 _APART = (
-    "other members are on this machine, but this process cannot share memory with them: versions reach it over the "
-    "network, which is slower. Containers share memory if they have one network namespace or one pid namespace "
+    "receiving versions over the network, which is slower: this process cannot share memory with other members on "
+    "this machine. Containers share memory if they have one network namespace or one pid namespace "
     "(docker: --network or --pid = host or container:NAME; Kubernetes: one Pod, or hostNetwork), and one user"
 )
 
 GRACE_S = 5.0
-"""How long after its deadline an operation waits for a verdict before it ends."""
+"""Seconds after its deadline for which an operation still waits for a verdict."""
 BYE_TIMEOUT_S = 2.0
 DOWN_S = 60.0
-"""How long without a session before receives and watches fail early."""
+"""Seconds without a session after which receives and watches fail early."""
 
 
 class Part:
-    """One part of a channel; called on the session thread. Defaults: nothing to do."""
+    """One part of a channel; called on the session thread. Defaults do nothing."""
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
-        """The messages that it handles, by type."""
+        """Return the handlers of this part by message type."""
         return {}
 
     def new_term(self) -> None:
-        """A new coordinator: announce open work again, end work that cannot go on."""
+        """New coordinator: announce open work again, end work that cannot continue."""
 
     def fail_all(self, error: errors.ReplicasError) -> None:
-        """The session is over: end everything with ``error``."""
+        """The session is over: end all work with ``error``."""
         self.new_term()
 
     def session_down(self, error: errors.ReplicasError) -> None:
         """There has been no session for :data:`DOWN_S`."""
 
     def paused(self) -> None:
-        """This process stood still: what it was told before may be old."""
+        """This process was suspended: earlier messages may be out of date."""
 
     def version_held(self) -> None:
-        """Another version has been received."""
+        """Another version is complete here."""
 
     def latest_grown(self) -> None:
-        """There is a newer committed version."""
+        """A newer version was committed."""
 
     def settled(self, version: int, committed: bool) -> None:
         """``version`` was committed, or discarded."""
 
     def filled_up_to(self, version: int, nbytes: int) -> None:
-        """The slot of ``version``, which is being packed, has its first ``nbytes``."""
+        """The first ``nbytes`` of ``version`` have been packed into its slot."""
 
     def slot_wanted(self) -> None:
-        """Somebody waits for a free slot: let go of those that are only a help."""
+        """A publish or receive waits for a free slot: release optional slots."""
 
 
 class Hub:
@@ -102,10 +102,9 @@ class Hub:
     :ivar gpu: UUID of the GPU current at join (each thread has its own); empty: none.
     :ivar device: UUID of the GPU that holds the slots (staging "device"), or empty.
     :ivar address: IP address of this member, as the coordinator sees it.
-    :ivar down_since: when the session was last lost, an id of that outage; 0: never.
+    :ivar down_since: time of the last loss of the session, or 0; the outage's id.
 
-    It has many fields and methods on purpose: what the parts of a channel share is here
-    and nowhere else, so that no part knows another one.
+    All state that the parts of a channel share is here, so that no part knows another.
     """
 
     session: Session
@@ -118,7 +117,7 @@ class Hub:
         self.forkserver_name = forkserver
         self._told_apart = False
         self._locates = 0
-        """Questions for this host so far; a reply carries no number of its own."""
+        """Number of Locate messages so far; replies are not numbered."""
         self.holdings = Holdings(name, self.call, self._dropped)
         self.loans = Loans(self.after)
         self.failures = Failures(name)
@@ -164,7 +163,7 @@ class Hub:
         return next(iter(self._introduced.cuda_devices), "")
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
-        """Any thread: run a function on the session thread; an error is a bug."""
+        """Any thread: call a function on the session thread; errors end the channel."""
         self.loop.call(self._guarded, function, *args)
 
     def after(self, delay_s: float, function: Callable[..., object], *args: Any) -> asyncio.TimerHandle:
@@ -176,7 +175,7 @@ class Hub:
         return self.loop.spawn(self._guarded_task(coroutine), f"{self.name}: {name}")
 
     def send(self, message: wire.FromMember) -> None:
-        """Session thread: send; a UsageError ends only the operation it belongs to."""
+        """Session thread: queue a message; a UsageError ends only the caller's work."""
         if self.over is None:
             self.session.send(message)
 
@@ -184,7 +183,7 @@ class Hub:
         return kind(message, channel=self.name, **fields)
 
     def no_answer(self, what: str, deadline_s: float) -> errors.ReplicasError:
-        """The error of ``what``, which has not ended by its deadline."""
+        """Return the error of ``what``, which has not ended by its deadline."""
         if not self.session.connected:
             down_s = time.monotonic() - self.down_since
             text = f"{what}: no session with the coordinator at {self.session.endpoint}"
@@ -192,7 +191,7 @@ class Hub:
         return self.error(errors.DeadlineExceeded, f"{what} did not end within its {deadline_s:g} s")
 
     def pending(self, what: str) -> Promise[Any]:
-        """A Pending that the session thread ends: at the latest when it ends itself."""
+        """Make a Promise that fails, at the latest, when the session thread ends."""
         return Promise(f"{what} on {self.name}", self.loop.end)
 
     def filled_up_to(self, version: int, nbytes: int) -> None:
@@ -214,7 +213,7 @@ class Hub:
         self.send(wire.Dropped(version))
 
     def introduce(self, hello: wire.Hello) -> wire.Hello:
-        """``hello`` with the current state of this member."""
+        """Return ``hello`` with the current state of this member, and remember it."""
         known = self.holdings
         self._introduced = msgspec.structs.replace(
             hello,
@@ -238,14 +237,14 @@ class Hub:
             self.send(wire.Progress(self._step))
 
     def progress(self, step: int) -> None:
-        """From any thread; sent with the next heartbeat."""
+        """Any thread: send ``step`` with the next heartbeat."""
         self._step = step
 
     def welcomed(self, welcome: wire.Welcome, resumed: bool) -> None:
         first = not self.holdings.opened
         if not first and welcome.settings.staging != self.settings.staging:
             now = welcome.settings.staging
-            text = f'the coordinator wants slots of another kind now (staging = "{now}") than this member has'
+            text = f'the slots of this member do not fit the new staging = "{now}" of the coordinator'
             self._end(self.error(errors.Preflight, text, phase="join", hint="restart all replicas with the new config"))
             return
         self.settings = welcome.settings
@@ -266,8 +265,8 @@ class Hub:
 
     def _new_coordinator(self) -> None:
         logger.warning("%s: reconnected to a restarted coordinator; reporting unfinished operations", self.name)
-        self._step_sent = 0  # so that the next heartbeat tells it again
-        self._locates += 1  # an answer to a question of the old one would mislead the new one
+        self._step_sent = 0  # so that the next heartbeat sends it again
+        self._locates += 1  # the new coordinator must not get an answer to the old one's Locate
         self.holdings.doubt()
         # changes since the Hello: messages since then were discarded
         held = {found.version for found in self.holdings.held()}
@@ -311,8 +310,8 @@ class Hub:
         for end in (*ends, self.holdings.close):
             try:
                 end()
-            except Exception:  # the other parts must end, too
-                logger.exception("%s: a part of the channel could not be ended", self.name)
+            except Exception:  # the other parts must still end
+                logger.exception("%s: cannot end a part of the channel", self.name)
 
     def _down_long(self) -> None:
         self._down_timer = self.after(DOWN_S, self._down_long)  # again: more waits may begin
@@ -351,7 +350,7 @@ class Hub:
             self._wrong(version)
 
     def _wrong(self, version: int) -> None:
-        logger.warning("%s: version %d here has another digest than the committed one", self.name, version)
+        logger.warning("%s: releasing version %d: its digest is not that of the commit", self.name, version)
         self.holdings.release(version)
         self._dropped(version)
 
@@ -372,9 +371,9 @@ class Hub:
                 self.arena.released(message.version)
 
     async def _locate(self, beacons: tuple[wire.Beacon, ...], number: int) -> None:
-        """Answer the newest question for this host; an earlier one is over."""
+        """Find the first beacon on this host, and answer the newest Locate only."""
         try:
-            found = await asyncio.to_thread(find, beacons)  # doors may have to be waited for
+            found = await asyncio.to_thread(find, beacons)  # may block on another process
         except RuntimeError:  # no thread can be started
             found = -1
         if number != self._locates:
@@ -385,7 +384,7 @@ class Hub:
             logger.warning("%s: %s", self.name, _APART)
 
     def assign(self, version: int) -> None:
-        """Session thread: this replica is to load ``version``; 0: nothing to load."""
+        """Session thread: record the version that this replica is to load, or 0."""
         self.holdings.assigned = version
         self.holdings.protect()
 
@@ -408,7 +407,7 @@ class Hub:
         self._end(error)
 
     def _broken(self, error: BaseException) -> None:
-        logger.error("%s: the channel ends because of a bug", self.name, exc_info=error)
+        logger.error("%s: ending the channel because of a bug", self.name, exc_info=error)
         if lacks_threads(error):
             error = self.error(errors.NoCapacity, no_process())
         elif not isinstance(error, errors.InternalError):
@@ -421,7 +420,7 @@ class Hub:
 
 
 def as_wire_error(error: BaseException, *, channel: str, phase: str, version: int | None = None) -> wire.WireError:
-    """Any failure here as data; an error of an unknown type counts as a bug."""
+    """Convert an exception to a WireError; an unknown type becomes an InternalError."""
     if isinstance(error, errors.ReplicasError):
         return wire.WireError.of(error)
     if isinstance(error, SidecarFailed):
@@ -429,7 +428,7 @@ def as_wire_error(error: BaseException, *, channel: str, phase: str, version: in
     text = text_of(error) or type(error).__name__
     kind: type[errors.ReplicasError]
     if isinstance(error, PullFailed):
-        kind, text = errors.SyncError, f"it could not be pulled: {text}"
+        kind, text = errors.SyncError, f"the pull failed: {text}"
     elif isinstance(error, HelperDied):  # a sidecar, or a carrier
         kind = errors.SyncError
     elif isinstance(error, TimeoutError):
@@ -437,13 +436,13 @@ def as_wire_error(error: BaseException, *, channel: str, phase: str, version: in
     elif isinstance(error, OSError):
         kind = errors.WorldError
     elif "after shutdown" in text or "interpreter shutdown" in text:  # concurrent.futures has no type for it
-        kind, text = errors.Gone, f"the process is ending, and {phase} cannot go on"
+        kind, text = errors.Gone, f"the process is ending; {phase} cannot continue"
     elif isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         kind = errors.NoCapacity
     elif lacks_threads(error):
         kind, text = errors.NoCapacity, no_process()
     elif isinstance(error, torch.AcceleratorError):
-        kind, text = errors.WorldError, f"the GPU has failed, and this process cannot use it any more: {text}"
+        kind, text = errors.WorldError, f"the GPU has failed, and this process can no longer use it: {text}"
     else:
         kind, text = errors.InternalError, f"{type(error).__name__}: {text}"
     return wire.WireError.of(kind(text, channel=channel, phase=phase, version=version))

@@ -18,18 +18,18 @@ file. The child keeps the objects alive, unused, so that no finaliser runs on th
 in a handler, say) ends every channel with InternalError, so that no caller waits
 forever; then the loop runs again, for later joins. If it cannot, because this process
 has closed its descriptors (as libraries that daemonise do), the thread ends for good.
-Other files may have its numbers by then, so it closes none of them. Code of the program
+Other files may have its numbers by then, so it closes none of them. The program's code
 never runs here: log handlers have a thread of their own (:mod:`replicas.common.logs`),
-and texts of its exceptions are made in the call.
+and the caller's thread makes the texts of the program's exceptions.
 
-**No wait is in vain.** All waits for this thread, and what else they end by:
+**Every wait ends.** All waits for this thread, and their limits:
 
 =============================  ================================================
 ``SessionLoop.run``            its ``timeout_s``
 ``Pending.wait``, ``await``    the deadline of the operation, on this thread
-``close``: what is under way   the deadlines of the operations
+``close``: open operations     the deadlines of the operations
 ``close``: leaving             ``CLOSE_TIMEOUT_S``
-publish: admission, a slot     the publish's deadline, and memory being made
+publish: admission, a slot     the publish's deadline, plus an allocation
 =============================  ================================================
 
 They are waits on a :class:`~replicas.channel.session.pending.Pending`, each of which
@@ -69,11 +69,11 @@ logger = Log("replicas.channel")
 
 EXIT_TIMEOUT_S = 3.0
 ENDS_MAX = 100
-"""How often the loop may end unexpectedly before its thread ends for good."""
+"""Number of unexpected ends of the loop after which its thread ends for good."""
 
 
 class SessionLoop:
-    """See the module's header. Made by :func:`session_loop` only."""
+    """See the module's header. Only :func:`session_loop` makes one."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -85,11 +85,11 @@ class SessionLoop:
         self.inherited: set[Forkserver | Sidecar | Carrier] = set()
         """Connections whose descriptors a forked child must not keep open either."""
         self.closers: dict[object, Callable[[], None]] = {}
-        """Close functions of open channels; at exit, main thread, newest first."""
+        """Close functions of open channels; called at exit, newest first."""
         self.users: set[Callable[[errors.ReplicasError], None]] = set()
-        """End the open channels if the loop ends; changed on the session thread."""
+        """Functions that end the open channels if the loop ends; session thread."""
         self.end = SessionEnd()
-        """Fails all that still waits for this thread."""
+        """Fails all waits for this thread when it ends."""
         self._stopping = self._begun = self._over = False
         self._ends = 0
         selector = selectors.DefaultSelector()
@@ -101,13 +101,13 @@ class SessionLoop:
         self._thread = threading.Thread(target=self._run, name="replicas-session", daemon=True)
 
     def begin(self) -> SessionLoop:
-        """Start the thread, whose owner an interrupt in the constructor would lose."""
+        """Start the thread. (In the constructor, an interrupt would lose it.)"""
         try:
             with naming_limits():
                 self._thread.start()
         except OSError as error:
             self.loop.close()
-            text = f"the session thread cannot be started: {error.strerror}"
+            text = f"cannot start the session thread: {error.strerror}"
             raise errors.NoCapacity(text, phase="join") from error
         return self
 
@@ -124,7 +124,7 @@ class SessionLoop:
                 if self._stopping:
                     return
                 self._ended_unasked(error)
-                if isinstance(error, OSError):  # of its own descriptors: they may be other files' now
+                if isinstance(error, OSError):  # the loop's descriptors were closed: the numbers may be other files now
                     _abandoned.append(self)
                     return
             self.loop.close()
@@ -140,23 +140,26 @@ class SessionLoop:
             try:
                 end(_loop_ended(error))
             except BaseException:
-                logger.exception("a channel could not be ended")
+                logger.exception("cannot end a channel")
 
     @property
     def alive(self) -> bool:
-        """True if calls will run; an interrupt spoils ``Thread.is_alive``."""
+        """True if calls will run; ``Thread.is_alive`` is wrong after an interrupt."""
         return self._begun and not self._over and not self._stopping
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
         """Any thread: run ``function(*args)`` on the loop soon, in call order.
 
-        Never raises: once the thread has ended, who waits is told by its Pending.
+        Never raises: once the thread has ended, the waiters' Pendings fail.
         """
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self.loop.call_soon_threadsafe(function, *args)
 
     def run(self, make: Callable[[], Coroutine[Any, Any, T]], timeout_s: float) -> T:
-        """Wait on another thread for a coroutine; on a TimeoutError it is cancelled."""
+        """Other threads: run a coroutine on the loop, wait, and return its value.
+
+        The coroutine is cancelled if the wait fails, such as by a TimeoutError.
+        """
         if threading.current_thread() is self._thread:
             raise errors.InternalError("the session thread cannot wait for itself")
         pending: Promise[T] = Promise("a call", self.end)
@@ -176,11 +179,11 @@ class SessionLoop:
             pending.fail(errors.Gone("the call was cancelled", hint=""))
             raise
         except BaseException as error:  # noqa: BLE001  # for the waiter
-            # a SystemExit or the like must not end the threads that it reaches
+            # a SystemExit or the like must not end the waiting threads
             pending.fail(error if isinstance(error, Exception) else _as_internal(error))
 
     def spawn(self, coroutine: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-        """Start a task on the loop's thread; an unhandled error is logged as a bug."""
+        """Session thread: start a task; an unhandled error is logged as a bug."""
         task = self.loop.create_task(coroutine, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
@@ -192,7 +195,10 @@ class SessionLoop:
             logger.error("task %s failed; please report this", task.get_name(), exc_info=error)
 
     async def forkserver(self, name: str | None) -> Forkserver:
-        """The forkserver at socket ``name`` (None: our own), made anew if dead."""
+        """Return the forkserver at socket ``name``, or our own for None.
+
+        It is connected to, or started, if there is none or the last one died.
+        """
         key = name or ""
         task = self._forkservers.get(key)
         if task is not None and task.done():
@@ -215,9 +221,10 @@ class SessionLoop:
         return forkserver
 
     async def carrier(self, address: str, port: int, *, encrypt: bool) -> Carrier:
-        """The carrier that listens at ``address``, made anew if dead.
+        """Return the carrier that listens at ``address``; start one if needed.
 
-        :param port: the first one to try; 0: any. :param encrypt: it has a certificate.
+        :param port: the first port to try, or 0 for any. :param encrypt: give the
+            carrier a certificate.
         """
         task = self._carriers.get((address, port))
         if task is not None and task.done() and (task.cancelled() or task.exception() or not task.result().usable):
@@ -228,7 +235,7 @@ class SessionLoop:
         carrier = await asyncio.shield(task)
         if encrypt and not carrier.certificate_hash:
             pem = await asyncio.to_thread(make_pem)
-            if not carrier.certificate_hash:  # for another channel, meanwhile
+            if not carrier.certificate_hash:  # another channel may have certified it meanwhile
                 carrier.certify(pem)
         return carrier
 
@@ -301,7 +308,7 @@ _abandoned: list[SessionLoop] = []
 
 
 def session_loop() -> SessionLoop:
-    """The session loop of this process, started if there is none."""
+    """Return the session loop of this process; start it if there is none."""
     return locked(_lock, _session_loop)
 
 
@@ -334,10 +341,11 @@ atexit.register(_at_exit)
 
 
 async def _connected(name: str) -> Forkserver:
-    """The node's forkserver, or our own: if the supervisor's release is another one, or
-    the agent is dead and the shim, which should end this process then, is frozen."""
+    """Connect to the node's forkserver. Start our own if the node's is of another
+    release, or if the agent is dead and the shim, which should then end this process,
+    is frozen."""
     try:
         return await Forkserver.connect(name)
     except (OtherRelease, Unbound) as error:
-        logger.warning("%s: this process starts one of its own, of 150 MB", error)
+        logger.warning("starting a forkserver of 150 MB for this process: %s", error)
         return await Forkserver.spawn()

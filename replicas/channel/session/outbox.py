@@ -1,4 +1,4 @@
-"""The messages of a session that the coordinator has not acknowledged."""
+"""The unacknowledged messages of a session."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 
 class Outbox:
-    """Messages to a coordinator, numbered from 1 on, until it has acknowledged them."""
+    """Keeps messages to a coordinator, numbered from 1, until they are acknowledged."""
 
     def __init__(self) -> None:
         self._queue: deque[tuple[int, bytes]] = deque()
@@ -26,8 +26,8 @@ class Outbox:
         self._queue.append((self._numbered, body))
 
     def unsent(self) -> Iterator[tuple[int, bytes]]:
-        """The messages after the last sent one; each counts as sent when given."""
-        for number, body in list(self._queue):  # acks shorten it while this waits
+        """Yield the messages that were not sent; a yielded message counts as sent."""
+        for number, body in list(self._queue):  # acks may shorten the queue between two yields
             if number > self._sent:
                 self._sent = number
                 yield number, body
@@ -38,5 +38,5 @@ class Outbox:
             self._queue.popleft()
 
     def rewind(self) -> None:
-        """Have all messages sent again that were not acknowledged."""
+        """Mark all unacknowledged messages as unsent."""
         self._sent = self._queue[0][0] - 1 if self._queue else self._numbered

@@ -3,24 +3,24 @@
 Theory of operation
 ===================
 
-A :class:`Pending` is what the caller sees of an outcome, and a :class:`Promise` is the
-same object as this package sees it. A Promise is made on any thread and ended once, by
-the session thread: the first call of ``resolve`` or ``fail`` wins and returns True.
-Threads, asyncio tasks and trio tasks may wait for it at once. A waiter that times out
+A :class:`Pending` is the caller's view of an outcome, a :class:`Promise` this package's
+view of the same object. A Promise is made on any thread and ended once, by the session
+thread: the first call of ``resolve`` or ``fail`` wins and returns True. Threads,
+asyncio tasks and trio tasks may wait for it at the same time. A waiter that times out
 or is cancelled only removes its own wake-up: waiting never changes the operation, and
 the value stays for the next waiter.
 
-It is one object and not two that refer to each other: an update that the caller drops
-is noticed at once only if nothing but the caller's reference keeps it.
+A Promise is one object, not two that refer to each other: a dropped update is noticed
+at once only if nothing but the caller's reference keeps it.
 
 **Settling.** An end with :class:`~replicas.errors.OutcomeUnknown` may be replaced once,
 when the outcome becomes known: by a value or another error (:meth:`Promise.settle`), or
 by work that makes the value (:meth:`Promise.settle_by`). Such work writes into the
-caller's tensors, so it runs only on the thread that waits again first.
+caller's tensors, so it runs only on the first thread that waits again.
 
-**No wait in vain.** Only the session thread ends a Promise. Each wait therefore ends
-with that thread, too: whatever ended it (:class:`SessionEnd`), the Promise fails with
-its error, also if the thread never heard of it.
+**Every wait ends.** Only the session thread ends a Promise. If that thread ends for any
+reason (:class:`SessionEnd`), all Promises fail with its error, also those that had not
+reached the thread.
 
 **Taking back.** A value that no waiter has looked at may be taken back for a newer one
 (:meth:`Promise.take_back`). Looking and taking back hold one lock, so exactly one of
@@ -60,7 +60,7 @@ logger = Log("replicas.channel")
 
 
 class SessionEnd(Latch):
-    """Set when a session thread has ended for good; ``error`` tells why."""
+    """Set when a session thread has ended for good; ``error`` is the reason."""
 
     error: errors.ReplicasError = errors.InternalError("the session thread has ended")
 
@@ -69,17 +69,17 @@ class Receipt(ReceiptData, frozen=True, kw_only=True, eq=False):
     """The result of a successful publish or collective.
 
     :param version: number of the published version; 0 for a collective.
-    :param epoch: the membership epoch in which it ended.
+    :param epoch: the membership epoch at its end.
     :param members: the members that took part to the end.
     :param lost: names of the members that were lost on the way.
     :param reasons: why each of ``lost`` was lost, in one line, by name.
-    :param not_loaded: why target replicas failed to load a version since the receipt
-        before, by name. (Loads follow the commit, so a receipt cannot tell of its own
-        version's; :meth:`~replicas.Channel.loaded` can.)
-        Of many, here and in ``reasons``, only the first 64 have their texts.
+    :param not_loaded: why target replicas failed to load a version since the previous
+        receipt, by name. (Loads follow the commit; for those of this version see
+        :meth:`~replicas.Channel.loaded`.)
+        Here and in ``reasons`` only the first 64 names have texts.
     :param nbytes: bytes of the weights, or of this member's own tensors.
     :param wire_nbytes: bytes of weights sent over the network for the version until its
-        commit; what is mapped on one host is not sent. 0 for a collective.
+        commit, without those mapped within a host. 0 for a collective.
     :param seconds: from the first member's call to the verdict.
     :param phases: seconds by phase. Of a publish: ``begin`` (until the last rank of the
         source has called it), ``wait`` for a free slot, ``pack`` (copying into it),
@@ -87,11 +87,11 @@ class Receipt(ReceiptData, frozen=True, kw_only=True, eq=False):
         (members of the host map the slot), ``transfer`` to other hosts, ``verify``
         (digests), ``acknowledge`` (until each target has answered or is left out),
         ``commit`` (the decision on disk), and with a GPU ``hold``, for which the
-        caller's stream was held. Of a collective that was tried more than once also
-        ``retry``.
+        copies occupied the caller's stream. Of a collective that was tried more than
+        once also ``retry``.
     :param digest: XXH3 digest of the published image, the same on all holders
-        (``update.digest``); empty for a collective, and as long as the digests of
-        several ranks' parts have not been combined.
+        (``update.digest``); empty for a collective, and until the digests of several
+        ranks' parts are combined.
     :param staging: location of the channel's slots, ``"host"`` or ``"device"``; empty
         for a collective.
     :param outputs: ``gather`` and ``all_gather``: each participant's tensors (for
@@ -108,7 +108,7 @@ class Receipt(ReceiptData, frozen=True, kw_only=True, eq=False):
         return cls(**msgspec.structs.asdict(data), **more)
 
     def metrics(self, prefix: str = "replicas/") -> dict[str, float]:
-        """Numbers for an experiment logger, by name with ``prefix``.
+        """Return numbers for an experiment logger, by name with ``prefix``.
 
         The names are version, epoch, members (count), lost (count), not_loaded (count),
         nbytes, wire_nbytes, seconds, and ``<phase>_seconds`` of each phase.
@@ -125,8 +125,7 @@ class Pending(Generic[T]):
     """The outcome of a channel operation, on any thread or under asyncio or trio.
 
     Call :meth:`wait`, or ``await`` it. Waiting never changes the operation: after a
-    wait that timed out or was cancelled the operation goes on and can be waited for
-    again.
+    timed-out or cancelled wait the operation continues, and you can wait again.
 
     After :class:`~replicas.errors.OutcomeUnknown`, wait again to learn the outcome: it
     replaces the error as soon as it is known. If a collective turns out to have
@@ -153,9 +152,9 @@ class Pending(Generic[T]):
         return f"<Pending {self._what}: {state}>"
 
     def done(self) -> bool:
-        """True when there is an outcome: a wait would not block."""
+        """Return True when there is an outcome: a wait would not block."""
         if self._session_end.is_set:
-            # nobody else would end it, or wake those whom an interrupt left asleep
+            # no other thread would end it, or wake waiters after an interrupt
             self._end(None, self._session_end.error)
         return self._ended.is_set
 
@@ -167,7 +166,7 @@ class Pending(Generic[T]):
         :raises replicas.errors.UsageError: ``timeout`` is not a finite number up to
             1e9; or this is a forked child; or a coordinator runs on this thread's event
             loop, which would be blocked: ``await`` it instead.
-        :raises TimeoutError: the timeout passed; the operation goes on.
+        :raises TimeoutError: the timeout passed; the operation continues.
         :raises replicas.errors.OutcomeUnknown: the outcome is unknown; wait again
             later.
         :raises replicas.errors.ReplicasError: the operation failed.
@@ -211,7 +210,7 @@ class Pending(Generic[T]):
     def _check_process(self) -> None:
         if self._pid != os.getpid() and not self.done():
             raise errors.UsageError(
-                f"{self._what}: this process was forked from the one that called it, and nobody here hears of its end",
+                f"{self._what}: this process was forked from the caller, and cannot receive the outcome",
                 hint="wait in the process that called it, or join in this one",
             )
 
@@ -220,19 +219,19 @@ class Pending(Generic[T]):
         return self.done() and locked(self._ending, self._observe)
 
     def _observe(self) -> bool:
-        self._observed = self._observed or self._ended.is_set  # it may have been taken back since
+        self._observed = self._observed or self._ended.is_set  # the value may have been taken back since
         return self._ended.is_set
 
     def _end(self, value: T | None, error: BaseException | None) -> bool:
         is_first = locked(self._ending, self._put, value, error)
         if not self._ended.is_set:
-            return is_first  # it was taken back at once, and who waits goes on waiting
+            return is_first  # the value was taken back already: the waiters keep waiting
         try:
-            self._ended.wake()  # not set(): it may be taken back at any moment
-        except BaseException as failure:  # of an event loop of the program, which waits for it; the others are awake
+            self._ended.wake()  # not set(): the value may be taken back at any moment
+        except BaseException as failure:  # of a waiting event loop of the program; the other waiters are awake
             if not isinstance(failure, Exception) and threading.current_thread() is threading.main_thread():
                 raise  # perhaps an interrupt, which comes on this thread only
-            logger.exception("%s: who waits for it cannot be woken", self._what)
+            logger.exception("%s: cannot wake a waiter", self._what)
         return is_first
 
     def _put(self, value: T | None, error: BaseException | None) -> bool:
@@ -250,7 +249,7 @@ class Pending(Generic[T]):
             if error is not None:
                 raise afresh(error)
             return cast("T", self._value)
-        finally:  # last: if an interrupt cuts in before, the failure is told again
+        finally:  # last: after an earlier interrupt the failure is raised again
             self._told = True
 
     def _do_work(self) -> None:
@@ -265,7 +264,7 @@ class Pending(Generic[T]):
 
 
 class Promise(Pending[T]):
-    """A :class:`Pending` with what only this package may do to it."""
+    """A :class:`Pending` with the methods that only this package may call."""
 
     @property
     def observed(self) -> bool:
@@ -273,7 +272,7 @@ class Promise(Pending[T]):
         return self._observed
 
     def tell(self) -> None:
-        """Note that the caller knows of the failure without a wait."""
+        """Record that the caller knows of the failure without a wait."""
         self._told = True
 
     def resolve(self, value: T) -> bool:
@@ -283,10 +282,10 @@ class Promise(Pending[T]):
         return self._end(None, error)
 
     def wait_ended(self, timeout_s: float | None = None) -> bool:
-        """Wait until it is done or the session thread has ended; nothing is observed.
+        """Wait until it is done or the session thread has ended, without observing.
 
-        False: not within ``timeout_s``; None: it ends with the operation, on which the
-        session thread has a timer, or with that thread.
+        Return False after ``timeout_s``. With None the wait ends with the operation, on
+        which the session thread has a timer, or with that thread.
         """
         return self._wait_ended(timeout_s)
 
@@ -297,7 +296,7 @@ class Promise(Pending[T]):
         return self._outcome()
 
     def take_back(self) -> bool:
-        """Make a value that was not observed pending again; False: nothing changed."""
+        """Make an unobserved value pending again; return False if nothing changed."""
         with self._ending:
             if self._observed or not self._ended.is_set or self._error is not None:
                 return False
@@ -305,7 +304,7 @@ class Promise(Pending[T]):
             return True
 
     def settle(self, outcome: T | BaseException) -> bool:
-        """Replace an OutcomeUnknown, once; False if it ended otherwise or not yet."""
+        """Replace an OutcomeUnknown, once; return False if there is none to replace."""
         with self._ending:
             if not self.unknown:
                 return False
@@ -325,7 +324,7 @@ class Promise(Pending[T]):
         return True
 
     def abandon(self, error: BaseException) -> None:
-        """Replace the work of :meth:`settle_by` by ``error`` if it has not run."""
+        """Replace the work of :meth:`settle_by` by ``error``, unless it has run."""
         with self._working:
             if self._work is not None:
                 self._work, self._error = None, error
@@ -337,19 +336,16 @@ class Promise(Pending[T]):
 
     @property
     def uncollected(self) -> bool:
-        """True if it succeeded after all, and no wait has fetched its results."""
+        """True if it did succeed, and no wait has fetched its results."""
         return self._work is not None
 
     def untold_error(self) -> BaseException | None:
-        """The failure if no caller has been told of it."""
+        """Return the failure if no caller has been told of it, else None."""
         return None if self._told or not self.done() else self._error
 
 
 class Failures:
-    """Failures of one channel, for callers that do not wait.
-
-    :param name: the channel's.
-    """
+    """Failures of the channel ``name``, for callers that do not wait."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -364,22 +360,25 @@ class Failures:
         self._known = (*known, failed)
 
     def take(self) -> BaseException | None:
-        """Any thread: the oldest failure that no caller was told of, to raise it."""
+        """Any thread: return the oldest untold failure, to raise it; log the others.
+
+        All count as told then.
+        """
         found = None
         for promise in self._known:
             error = promise.untold_error()
             promise.tell()
             if error is not None and found is not None:
-                logger.warning("%s: an earlier failure that nobody waited for: %s", self._name, error)
+                logger.warning("%s: dropping an earlier failure that no caller waited for: %s", self._name, error)
             found = found or error
         return found
 
 
 def afresh(error: BaseException) -> BaseException:
-    """A copy of an error that is kept, to raise it.
+    """Return a copy of a kept error, to raise it.
 
-    An error that is raised refers to the frames that it passes. If a kept one did, all
-    that its callers held would live as long: tensors, or the loan of a publish.
+    A raised error refers to the frames that it passes. A kept one would keep all that
+    these frames hold alive: tensors, or the loan of a publish.
     """
     try:
         made = copy.copy(error)
@@ -399,7 +398,7 @@ def _in_task_of(trio: Any) -> bool:
 
 
 def _event_of_this_library() -> tuple[Any, Callable[[], None]]:
-    """An event of the running async library, and a thread-safe function to set it."""
+    """Make an event of the running async library, and a thread-safe setter."""
     trio = sys.modules.get("trio")
     if trio is not None and _in_task_of(trio):
         token = trio.lowlevel.current_trio_token()

@@ -6,26 +6,25 @@ Theory of operation
 All of this runs on the session thread. :meth:`Session.send` appends to an outbox; the
 writer sends the messages above its cursor, and the coordinator's acks remove them. A
 reconnect names ``resume_term`` and the last message received here. If the Welcome has
-the same term, the cursor goes back to the first unacknowledged message, so that each is
+the same term, the cursor returns to the first unacknowledged message, so that each is
 handled exactly once. A Welcome of another term comes from a new coordinator: the outbox
 is discarded, numbers start at 1 again, and the handler (``resumed=False``) announces
 the work that is still open.
 
 A heartbeat goes out every ``heartbeat_interval_s``, and the coordinator acks each; of a
 message that arrives slowly it acks the bytes. A connection on which no *byte* arrived
-for the time of three acks is made anew: a slow link is not a dead one. A connection is
-never judged right after this process itself was paused: data that arrived meanwhile is
-read first. It may be old by then, so the handler is told of the pause before it is
-given any of it.
+for the time of three acks is replaced: a slow link is not a dead one. A connection is
+never judged right after this process itself was suspended: data that arrived meanwhile
+is read first. That data may be out of date, so the handler's ``paused`` is called
+before it.
 
-Reconnecting goes on as long as the channel is open; operations end by their own
+The session reconnects as long as the channel is open; operations end by their own
 deadlines. A try has failed if nothing answered, or if the connection ended before any
 new message went either way. Each failed try in a row brings a longer, jittered pause
-and more patience, so a message that the coordinator rejects is not sent again at full
-speed. A malformed frame, perhaps corrupted on the way, ends the connection alone. Only
-three things end a session for good, by the handler's ``session_over``:
-the message ``Refused``, a refused token, and :data:`MALFORMED_MAX` malformed frames
-without a good one in between.
+and a longer timeout, so a message that the coordinator rejects is not sent again at
+full speed. A malformed frame, perhaps corrupted on the way, ends only the connection.
+Three things end a session for good, by the handler's ``session_over``: the message
+``Refused``, a refused token, and :data:`MALFORMED_MAX` malformed frames in a row.
 """
 
 from __future__ import annotations
@@ -54,15 +53,15 @@ from replicas.status import WAIT_S
 logger = Log("replicas.channel")
 
 REACH_S = 2.0
-"""Limit for the TCP connection: a new try is sooner than a repeated SYN (1, 3, 7 s)."""
+"""Limit for the TCP connection: a new try comes before a repeated SYN (1, 3, 7 s)."""
 ANSWER_S = 10.0
-"""Limit from there to the Welcome: a paused coordinator answers when it wakes."""
+"""Limit from then to the Welcome: a suspended coordinator answers when it resumes."""
 DIAL_PAUSE_S = 1.0
-"""Longest pause without an answer: a new coordinator waits only seconds for members."""
+"""Longest pause between tries: a new coordinator waits only seconds for members."""
 FRUITLESS_PAUSE_S = 5.0
 """Longest pause after connections that brought no new message."""
 LIVED_S = 10.0
-"""Seconds after which a connection is no failed try, whatever it brought."""
+"""Seconds after which a connection does not count as a failed try."""
 MISSED_ACKS = 3
 SLACK_S = 0.5
 SILENCE_S = 10.0
@@ -83,7 +82,7 @@ _fruitless = wait_random_exponential(multiplier=0.05, max=FRUITLESS_PAUSE_S)
 class SessionHandler(Protocol):
     """Callbacks of a session to its channel. On the session thread; must not block."""
 
-    def introduce(self, hello: wire.Hello) -> wire.Hello: ...  # with the member's present state
+    def introduce(self, hello: wire.Hello) -> wire.Hello: ...  # add the member's current state
 
     def before_heartbeat(self) -> None: ...
 
@@ -91,7 +90,7 @@ class SessionHandler(Protocol):
 
     def handle(self, message: wire.FromCoordinator) -> None: ...
 
-    def paused(self) -> None: ...  # this process stood still: messages that follow may be old
+    def paused(self) -> None: ...  # this process was suspended: the next messages may be out of date
 
     def disconnected(self, reason: str) -> None: ...
 
@@ -113,8 +112,9 @@ class _Fruitless(Exception):
 class Session:
     """See the module's header.
 
-    :param token: the join token, or what reads it: anew for each connection, as it may
-        have been replaced. :param token_owners: users here who may see it.
+    :param token: the join token, or a function that reads it for each connection, as it
+        may have been replaced.
+    :param token_owners: as in :func:`~replicas.channel.session.connection.dial`.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class Session:
     # ------------------------------------------- for the channel, on the session thread
 
     async def open(self, timeout_s: float) -> None:
-        """Connect; the handler has been welcomed when this returns."""
+        """Connect, call the handler's ``welcomed``, and start the session's task."""
         try:
             with telling(self._tell_wait, f"up to {timeout_s:g} s"):
                 async with asyncio.timeout(timeout_s):
@@ -165,22 +165,25 @@ class Session:
         self._task = self._loop.spawn(self._run(connection), f"session {self._hello.channel}")
 
     def send(self, body: wire.FromMember) -> None:
-        """Queue a message; UsageError if it cannot be encoded or is too large."""
+        """Queue a message.
+
+        :raises replicas.errors.UsageError: it cannot be encoded, or is too large.
+        """
         if self._closing:
             return
         kind, channel = type(body).__name__, self._hello.channel
         try:
             encoded = wire.encode_body(body)
         except Exception as error:
-            raise errors.UsageError(f"a {kind} cannot be sent: {text_of(error)}", channel=channel) from error
+            raise errors.UsageError(f"cannot encode a {kind}: {text_of(error)}", channel=channel) from error
         if len(encoded) > most_nbytes(kind):
-            text = f"{kind} of {len(encoded):,} bytes: at most {most_nbytes(kind):,} are taken"
+            text = f"a {kind} of {len(encoded):,} bytes exceeds the limit of {most_nbytes(kind):,}"
             raise errors.UsageError(text, channel=channel)
         self._outbox.append(encoded)
         self._wake.set()
 
     async def close(self, reason: str, timeout_s: float) -> None:
-        """Say good-bye within ``timeout_s``, and end."""
+        """Send Bye within ``timeout_s`` if connected, and end the session's task."""
         if self._task is None or self._closing:
             self._closing = True
             return
@@ -208,18 +211,18 @@ class Session:
         except (asyncio.CancelledError, GeneratorExit):
             raise
         except BaseException as error:  # any error must end the waits on this channel, not hang them
-            logger.error("%s: the session ends because of a bug", self._hello.channel, exc_info=error)
+            logger.error("%s: ending the session because of a bug", self._hello.channel, exc_info=error)
             self._end(errors.InternalError(f"{type(error).__name__}: {text_of(error)}", channel=self._hello.channel))
 
     async def _use(self, connection: FrameConnection) -> None:
-        """Serve the connection until it ends; _Fruitless without a new message."""
+        """Serve the connection to its end; raise _Fruitless without a new message."""
         began = time.monotonic()
         ended: BaseException | None = None
         try:
             await self._serve(connection)
         except _TRANSIENT as error:
             self.connected, ended = False, error
-            logger.info("%s: connection lost: %s", self._hello.channel, _text(error))
+            logger.info("%s: reconnecting; connection lost: %s", self._hello.channel, _text(error))
             self._handler.disconnected(_text(error))
             asyncio.get_running_loop().call_later(WAIT_S, self._tell_wait, "while operations end by their deadlines")
         finally:
@@ -271,7 +274,7 @@ class Session:
                     raise _Over(refusal) from error
                 raise
             except errors.UsageError as error:
-                if self.term:  # somebody else may have the port for a moment
+                if self.term:  # another program may own the port for a moment
                     raise ConnectionRefusedError(str(error)) from error
                 error.channel = self._hello.channel
                 raise _Over(error) from error
@@ -291,7 +294,7 @@ class Session:
         if isinstance(body, wire.Refused):
             raise _Over(body.error.exception())
         if not isinstance(body, wire.Welcome):
-            raise InvalidHandshake(f"the coordinator answered {type(body).__name__} in place of Welcome")
+            raise InvalidHandshake(f"the coordinator answered {type(body).__name__} instead of Welcome")
         resumed = self.term != 0 and body.term == self.term
         if resumed:
             self._outbox.forget(body.received)
@@ -369,7 +372,7 @@ class Session:
                 raise TimeoutError(f"nothing heard for {silence_s:.1f} s")
 
     def _look_at(self, now: float) -> None:
-        """Count silence, and pauses of this process, from now on."""
+        """Measure silence, and suspensions of this process, from ``now``."""
         self._heard, self._clock.due = now, now + self.heartbeat_interval_s / 2
 
     def _note_pause(self) -> None:
@@ -388,7 +391,7 @@ class Session:
             text = f"the coordinator at {self.endpoint} sent a malformed frame: {error}"
             hint = "use the same version of torch-replicas everywhere"
             raise _Over(errors.InternalError(text, channel=self._hello.channel, hint=hint)) from error
-        if frame.seq:  # a Welcome, without a number, precedes each malformed frame
+        if frame.seq:  # not a Welcome, which precedes each malformed frame
             self._malformed = 0
         return frame
 
@@ -402,20 +405,20 @@ async def _hang_up(connection: FrameConnection, fds: set[int]) -> None:
 
 
 def _pause(state: RetryCallState) -> float:
-    """Seconds until the next try, longer after a fruitless connection."""
+    """Return the seconds until the next try, more after a fruitless connection."""
     error = state.outcome.exception() if state.outcome is not None else None
     wait = _fruitless if isinstance(error, _Fruitless) else _unreached
     return float(wait(state))
 
 
 def _refusal(error: InvalidStatus, endpoint: str) -> errors.UsageError | None:
-    """Return the refusal that an HTTP status means; None: try again later."""
+    """Return the refusal that an HTTP status means, or None to try again later."""
     status = error.response.status_code
     if status in (401, 403):
         text = f"the coordinator at {endpoint} does not accept the token{_reason(error)}"
         hint = "use the token of the run that listens there (REPLICAS_TOKEN_FILE, or token=...)"
     elif 400 <= status < 500:
-        text = f"{endpoint} answers HTTP {status} to a session: it is not a coordinator"
+        text = f"{endpoint} is not a coordinator: it answers HTTP {status} to a session"
         hint = "REPLICAS_ENDPOINT must be the control port of the run"
     else:
         return None
@@ -423,7 +426,7 @@ def _refusal(error: InvalidStatus, endpoint: str) -> errors.UsageError | None:
 
 
 def _reason(error: InvalidStatus) -> str:
-    """Why a coordinator has refused, as it says itself."""
+    """Return the reason in a coordinator's refusal, in parentheses, or ""."""
     try:
         body = msgspec.json.decode(error.response.body or b"", type=dict[str, str])
     except msgspec.MsgspecError:

@@ -1,8 +1,9 @@
-"""Form and end this member's lanes, one sidecar each, as the coordinator says.
+"""Form and end this member's lanes (process groups), one sidecar each, on request.
 
-A sidecar that died or failed in the middle of work is killed, and its lane *ended*.
-The memory that it read or wrote may be reused only when its death is certain
-(:meth:`SidecarLane.gone`); if that cannot be confirmed, the memory is kept.
+LaneForm -> fork a sidecar -> build the process group -> LaneFormed; LaneDrop -> kill.
+A sidecar that failed during work is killed, and its lane *ended*. The memory that it
+read or wrote may be reused only when its death is confirmed
+(:meth:`SidecarLane.gone`); otherwise the memory is kept.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ DEATH_TIMEOUT_S = 5.0
 MOVED_INTERVAL_S = 0.8
 """Seconds between two LaneMoved messages while bytes move."""
 STILL_S = 1.0
-"""Seconds without a moved byte after which LaneMoved is sent at once."""
+"""Seconds without a moved byte after which LaneMoved is sent immediately."""
 PREFORK_DELAY_S = 0.2
-"""Delay before the next spare sidecar is forked: the lane's first work goes first."""
+"""Delay before the next spare sidecar is forked: the lane's first work has priority."""
 
 
 @dataclass(eq=False, repr=False)
@@ -51,7 +52,7 @@ class SidecarLane:
             self.sidecar.kill()
 
     async def gone(self) -> bool:
-        """End, and wait for the sidecar's death; False if it cannot be confirmed."""
+        """End the lane; return True once its sidecar is dead, False if unconfirmed."""
         self.end()
         return self.sidecar is None or await self.sidecar.wait_dead(DEATH_TIMEOUT_S)
 
@@ -67,14 +68,14 @@ class SidecarLanes(Part):
         return {LaneForm: self._form_asked, LaneDrop: self._drop}
 
     def get(self, name: str) -> SidecarLane:
-        """The lane called ``name``; Gone if it has ended or is not formed yet."""
+        """Return the lane ``name``; raise Gone if it is not formed or has ended."""
         lane = self._lanes.get(name)
         if lane is None or lane.ended or lane.sidecar is None:
             raise self._hub.error(errors.Gone, f"lane {name} is gone", phase="form", hint="")
         return lane
 
     def prepare(self) -> None:
-        """Connect to the forkserver (or start our own) before it is needed."""
+        """Connect to the forkserver (or start our own) ahead of use."""
         if self._hub.over is None and (self._preparing is None or self._preparing.done()):
             self._preparing = self._hub.spawn(self._prepare(), "forkserver")
 
@@ -82,14 +83,14 @@ class SidecarLanes(Part):
         try:
             (await self._hub.loop.forkserver(self._hub.forkserver_name)).prefork()
         except (OSError, RuntimeError, errors.ReplicasError) as error:
-            logger.warning("%s: no sidecar forkserver yet: %s", self._hub.name, error)
+            logger.warning("%s: cannot prepare a sidecar yet: %s", self._hub.name, error)
 
     def new_term(self) -> None:
         for name in list(self._lanes):
             self._drop(LaneDrop(name))
 
     async def all_gone(self) -> None:
-        """Wait until every dropped sidecar is dead (bounded)."""
+        """Wait up to :data:`DEATH_TIMEOUT_S` until all dropped sidecars are dead."""
         if self._ending:
             await asyncio.wait(self._ending, timeout=DEATH_TIMEOUT_S)
 
@@ -132,7 +133,7 @@ class SidecarLanes(Part):
         self._hub.after(PREFORK_DELAY_S, self.prepare)
 
     async def _fork(self) -> Sidecar:
-        """Fork a sidecar; if the forkserver turns out to be dead, from a new one."""
+        """Fork a sidecar; if the forkserver has died, fork from a new one."""
         loop, name = self._hub.loop, self._hub.forkserver_name
         forkserver = await loop.forkserver(name)
         try:
@@ -140,11 +141,11 @@ class SidecarLanes(Part):
         except SidecarDied as error:
             if forkserver.alive:
                 raise
-            logger.warning("%s: the forkserver has died (%s); trying a new one", self._hub.name, error)
+            logger.warning("%s: using a new forkserver; the last one died (%s)", self._hub.name, error)
         return await (await loop.forkserver(name)).fork()
 
     def failed(self, lane: SidecarLane, error: BaseException, *, phase: str) -> None:
-        """The lane has failed: report it once, and kill its sidecar."""
+        """Kill the lane's sidecar, and report the failure once."""
         if not lane.ended:
             lane.end()
             links = error.links if isinstance(error, SidecarFailed) else ()
@@ -171,4 +172,4 @@ class SidecarLanes(Part):
         if lane.sidecar is not None:
             self._hub.loop.inherited.discard(lane.sidecar)
         if not gone:
-            logger.warning("%s: the sidecar of lane %s did not die; its memory is kept", self._hub.name, lane.name)
+            logger.warning("%s: keeping the memory of lane %s: its sidecar did not die", self._hub.name, lane.name)

@@ -1,8 +1,9 @@
-"""Say that this rank can load a version, and hear whether all targets load it now.
+"""Report that this rank can load a version; receive whether all targets load it now.
 
-:mod:`replicas.core.versions.adoption` decides. There is at most one open update, so at
-most one such wait. It has no timer: the coordinator has the channel's deadline, and a
-new one is told again. When there has been no session for long, the update is refused.
+CanLoad -> :mod:`replicas.core.versions.adoption` decides -> LoadDecided. There is at
+most one open update, so at most one such wait. It has no timer: the coordinator
+enforces the channel's deadline, and a new coordinator gets CanLoad again. After a long
+time without a session the update is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Tell = Callable[[errors.ReplicasError | None], None]
 
 
 class _Wait(NamedTuple):
-    """``tell``: weak, as an update that is dropped must be missed."""
+    """``tell`` is a weak reference, so that a dropped update is noticed."""
 
     said: CanLoad
     pending: Promise[None]
@@ -28,7 +29,7 @@ class _Wait(NamedTuple):
 
 
 class Adopting:
-    """The adoption of the open update of one rank."""
+    """Waits for the adoption of the open update of one rank."""
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
@@ -36,14 +37,14 @@ class Adopting:
 
     @property
     def on(self) -> bool:
-        """Whether the channel has ``adopt_together``."""
+        """True if the channel has ``adopt_together``."""
         return self._hub.settings.adopt_together
 
     def begin(self, version: int, whole: bool, tell: Tell) -> Promise[None]:
-        """Caller's thread: wait for the decision.
+        """Caller's thread: send CanLoad; return a Promise that ends with the decision.
 
-        :param tell: a method, called first: with None when all targets load the version
-            now, or the error for which none does.
+        :param tell: a method, called just before: with None if all targets load the
+            version now, else with the error.
         """
         pending: Promise[None] = self._hub.pending(f"adoption of version {version}")
         if self.on:

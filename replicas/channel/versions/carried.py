@@ -1,5 +1,4 @@
-"""One transfer as a member sees it, and its memory in the hands of the carrier: served,
-or pulled into."""
+"""One transfer of a member, and the memory that its carrier serves or pulls into."""
 
 from __future__ import annotations
 
@@ -26,15 +25,16 @@ DEATH_TIMEOUT_S = 5.0
 class Carried:
     """One part of a version in one attempt, known to both ends by its secret.
 
-    Its number at a carrier names the member, too: two of one process share a carrier.
+    Its number at the carrier depends on the member: those of one process share a
+    carrier.
 
-    :param member: the name of this one.
-    :param part: its number; -1: the whole version.
+    :param member: name of this member.
+    :param part: number of the part, or -1 for the whole version.
     :param memory: ends with the part's ``nbytes`` bytes.
-    :param base: ends with as many bytes of a version that the other end may have, too.
-    :param scratch: the memory is closed at the end; else it is a slot's.
-    :param encrypt: served and pulled in TLS alone.
-    :ivar on_received: called with the bytes received so far, now and then.
+    :param base: ends with as many bytes of a version that the peer may have, too.
+    :param scratch: True if the memory is closed at the end, False for a slot's.
+    :param encrypt: serve and pull only over TLS.
+    :ivar on_received: called with the number of bytes received so far.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class Carried:
         return int.from_bytes(digest, "little")
 
     def serve(self, filled: int, regions: Sequence[tuple[int, int, int]] = ()) -> None:
-        """Serve it to whoever knows the secret; ``filled`` bytes of it so far.
+        """Serve the first ``filled`` bytes to clients that know the secret.
 
-        :param regions: where elements of which size are in it.
+        :param regions: offsets and sizes of elements in the memory.
         """
         self._carrier.serve(
             self._number,
@@ -79,7 +79,7 @@ class Carried:
         )
 
     async def drop_base(self) -> bool:
-        """Have the carrier let go of the base; False: it neither did nor died."""
+        """Have the carrier unmap the base; return False if it may still use it."""
         try:
             await self._carrier.drop_base(self._number)
         except CarrierDied:
@@ -90,10 +90,10 @@ class Carried:
         self._carrier.filled(self._number, nbytes)
 
     async def pull(self, holders: Sequence[HolderAddress], timeout_s: float, source: str, digest: str) -> Pulled:
-        """Pull it into the memory; ``digest``: of it, if that is known.
+        """Pull the part into the memory, and verify ``digest``, unless empty.
 
         :raises replicas.carry.rank_side.PullFailed: no holder is left.
-        :raises CarrierDied: it died.
+        :raises CarrierDied: the carrier died.
         """
         self._carrier.receivers[self._number] = self.on_received
         try:
@@ -114,9 +114,9 @@ class Carried:
             self._carrier.receivers.pop(self._number, None)
 
     async def end(self) -> bool:
-        """Have the carrier let go of the memory; False: it neither did nor died."""
+        """Have the carrier unmap the memory; return False if it may still use it."""
         try:
-            await self._carrier.withdraw(self._number, "it is not needed any more")
+            await self._carrier.withdraw(self._number, "the transfer is over")
         except CarrierDied:
             if not await self._carrier.wait_dead(DEATH_TIMEOUT_S):
                 return False
@@ -129,7 +129,7 @@ class Carried:
 class Transfer:
     """One transfer of this member.
 
-    ``running``: its slot is worked on. ``cancelled``: it was withdrawn.
+    :ivar running: the slot is in use. :ivar cancelled: the transfer was withdrawn.
     """
 
     offer: TransferOffer
@@ -149,7 +149,7 @@ class Transfer:
         return self.offer.role in ("send", "serve")
 
     async def is_filled(self, hub: Hub, slot: Slot) -> bool:
-        """Wait until the slot is complete; False: it is not in time, or withdrawn."""
+        """Wait for a complete slot; return False if it is late, or withdrawn."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.offer.deadline_s):
                 while slot.state == "filling" and not self.cancelled:
@@ -159,23 +159,23 @@ class Transfer:
     def carry(
         self, hub: Hub, carrier: Carrier, part: int, memory: Buffer, nbytes: int, base: Buffer | None, *, scratch: bool
     ) -> Carried:
-        """Put this memory into the hands of the carrier, until :meth:`end_carried`."""
+        """Lend memory to the carrier until :meth:`end_carried`."""
         name, secret, encrypt = hub.member.name, self.offer.secret, hub.settings.encrypt
         carried = Carried(carrier, name, secret, part, memory, nbytes, base=base, scratch=scratch, encrypt=encrypt)
         self.carried.append(carried)
         return carried
 
     async def end_carried(self, arena: Arena) -> bool:
-        """Return True if the carrier uses none of its memory any more."""
+        """End all carried parts; return True if the carrier uses none of the memory."""
         ended = all([await carried.end() for carried in self.carried])
         if ended:
             self.unpin_base(arena)
         return ended
 
     async def take_base(self, hub: Hub, nbytes: int) -> Buffer | None:
-        """The memory of the version to which there are deltas, if it still fits.
+        """Pin and return the memory of the delta base, or None if it does not fit.
 
-        What lies on a GPU is copied out: a delta is made, and applied, in host memory.
+        A base on a GPU is copied to the host, where deltas are made and applied.
         """
         base = hub.arena.find_pinned(self.offer.base) if self.offer.base else None
         if base is not None and base.data.numel() != nbytes:
@@ -184,10 +184,10 @@ class Transfer:
         if base is None or not base.buffer.device:
             self.base = base
             return None if base is None else base.buffer
-        try:  # this pin is ours alone: a slot that is wanted meanwhile waits for the copy
+        try:  # our own pin: a publish that needs this slot waits for the copy
             self._copied = await scratch_memory(hub, base.version, nbytes)
             await asyncio.to_thread(take_out, base, self._copied.readable(), hub.device)
-        except errors.NoCapacity:  # then all comes as bytes
+        except errors.NoCapacity:  # then no deltas
             return None
         finally:
             hub.arena.unpin(base)
@@ -202,11 +202,11 @@ class Transfer:
             copied.close()
 
     async def drop_base(self, arena: Arena) -> None:
-        """Have no more deltas made, and let go of the base."""
+        """Stop making deltas, and unpin the base."""
         if all([await carried.drop_base() for carried in self.carried]):
             self.unpin_base(arena)
 
 
 async def scratch_memory(hub: Hub, version: int, nbytes: int) -> Buffer:
-    """Host memory for bytes that are not in a slot as they travel."""
+    """Allocate host memory for bytes that do not travel in slots."""
     return await asyncio.to_thread(Buffer.allocate, nbytes, f"replicas-{hub.name}-part-of-{version}")

@@ -1,6 +1,6 @@
 """The caller's part of a publish: its job, a free slot, and the copy of the weights.
 
-A free slot is waited for to fill it here, or to lend it to the trainer (`arena_like`).
+A free slot is filled here, or lent to the trainer (`arena_like`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from replicas.weights.packing import Packer, Packing, stage
 from replicas.weights.writable import WritableSlot
 
 BEAT_S = 0.03
-"""Seconds between two looks: a reader in another process lets go without notice."""
+"""Seconds between two checks: readers in other processes do not report their end."""
 
 
 @dataclass(eq=False, repr=False)
@@ -43,12 +43,12 @@ class PublishJob:
     """One publish of this rank; fields change on the session thread.
 
     :ivar number: among the replica's publishes; 0 until it has begun.
-    :ivar version: as the coordinator numbered it; 0 until then.
+    :ivar version: number given by the coordinator; 0 until then.
     :ivar state: in :data:`~replicas.core.base.membership.PUBLISH_JOB`.
-    :ivar streaming: the coordinator has it sent while it is being filled.
+    :ivar streaming: the version is sent while it is being filled.
     :ivar unsettled: the caller has OutcomeUnknown, and the verdict may still come.
     :ivar failed: the failure that this rank has reported.
-    :ivar timer: ends it at its deadline; unsettled: settles it without a verdict.
+    :ivar timer: ends the publish at its deadline, or an unsettled one without verdict.
     """
 
     asked_version: int | None
@@ -58,7 +58,7 @@ class PublishJob:
     channel: InitVar[str]
     session_end: InitVar[SessionEnd | None] = None
     hold: bool = True  # GPU tensors are copied on the caller's stream
-    check_finite: bool = False  # its values, before it is announced
+    check_finite: bool = False  # check the values before Packed
     number: int = 0
     version: int = 0
     state: PublishJobState = "walking"
@@ -95,7 +95,7 @@ class PublishJob:
         self.state = PUBLISH_JOB.next(self.state, event)
 
     def ask_meta(self, feed: Feed) -> None:
-        """Call the user's ``meta`` function after the walk; its exceptions pass."""
+        """Call the user's ``meta`` function, if any; its exceptions pass through."""
         if self.late_meta is None:
             return
         try:
@@ -103,16 +103,16 @@ class PublishJob:
         except BaseException:
             feed.user_failed = True
             raise
-        self.meta = arguments.meta("publish: what meta() returned", found)
+        self.meta = arguments.meta("publish: the result of meta()", found)
 
     @property
     def announced(self) -> bool:
-        """Whether the next one may be told: the coordinator knows of this one."""
+        """True if the coordinator knows of this publish: the next may be announced."""
         return self.streaming or self.unsettled or self.state in ("told", "failed")
 
     @property
     def filled(self) -> bool:
-        """Whether the coordinator may commit it."""
+        """True if the coordinator may commit the version."""
         return self.state in ("filled", "ready", "told")
 
     @property
@@ -120,7 +120,7 @@ class PublishJob:
         return max(0.0, self.deadline - time.monotonic())
 
     def begin_message(self, deadline_s: float) -> PublishBegin:
-        """The announcement, also to a coordinator that did not admit it."""
+        """Return the announcement, for the first or a new coordinator."""
         version = self.version or self.asked_version
         return PublishBegin(self.number, version, deadline_s, self.meta, self.new_manifest, self.version != 0)
 
@@ -140,7 +140,7 @@ class PublishJob:
         )
 
     def receipt(self, epoch: int, staging: Literal["host", "device"]) -> Receipt:
-        """Receipt of a version known to be committed, without a verdict's details."""
+        """Return a receipt of a committed version without a verdict's details."""
         return Receipt(
             version=self.version,
             epoch=epoch,
@@ -160,7 +160,7 @@ class PublishJob:
 
 
 class CopiesUnderWay:
-    """Device copies that have not ended; no lock that an interrupt could keep."""
+    """Device copies that have not ended. Without a lock: interrupts could keep it."""
 
     def __init__(self) -> None:
         self._copies: dict[int, DeviceCopies] = {}
@@ -182,7 +182,7 @@ class CopiesUnderWay:
                     one.fence()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until all have ended, well or not; False: one of them hangs."""
+        """Wait until all copies have ended or failed; return False after a timeout."""
         until = time.monotonic() + timeout_s
         return all(one.ended.wait(until - time.monotonic()) for one in list(self._copies.values()))
 
@@ -190,8 +190,8 @@ class CopiesUnderWay:
 class Filling:
     """Fills slots, on the publishing thread, one at a time.
 
-    On the session thread, ``streaming`` is called before a slot is filled that may be
-    sent meanwhile, then ``grown`` with the number of bytes filled so far.
+    For a slot that may be sent while it is filled, ``streaming`` is called first, then
+    ``grown`` with the number of bytes filled so far, on the session thread.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class Filling:
     def fill(self, job: PublishJob, feed: Feed) -> tuple[PartManifest, Packing]:
         """Copy the weights into a slot, or take the slot that the trainer has written.
 
-        If it fails, the slot still belongs to the job.
+        After a failure the slot still belongs to the job.
         """
         begun = partial(self._begun, job)
         if isinstance(feed.weights, WritableSlot):
@@ -279,7 +279,7 @@ class Filling:
     async def _take(self, job: PublishJob, written: WritableSlot) -> Slot:
         self._check(job)
         if not (isinstance(written.holder, Holder) and self._hub.loans.keep(written.holder)):
-            text = "publish: this slot is one of another channel, or of an earlier session of this one"
+            text = "publish: this slot belongs to another channel, or to an earlier session of this channel"
             raise self._hub.error(errors.UsageError, text, hint="publish it on the channel whose arena_like made it")
         self._hub.arena.assign(written.slot, job.version)
         return written.slot
@@ -295,8 +295,7 @@ class Filling:
 def _fetched(hub: Hub, find: Callable[[], Coroutine[Any, Any, Slot]]) -> Slot:
     """Have the session thread find a slot, and wait for it.
 
-    The slot has an owner when ``find`` returns: whatever the caller does, it comes
-    back.
+    ``find`` gives the slot an owner before it returns, so an interrupt loses no slot.
     """
     room: Promise[Slot] = hub.pending("a slot")
 
@@ -321,10 +320,11 @@ async def free_slot(
     phase: str = "wait",
     alone: bool = True,
 ) -> Slot:
-    """Session thread, which interrupts do not reach: a slot to fill with ``version``.
+    """Session thread (no interrupts): wait for a slot to fill with ``version``.
 
-    ``check``, called before and after each look, raises if no slot is wanted. At
-    ``until`` (monotonic clock) it is Busy: ``text``, and who uses the slots.
+    :param check: called before and after each try; raises if no slot is wanted.
+    :raises replicas.errors.Busy: none became free ``until`` (monotonic clock); the
+        message is ``text`` and the users of the slots.
     """
     nbytes = manifest.nbytes if isinstance(manifest, PartManifest) else manifest.image_nbytes
     while True:
@@ -332,7 +332,7 @@ async def free_slot(
         check()
         hub.loans.sweep()
         hub.arena.release(version)
-        if nbytes < PREPARED_NBYTES:  # its memory is allocated fast enough for this thread
+        if nbytes < PREPARED_NBYTES:  # allocated fast enough for this thread
             slot = hub.arena.acquire(version, manifest, alone=alone)
         else:
             slot = await asyncio.to_thread(hub.arena.acquire, version, manifest, alone=alone)
@@ -358,9 +358,9 @@ async def free_slot(
 
 
 def arena_like(hub: Hub, weights: object, dtype: torch.dtype | None, mode: Mode, deadline_s: float) -> WritableSlot:
-    """See :meth:`replicas.Channel.arena_like`. On the caller's thread."""
+    """Caller's thread: see :meth:`replicas.Channel.arena_like`."""
     if mode == "image" and not hub.leader:
-        text = "arena_like: only the leader of this source carries bytes"
+        text = "arena_like: only the leader of this source sends weights"
         raise hub.error(errors.UsageError, text, hint='call it on rank 0 alone, or set ranks = "all" for the source')
     manifest = _planned(hub, "arena_like", weights, dtype, mode)
     holder = Holder()
@@ -376,7 +376,7 @@ def arena_like(hub: Hub, weights: object, dtype: torch.dtype | None, mode: Mode,
 
 
 def reserve(hub: Hub, weights: object, dtype: torch.dtype | None, mode: Mode, slots: int) -> None:
-    """See :meth:`replicas.Channel.reserve`. On the caller's thread."""
+    """Caller's thread: see :meth:`replicas.Channel.reserve`."""
     manifest = _planned(hub, "reserve", weights, dtype, mode)
     if mode == "parts" or hub.leader:
         hub.arena.prepare(manifest.nbytes, slots)
@@ -386,13 +386,13 @@ def _planned(hub: Hub, what: str, weights: object, dtype: torch.dtype | None, mo
     check_modes(what)
     manifest = Feed(weights, dtype=dtype, mode=mode).plan()
     if manifest is None:
-        text = f"{what}: a {type(weights).__name__} does not tell its tensors beforehand"
+        text = f"{what}: a {type(weights).__name__} does not list its tensors beforehand"
         raise hub.error(errors.UsageError, text, hint="give a module, a mapping, or an object with metadata()")
     return manifest
 
 
 def _refusal_to_wait() -> errors.ReplicasError | None:
-    """The error to raise if no slot is free at once: on the coordinator's own loop.
+    """Return the error if no slot is free and this thread must not block, else None.
 
     Its traceback must not refer to the caller's frame, which refers to the holder.
     """
@@ -404,13 +404,13 @@ def _refusal_to_wait() -> errors.ReplicasError | None:
 
 
 async def _lent(hub: Hub, wanted: weakref.ref[Holder], manifest: PartManifest, until: float) -> Slot:
-    """Session thread: lend the caller a slot, as long as the caller waits for it."""
+    """Session thread: wait for a slot and lend it to the caller, if it still waits."""
 
     def check() -> None:
         if hub.over is not None:
             raise afresh(hub.over)
         if wanted() is None:
-            raise hub.error(errors.Gone, "nobody waits for the slot any more", hint="")
+            raise hub.error(errors.Gone, "the caller no longer waits for the slot", hint="")
 
     text = f"no free slot for writing in place within {until - time.monotonic():.3g} s"
     try:
@@ -420,6 +420,6 @@ async def _lent(hub: Hub, wanted: weakref.ref[Holder], manifest: PartManifest, u
     holder = wanted()
     if holder is None:
         hub.arena.free(slot)
-        raise hub.error(errors.Gone, "nobody waits for the slot any more", hint="")
+        raise hub.error(errors.Gone, "the caller no longer waits for the slot", hint="")
     hub.loans.lend(holder, partial(hub.arena.free, slot))
     return slot

@@ -1,4 +1,7 @@
-"""Manifests of one channel: told to others, and fetched once for all that wait."""
+"""Manifests of one channel: sent to others, and fetched once for all waiters.
+
+ManifestAsk -> ManifestPiece, ... -> the cache; through the coordinator.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ DECODED_NBYTES = 16 * 2**20
 
 
 class ManifestExchange(Part):
-    """Manifests of one channel; ``published`` finds one being published here."""
+    """Manifests of one channel.
+
+    :param published: returns the encoded manifest of an open publish here, or None.
+    """
 
     def __init__(self, hub: Hub, published: Callable[[str], bytes | None]) -> None:
         self._hub = hub
@@ -31,7 +37,7 @@ class ManifestExchange(Part):
         return {wire.ManifestAsk: self._asked, wire.ManifestPiece: self._piece}
 
     def new_term(self) -> None:
-        """The old coordinator's answers will not come."""
+        """End all fetches: the old coordinator's answers will not come."""
         self.fail_all(self._hub.error(errors.Gone, "there is a new coordinator", hint=""))
 
     def fail_all(self, error: errors.ReplicasError) -> None:
@@ -39,10 +45,10 @@ class ManifestExchange(Part):
             self._end(manifest_hash, error)
 
     async def get(self, manifest_hash: str) -> bytes:
-        """The encoded manifest, kept here or fetched from the coordinator.
+        """Return the encoded manifest, kept here or fetched from the coordinator.
 
-        It is requested once for all that wait, and the fetch goes on when no caller
-        waits any longer, because the version will be offered again.
+        All callers share one fetch, which continues when no caller waits any longer,
+        because the version will be offered again.
         """
         known = self._own(manifest_hash)
         if known is not None:
@@ -63,7 +69,7 @@ class ManifestExchange(Part):
         return known
 
     def _own(self, manifest_hash: str) -> bytes | None:
-        """The encoded manifest, if it is known here."""
+        """Return the encoded manifest if it is known here, else None."""
         known = self._encoded.get(manifest_hash)
         if known is None:
             images = self._hub.holdings.arena.images().values()
@@ -100,6 +106,6 @@ class ManifestExchange(Part):
 
 
 def _seen(coming: asyncio.Future[bytes]) -> None:
-    """Mark the error as retrieved: perhaps no caller waits any longer."""
+    """Mark the error as retrieved: there may be no waiter."""
     if not coming.cancelled():
         coming.exception()

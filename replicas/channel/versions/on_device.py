@@ -3,9 +3,9 @@
 Members that share a GPU do not send a version to each other, nor keep a view of each
 other's memory, which ends with the process that owns it. Each copies the version into a
 slot of its own, at the speed of the GPU's memory, and reports the digest of its copy.
-The other's memory is open, and held by its locks, only during the copy.
+The other member's memory is mapped and locked only during the copy.
 
-All of this runs on worker threads, on a stream of its own. A copy is over when these
+All of this runs on worker threads, on a side stream. A copy is over when these
 functions return or raise.
 """
 
@@ -31,28 +31,30 @@ from replicas.weights.memory.arena import Arena, Slot
 from replicas.weights.memory.buffers import Buffer
 
 END_S = 3.0
-"""How long to wait for the end of a process that has begun to end."""
+"""Seconds to wait for the end of a process that has begun to end."""
 _Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def copy_image(arena: Arena, place: SlotPlace, slot: Slot, device: str, digest: str) -> tuple[str, float, float]:
     """Fill ``slot`` with another member's image at ``place``, on the same GPU.
 
-    It must have ``digest``, if that is known. Errors: Gone (it is not there any more),
-    WorldError (it cannot be opened, or the GPU has failed), SyncError (wrong digest).
-    Returns its digest, and the seconds that the copy and the digest took.
+    :param digest: expected digest, or "" if unknown.
+    :returns: digest, seconds of the copy, seconds of the digest.
+    :raises Gone: the image is no longer there.
+    :raises WorldError: it cannot be opened, or the GPU has failed.
+    :raises SyncError: the digest is wrong.
     """
     started = time.monotonic()
     with _gone_if_owner_ended(place, slot.version):
         with closing(arena.borrow(place, slot.version)) as source:
             wanted, found = slot.buffer.nbytes, source.nbytes
             if wanted != found:
-                raise errors.InternalError(f"version {slot.version} has {wanted} bytes, the memory that has it {found}")
+                raise errors.InternalError(f"version {slot.version} has {wanted} bytes, but its memory {found}")
             _copy(slot, source, device, lambda shared: [(slot.buffer.tensor(), shared)])
         copied = time.monotonic()
         found_digest = digest_of(slot.data, slot.digest_kind)
         if digest and found_digest != digest:
-            what = f"the copy of version {slot.version} on GPU {device} is not what process {place.pid} has"
+            what = f"the copy of version {slot.version} on GPU {device} differs from the image of process {place.pid}"
             raise errors.SyncError(what, phase="verify", version=slot.version)
     return found_digest, copied - started, time.monotonic() - copied
 
@@ -68,7 +70,7 @@ def copy_part(arena: Arena, manifest: Manifest, place: SlotPlace, slot: Slot, de
 
 
 def put_part(manifest: Manifest, part: int, source: torch.Tensor, slot: Slot, device: str = "") -> None:
-    """Copy a part, or (-1) a whole image, uint8 in host memory, into ``slot``."""
+    """Copy a part (-1: a whole image) from host memory (uint8) into ``slot``."""
     pairs = (
         [(slot.data, source)]
         if part < 0
@@ -88,7 +90,7 @@ def take_out(slot: Slot, target: torch.Tensor, device: str) -> None:
 def _copy(slot: Slot, source: Buffer, device: str, pairs: Callable[[torch.Tensor], list[_Pair]]) -> None:
     """Copy the second tensor of each pair to the first.
 
-    ``pairs`` makes them from the memory that is read; no reference to it may be kept.
+    ``pairs`` makes the pairs from the source's memory, and keeps no reference to it.
     """
     _copy_pairs_on(device, pairs(source.readable()))
 
@@ -127,10 +129,10 @@ def _is_there(place: SlotPlace) -> bool:
 
 
 def _await_end(pid: int) -> None:
-    """Wait for a process that is ending, so that its members are known to be lost.
+    """Wait until an ending process has ended, so that its members count as lost.
 
-    It has closed its files, and may take a while to release its GPU; until its end is
-    seen the coordinator has no better place to offer.
+    It has closed its files, and may take a while to release its GPU; before its end
+    the coordinator has no better place to offer.
     """
     try:
         if any(Path(f"/proc/{pid}/fd").iterdir()):

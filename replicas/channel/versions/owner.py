@@ -1,4 +1,4 @@
-"""What an update needs of the receiver that hands it out."""
+"""The interface that an update uses of its receiver."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from replicas.weights.memory.buffers import Buffer
 
 
 class Base(NamedTuple):
-    """A version that was loaded; its memory may hold another one by now."""
+    """The version that was loaded last; its memory may have been reused since."""
 
     version: int
     manifest_hash: str
@@ -39,13 +39,15 @@ class UpdateOwner(Protocol):
 
 
 def open_base(owner: UpdateOwner, base: Base | None, manifest: Manifest) -> Buffer | None:
-    """The memory of the version that was loaded before, opened without a lock; None if
-    there is none that a version of this manifest can be compared with."""
+    """Open the memory of the version that was loaded last, without a lock.
+
+    Return None if there is none with this manifest.
+    """
     if base is None or base.manifest_hash != manifest.hash or base.place.device:
         return None
     try:
         buffer = owner.look_at(base)
         buffer.readable()
-    except ReplicasError:  # it is gone, or there is no room for it
+    except ReplicasError:  # the memory is gone, or cannot be mapped
         return None
     return buffer

@@ -1,11 +1,11 @@
-"""Publish: the caller's thread fills a slot, the session thread sees it through.
+"""Publish: the caller's thread fills a slot, the session thread does the rest.
 
 Theory of operation
 ===================
 
 A publish is numbered and announced (PublishBegin) on the session thread. The rest, up
-to the packed slot, runs on the calling thread, because walking the weights may run
-collectives of the user's own group, on the user's own stream. ::
+to the packed slot, runs on the calling thread, because iterating over the weights may
+run collectives of the user's own group, on the user's own stream. ::
 
     caller                                   session thread
     ------                                   --------------
@@ -13,7 +13,7 @@ collectives of the user's own group, on the user's own stream. ::
     wait until admitted                  ◀── PublishAdmitted (the version's number)
     wait for a slot, walk the
     weights into it (or only walk) ───────▶  pin; when the digest, made behind
-    return the Pending                       the copy, is there: Packed ──▶
+    return the Pending                       the copy, is known: Packed ──▶
                                          ◀── PublishEnd: unpin, resolve
 
 **Several hosts.** When all tensors are known before the first is copied (a module, a
@@ -25,25 +25,25 @@ Packed(streaming) goes out as soon as there is a slot, Filled when there is a di
 copies have arrived. Until then it belongs to them, even if the publish has ended.
 
 **In order.** The coordinator refuses a version that a newer one has overtaken. A packed
-publish is therefore announced only when every earlier one was announced or cannot be
-packed any more (:meth:`Publisher._announce`). What a rank has done of a publish is a
+publish is therefore announced only when every earlier one was announced or can no
+longer be packed (:meth:`Publisher._announce`). The progress of a rank in a publish is a
 state of :data:`~replicas.core.base.membership.PUBLISH_JOB`.
 
 **Our own failure** (no memory, no slot, unusable tensors, not admitted): the weights
-are walked to the end all the same, then the error is raised. PackFailed goes out first,
-so that the other ranks need not wait, and the error raised is the verdict that comes
-back, the same on all ranks of the replica. **The user's own exception** passes through
-unchanged, after PackFailed: there is nothing left to walk. A failure that no caller was
-told of fails the leader's next publish by the same path, so that the ranks agree.
+are still walked to the end, then the error is raised. PackFailed goes out first, so
+that the other ranks need not wait, and the error raised is the verdict that returns,
+the same on all ranks of the replica. **The user's own exception** passes through
+unchanged, after PackFailed: the walk has ended. A failure that no caller was told of
+fails the leader's next publish in the same way, so that the ranks agree.
 
-Without a verdict a publish ends by itself :data:`~replicas.channel.session.hub.GRACE_S`
-after its deadline, once packed with OutcomeUnknown, because the coordinator may have
-decided. It is then *unsettled*, and its slot pinned, until the verdict arrives late, or
-a commit or discard tells the same; waiting again on its Pending gives the outcome.
+Without a verdict a publish ends :data:`~replicas.channel.session.hub.GRACE_S` after its
+deadline; once packed, with OutcomeUnknown, because the coordinator may have decided. It
+is then *unsettled*, and its slot pinned, until a late verdict, commit or discard
+arrives; waiting again on its Pending gives the outcome.
 
-**A new coordinator** is told of every publish that is under way or unsettled: its
-number, and what was packed or failed. It continues them, and gives the verdict of those
-that its predecessor had decided. A publish without a number simply begins again.
+**A new coordinator** gets every open or unsettled publish: its number, and the result
+of its packing. It continues them, and gives the verdict of those that its predecessor
+had decided. A publish without a number begins again.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Publisher(Part):
                 raise
             try:
                 raise verdict from error
-            finally:  # else it would keep this frame, which would keep it
+            finally:  # the error and this frame must not refer to each other
                 del verdict
 
     def _fill(self, job: PublishJob, feed: Feed) -> None:
@@ -134,14 +134,14 @@ class Publisher(Part):
         hub.call(self._packing, job, manifest, self._filling.device(feed), packing, started, time.monotonic())
 
     def _as_error(self, job: PublishJob, error: BaseException, *, users: bool) -> errors.ReplicasError:
-        """The failure for the session thread: here, as its text may run any code."""
+        """Return the failure for the session thread; its text may run any code."""
         if users:
             text = f"the publishing code of {self._hub.member} raised {type(error).__name__}: {text_of(error)}"
             return self._hub.error(errors.SyncError, text, phase="pack", members=[self._hub.member.name])
         return as_wire_error(error, channel=self._hub.name, phase="pack", version=job.version or None).exception()
 
     def _verdict(self, job: PublishJob, error: Exception) -> Exception:
-        """The replica's common verdict, or our own error if none comes."""
+        """Wait for and return the replica's common verdict, or our own ``error``."""
         try:
             job.pending.wait(min(job.left_s + 2 * GRACE_S, SECONDS_MAX))
         except errors.ReplicasError as verdict:
@@ -157,7 +157,7 @@ class Publisher(Part):
         return {PublishAdmitted: self._admitted, PublishEnd: self._ended}
 
     def open_jobs(self) -> list[Promise[Receipt]]:
-        """Publishes that have not ended, for close(); from any thread."""
+        """Any thread: return the publishes that have not ended, for close()."""
         return [job.pending for job in list(self._jobs.values()) if not job.pending.done()]
 
     def new_term(self) -> None:
@@ -184,7 +184,7 @@ class Publisher(Part):
             return
         hub.loans.sweep()
         if self._walking is not None:
-            text = "publish was called while another thread is in it"
+            text = "publish was called while another thread publishes"
             error = hub.error(errors.UsageError, text, hint="publish from one thread")
             job.step("end")
             job.admitted.fail(error)
@@ -203,10 +203,10 @@ class Publisher(Part):
         job.timer = hub.after(job.deadline + GRACE_S - time.monotonic(), self._overdue, job)
 
     def _walk_over(self, job: PublishJob) -> None:
-        """The caller has left the walk, perhaps by an interrupt without any report."""
+        """Clean up after the caller's walk, which an interrupt may have ended."""
         self._walking = None
         if job.state == "walking":
-            job.pending.tell()  # by the interrupt
+            job.pending.tell()  # the interrupt tells the caller
         text = f"the publish on {self._hub.member} was interrupted"
         self._fill_failed(job, self._hub.error(errors.SyncError, text, phase="pack"))
 
@@ -221,7 +221,7 @@ class Publisher(Part):
     def _packing(
         self, job: PublishJob, manifest: PartManifest, device: str, packing: Packing, started: float, returned: float
     ) -> None:
-        if job.state == "walking":  # else it has ended, and the slot is freed when nothing writes to it
+        if job.state == "walking":  # else the publish has ended; its slot is freed after the last write
             job.step("walked")
 
         def copied(done: Future[float] | None, at: float) -> None:
@@ -252,7 +252,7 @@ class Publisher(Part):
     def _copied(
         self, job: PublishJob, manifest: PartManifest, device: str, held: Future[float] | None, pack_s: float
     ) -> None:
-        """All bytes are in the slot, or ``held`` has the device's error."""
+        """Handle the end of the copies: all bytes are there, or ``held`` has failed."""
         job.pack_s = pack_s
         if held is not None and (error := held.exception()) is not None:
             self._free(job)
@@ -275,7 +275,7 @@ class Publisher(Part):
         job.step("copied")
 
     def _digested(self, job: PublishJob, done: Future[str], digest_s: float) -> None:
-        if done.cancelled() or job.state != "filled":  # the copies have failed, or the publish has ended
+        if done.cancelled() or job.state != "filled":  # the copies failed, or the publish ended
             return
         error = done.exception()
         if isinstance(error, errors.ReplicasError):  # of a device
@@ -286,13 +286,13 @@ class Publisher(Part):
             raise error
         job.digest, job.digest_s = done.result(), digest_s
         if job.slot is not None and job.check_finite:
-            self._hub.arena.pin(job.slot)  # here, as it may be let go before the task begins
+            self._hub.arena.pin(job.slot)  # now: the slot may be released before the task begins
             self._hub.spawn(self._check_finite(job, job.slot), f"values of version {job.version}")
         else:
             self._ready(job)
 
     async def _check_finite(self, job: PublishJob, slot: Slot) -> None:
-        """Announce the version, or fail it for its values; unpins the slot."""
+        """Announce the version, or fail it for non-finite values; unpin the slot."""
         hub, manifest = self._hub, job.manifest
         assert manifest is not None
         try:
@@ -309,8 +309,8 @@ class Publisher(Part):
             self._say_failed(job, failure)
 
     def _ready(self, job: PublishJob) -> None:
-        """All that Packed says is known."""
-        if job.slot is None:  # it has ended meanwhile
+        """Send Filled or Packed, if it is its turn: the digest is known."""
+        if job.slot is None:  # the publish has ended
             return
         if job.slot.image is not None:
             self._hub.holdings.note(job.version, digest=job.digest)
@@ -322,7 +322,7 @@ class Publisher(Part):
             self._announce()
 
     def _announce(self) -> None:
-        """Tell of what is ready, in order, up to one that may still become so."""
+        """Announce ready publishes in order; stop at the first still in progress."""
         for job in list(self._jobs.values()):
             if job.state == "ready":
                 job.step("tell")
@@ -334,7 +334,7 @@ class Publisher(Part):
         if job.state != "walking":
             return
         if not all(one.announced for one in self._jobs.values() if one.number < job.number):
-            return  # announced as a whole when it is packed
+            return  # announce it as a whole when it is packed
         job.streaming = True
         self._hub.filled_up_to(job.version, 0)
         job.manifest = manifest
@@ -345,15 +345,15 @@ class Publisher(Part):
             self._hub.filled_up_to(job.version, nbytes)
 
     def manifest_of(self, manifest_hash: str) -> bytes | None:
-        """Encoded manifest with this hash, of a publish without a verdict, or None."""
+        """Return the encoded manifest of an open publish by its hash, or None."""
         known = (job.manifest for job in self._jobs.values() if job.manifest is not None)
         found = next((manifest for manifest in known if manifest.hash == manifest_hash), None)
         return found.encode() if found is not None else None
 
     def _fill_failed(self, job: PublishJob, error: errors.ReplicasError) -> None:
-        """Report a failed fill; the walk may go on."""
+        """Report a failed fill; the walk may continue."""
         if job.state not in ("walking", "over"):
-            return  # the interrupt came after the last step: the publish goes on
+            return  # the interrupt came after the last step: the publish continues
         self._free(job)
         if job.state == "walking":
             self._say_failed(job, error)
@@ -361,14 +361,14 @@ class Publisher(Part):
     def _say_failed(self, job: PublishJob, error: BaseException) -> None:
         job.step("fail")
         if job.unsettled:
-            return  # it has failed already
+            return  # the caller has its error already
         wire = as_wire_error(error, channel=self._hub.name, phase="pack", version=job.version or None)
         job.failed = PackFailed(job.number, wire)
         self._hub.send(job.failed)
         self._announce()
 
     def _free(self, job: PublishJob) -> None:
-        """Free a slot that was not filled and that the caller no longer writes to."""
+        """Free an unfilled slot, once nothing writes to it."""
         slot, job.slot = job.slot, None
         if slot is None:
             return
@@ -377,7 +377,7 @@ class Publisher(Part):
             job.copier.close()
         if copies is None:
             hub.arena.free(slot)
-        else:  # a device writes to it
+        else:  # a device still writes to the slot
             copies.abandon()
             copies.ended.add(lambda: hub.call(hub.arena.free, slot))
 
@@ -442,7 +442,7 @@ class Publisher(Part):
         self._hub.holdings.protect()
 
     def _let_go(self, job: PublishJob, *, keep: bool) -> None:
-        """Release the publish's slot: ``keep`` it as a version to send, or free it."""
+        """Release the publish's slot: ``keep`` it as a version, or free it."""
         known = self._hub.holdings
         slot, job.slot = job.slot, None
         if slot is not None:
@@ -454,7 +454,7 @@ class Publisher(Part):
             known.release(job.version)
 
     def _settle(self, job: PublishJob, outcome: Receipt | errors.ReplicasError | None) -> None:
-        """End an unsettled publish with its outcome; None: it will never be known."""
+        """End an unsettled publish with its outcome, or None if it stays unknown."""
         self._over(job)
         if isinstance(outcome, Receipt):
             self._committed(job)
@@ -464,23 +464,23 @@ class Publisher(Part):
             job.pending.settle(outcome)
 
     def settled(self, version: int, committed: bool) -> None:
-        """A commit or discard; wait a while for the verdict, which says more."""
+        """Handle a commit or discard; first wait for the verdict, which says more."""
         for job in [job for job in self._jobs.values() if job.unsettled]:
             if job.version == version and job.timer is None:
                 job.timer = self._hub.after(GRACE_S, self._settle_without_verdict, job, committed)
             if committed and job.version < version:
-                self._let_go(job, keep=False)  # the newer commit has made it useless
+                self._let_go(job, keep=False)  # the newer commit replaces it
 
     def _settle_without_verdict(self, job: PublishJob, committed: bool) -> None:
         if committed:
             self._settle(job, job.receipt(self._hub.epoch, self._hub.settings.staging))
             return
-        text = f"version {job.version} was discarded: it was not committed, and never will be"
+        text = f"version {job.version} was discarded, and will never be committed"
         error = self._hub.error(errors.SyncError, text, version=job.version, phase="commit", hint="publish again")
         self._settle(job, error)
 
 
 def _not_finite(hub: Hub, version: int, found: dict[str, int]) -> errors.ReplicasError:
     text = f"version {version} has values that are not finite, in {in_words(found)}"
-    hint = "the training has diverged; publish without check_finite to send it all the same"
+    hint = "the training has diverged; to send the version nevertheless, publish without check_finite"
     return hub.error(errors.ManifestMismatch, text, version=version, phase="pack", hint=hint)

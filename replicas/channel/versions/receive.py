@@ -1,32 +1,32 @@
 """Receive: ask for a version, and hand it out as an `Update`; and watch for versions.
 
 There is at most one ask. Its Pending stays the answer of :meth:`Receiver.receive` until
-a caller has taken the update; a wait that was given up loses nothing. A grant may come
-before the slot is here (this member is still catching up): the update is delivered, and
-pins its slot, when the slot is held.
+a caller has taken the update; an abandoned wait loses nothing. A grant may come before
+the slot is complete here: the update is delivered, and pins its slot, when the slot is
+held.
 
-A delivered update that no caller has waited for is given back as soon as a newer
-version is committed and held here: the Pending, pending again meanwhile, gets the
-newest. The coordinator is asked again, because another rank of the replica may have
-begun with the old version: then all ranks load that one. So a receive ahead of time
-blocks no publish, and gets the newest version. An update that was handed out but not
-touched does not count as taken either: an interrupt may have hit the caller between the
-two. The next receive hands it out again, or asks for a newer one.
+A delivered update that no caller has waited for is withdrawn as soon as a newer version
+is committed and held here: the Pending becomes pending again, and gets the newest. The
+rank asks the coordinator again, because another rank of the replica may have begun with
+the old version: then all ranks load that one. So a receive ahead of time blocks no
+publish, and gets the newest version. An update that was handed out but not touched does
+not count as taken: an interrupt may have hit the caller between the two. The next
+receive hands it out again, or asks for a newer one.
 
-*Pauses.* A process that was stopped is told of versions, or still has an update to hand
-out, that may have been overtaken since, perhaps by another incarnation of its replica
-that runs elsewhere. So after a pause it takes none of those, and asks again.
+*Suspended process.* After a pause of this process, the versions of queued messages and
+of an update not yet handed out may be out of date: another incarnation of the replica
+may have overtaken them. So the rank drops those, and asks again.
 
 *At least.* The coordinator decides which version satisfies all ranks of the replica
 (:mod:`replicas.core.versions.rounds`). A version that was granted because another rank
-has begun with it, but is below the bound here, is declined, and a newer one is asked
-for. A receive with another bound replaces the one under way, unless its update has been
-handed out. If the version served here is enough, and none is newer, it is handed out
-again, to all ranks that ask so.
+has begun with it, but is below the bound here, is declined, and the rank asks for a
+newer one. A receive with another bound replaces the one under way, unless its update
+has been handed out. If the version served here satisfies the bound, and none is newer,
+it is handed out again, to all ranks with that bound.
 
-A new coordinator is told of an open ask; a grant that was not delivered is made anew.
-An open update stays open, and is reported to the new coordinator, as is a failed load
-that no later load has made good.
+A new coordinator gets the open ask again, and repeats an undelivered grant. An open
+update stays open, and is reported to the new coordinator, as is a failed load without a
+later good one.
 """
 
 from __future__ import annotations
@@ -77,11 +77,11 @@ class Bound(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class _Wish:
-    """What is asked of the coordinator.
+    """The ask to the coordinator.
 
-    :ivar pending: of the open ask; None: there is none, only the last one's bound.
-    :ivar granted: the version that comes next, 0: none yet.
-    :ivar declined: a version that was granted and is not enough.
+    :ivar pending: of the open ask; None if only the bound of the last ask is kept.
+    :ivar granted: the version that comes next, or 0.
+    :ivar declined: a granted version below the bound, or 0.
     """
 
     bound: Bound
@@ -129,14 +129,14 @@ class Receiver(Part):
             raise self._still_open(update)
         pending = self._hub.pending("receive")
         self._hub.call(self._ask, pending, deadline_s, bound, replaced)
-        self._pending, self._bound = pending, bound  # after the ask: without one it would never end
+        self._pending, self._bound = pending, bound  # after the ask, which ends it
         return pending
 
     def _delivered(self) -> Update | None:
         return self._update() if self._update is not None else None
 
     def touched(self, version: int) -> None:
-        """The caller has touched the update: drop our reference, to notice its loss."""
+        """Drop our reference to an update that the caller uses, to notice its loss."""
         self._in_hand = version
         self._pending = None
 
@@ -160,7 +160,7 @@ class Receiver(Part):
         self._hub.call(self._report, LoadFailed(version, self._as_wire(version, error), kept))
 
     def _as_wire(self, version: int, error: BaseException) -> WireError:
-        """On the caller's thread: the exception's text may run any code."""
+        """Caller's thread (the exception's text may run any code): convert an error."""
         if isinstance(error, errors.ReplicasError):
             return WireError.of(error)
         text = f"{self._hub.member} failed to load version {version}: {type(error).__name__}: {text_of(error)}"
@@ -199,13 +199,13 @@ class Receiver(Part):
         if self._hub.over is not None:
             pending.fail(self._hub.over)
             return
-        if replaced is not None:  # it may have been given an update since
+        if replaced is not None:  # which may have got an update since
             update = self._delivered()
             if replaced.take_back() and update is not None:
                 update.withdraw()
             if self._wish.pending is replaced:
                 self._end_ask()
-            text = f"a receive({bound}) took the place of this one"
+            text = f"a receive({bound}) replaced this one"
             replaced.fail(self._hub.error(errors.UsageError, text, hint="wait for one receive before the next"))
         update = self._delivered()
         if update is not None and not update.ended:
@@ -236,7 +236,7 @@ class Receiver(Part):
         self._hub.send(ReceiveAsk(self._asks, after, *self._wish.bound))
 
     def _has_enough(self) -> bool:
-        """Return True if the version served here is enough for the bound, and held."""
+        """Return True if the version served here is held and satisfies the bound."""
         hub, bound = self._hub, self._wish.bound
         loaded, meta = hub.loaded, hub.holdings.meta(hub.loaded)
         return bound != Bound() and loaded in hub.arena.images() and is_enough(*bound, loaded, meta)
@@ -255,7 +255,7 @@ class Receiver(Part):
         hub, version = self._hub, self._wish.granted
         slot = hub.arena.find_pinned(version)
         if slot is None:
-            if max(hub.arena.images(), default=0) > version:  # overtaken: it will not come any more
+            if max(hub.arena.images(), default=0) > version:  # a newer one came instead
                 self._wish.granted = 0
                 self._send_ask()
             return
@@ -282,11 +282,11 @@ class Receiver(Part):
         self._hub.arena.unpin(slot)
         if version == self._in_hand and self._hub.over is None:
             self._hub.loaded = 0
-            error = errors.SyncError("it was dropped without a report", version=version, phase="load", hint="")
+            error = errors.SyncError("the update was dropped without a report", version=version, phase="load", hint="")
             self._report(LoadFailed(version, self._as_wire(version, error)))
 
     def latest_grown(self) -> None:
-        """Swap a delivered, unobserved update for a newer version, once for each."""
+        """Withdraw a delivered, unobserved update for a newer version; ask again."""
         pending, hub = self._pending, self._hub
         update = self._delivered()
         if pending is None or update is None or pending is self._wish.pending:
@@ -354,9 +354,8 @@ class _Watch:
 class Watches(Part):
     """Waits for a newer commit, or for a version to be loaded by all targets.
 
-    Commit watches wait for a newer version, load watches for that one too. However many
-    callers wait here, and whether or not their deadlines have passed, the coordinator
-    has one watch for this member, of the oldest version that a caller awaits.
+    A commit watch ends above its version, a load watch at it. For all callers together
+    the coordinator has one watch of this member: that of the oldest version awaited.
     """
 
     def __init__(self, hub: Hub) -> None:
@@ -407,7 +406,7 @@ class Watches(Part):
         self.latest_grown()
 
     def _watch(self) -> None:
-        """Have the coordinator watch the oldest awaited version, if it does not."""
+        """Send a watch for the oldest awaited version, unless it is the current one."""
         oldest = min((watch.version for watch in self._loads), default=None)
         if oldest is None or (self._told is not None and self._told.version == oldest):
             return
@@ -422,7 +421,7 @@ class Watches(Part):
 
     def _loaded(self, message: WatchEnd) -> None:
         if self._told is None or message.watch != self._told.watch:
-            return  # answers an older watch; the newer one is answered, too
+            return  # the answer to an older watch; that to the newer one will come
         self._told = None
         for watch in [watch for watch in self._loads if watch.version <= message.version]:
             pending = self._end(self._loads, watch)
@@ -435,7 +434,7 @@ class Watches(Part):
     def _not_loaded(self, message: WatchEnd) -> errors.ReplicasError:
         why = "; ".join(f"{name}: {reason}" for name, reason in message.failed.items())
         text = f"version {message.version} was refused by {why}"
-        hint = "these go on with the version that they have, and wait for the next one"
+        hint = "these keep the version that they have, and wait for the next one"
         return self._hub.error(errors.SyncError, text, version=message.version, phase="load", hint=hint)
 
     def _overdue(self, watches: set[_Watch], watch: _Watch, deadline_s: float) -> None:

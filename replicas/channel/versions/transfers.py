@@ -5,17 +5,17 @@ Theory of operation
 
 On its own host a member *maps* a version: it opens the memory of a holder, which takes
 neither time nor memory. (On its own GPU it copies the version:
-:mod:`replicas.channel.versions.on_device`.) Otherwise an offer is answered when the
-slot is pinned (to send) or reserved (to receive); a receiver waits for a slot as long
-as the offer allows. On Go the lane's sidecar moves the bytes, after the parts on this
-host or GPU were copied. A transfer may be withdrawn at any moment. Running work is not
-cancelled then: it cleans up when it ends, so that no slot is lost between two threads.
-A new coordinator withdraws all transfers of the old one; a version completely received
-by then is held like any other, until it is committed or discarded.
+:mod:`replicas.channel.versions.on_device`.) Otherwise it answers an offer when the slot
+is pinned (to send) or reserved (to receive); a receiver waits for a slot as long as the
+offer allows. On Go the lane's sidecar moves the bytes, after the parts on this host or
+GPU were copied. A transfer may be withdrawn at any moment. Running work is then not
+cancelled: it cleans up when it ends, so that no slot is lost between two threads. A new
+coordinator withdraws all transfers of the old one; a version completely received by
+then is held like any other, until it is committed or discarded.
 
-After a failure the sidecar may still work on the slot (a Gloo wait that timed out goes
-on inside). Its lane therefore ends, and the slot is released only when the sidecar is
-known to be dead. If that cannot be known, the slot is retired.
+After a failure the sidecar may still work on the slot (a timed-out Gloo wait continues
+inside). Its lane therefore ends, and the slot is released only when the sidecar's death
+is confirmed. Otherwise the slot is retired.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from replicas.weights.memory.buffers import Buffer
 logger = Log("replicas.channel")
 
 MARGIN_S = 0.5
-"""How long before the offer's deadline a receiver without a slot gives up."""
+"""Seconds before the offer's deadline when a receiver without a slot gives up."""
 KEPT_FILLED = 8
 """Versions whose fill level is remembered: several publishes may be under way."""
 
@@ -73,7 +73,7 @@ class Transfers(Part):
             self._cancel(wire.TransferCancel(number))
 
     def filled_up_to(self, version: int, nbytes: int) -> None:
-        """Let sidecars send the first ``nbytes`` of a version that is being packed."""
+        """Let sidecars and carriers send the first ``nbytes`` of an unfinished slot."""
         self._filled[version] = nbytes
         while len(self._filled) > KEPT_FILLED:
             del self._filled[next(iter(self._filled))]
@@ -86,7 +86,7 @@ class Transfers(Part):
                         carried.filled(nbytes)
 
     def _offered(self, offer: wire.TransferOffer) -> None:
-        transfer = self._transfers.setdefault(offer.transfer, Transfer(offer))  # known: what was pulled is wrong
+        transfer = self._transfers.setdefault(offer.transfer, Transfer(offer))  # a known one was pulled wrong
         transfer.offer = offer
         if offer.role == "map":
             self._begin(transfer, self._copy_image(transfer) if self._hub.device else self._map(transfer), "map")
@@ -100,7 +100,7 @@ class Transfers(Part):
     def _go(self, go: wire.TransferGo) -> None:
         transfer = self._transfers.get(go.transfer)
         if transfer is None or transfer.slot is None or transfer.running:
-            error = errors.InternalError(f"transfer {go.transfer} cannot go: {self._hub.member} is not ready for it")
+            error = errors.InternalError(f"transfer {go.transfer} cannot start: {self._hub.member} is not ready")
             told = as_wire_error(error, channel=self._hub.name, phase="transfer")
             self._hub.send(wire.TransferFailed(go.transfer, told))
             return
@@ -111,7 +111,7 @@ class Transfers(Part):
         self._hub.spawn(self._run(transfer, work, phase), f"transfer {transfer.offer.transfer}")
 
     async def _run(self, transfer: Transfer, work: Coroutine[Any, Any, wire.TransferDone | None], phase: str) -> None:
-        """Do one step, the last one if it returns the answer or fails."""
+        """Run one step, and send its answer; a failure or a TransferDone ends it."""
         offer, hub = transfer.offer, self._hub
         try:
             done = await work
@@ -122,9 +122,9 @@ class Transfers(Part):
                 holders = error.cut if isinstance(error, PullFailed) else {}
                 hub.send(wire.TransferFailed(offer.transfer, told, holders))
             if not await transfer.end_carried(hub.arena):
-                logger.warning("%s: %r is retired: its carrier did not die", hub.name, transfer.slot)
+                logger.warning("%s: retiring %r: its carrier did not die", hub.name, transfer.slot)
             elif transfer.lane is not None and not await transfer.lane.gone():
-                logger.warning("%s: %r is retired: its sidecar did not die", hub.name, transfer.slot)
+                logger.warning("%s: retiring %r: its sidecar did not die", hub.name, transfer.slot)
             else:
                 self._let_go(transfer)
             return
@@ -165,7 +165,7 @@ class Transfers(Part):
         hub, nbytes, memory, device = self._hub, slot.data.numel(), slot.buffer, self._hub.device
         filled = nbytes if slot.state == "held" else self._filled.get(slot.version, 0)
         base = await transfer.take_base(hub, nbytes)
-        if device:  # its bytes travel through host memory
+        if device:  # the bytes travel through host memory
             memory, filled = await scratch_memory(hub, slot.version, nbytes), 0
         carried = transfer.carry(hub, carrier, offer.part, memory, nbytes, base, scratch=bool(device))
         if self._is_over(transfer):
@@ -181,16 +181,16 @@ class Transfers(Part):
         return self._transfers.get(transfer.offer.transfer) is not transfer
 
     def slot_wanted(self) -> None:
-        """A base is no longer kept from being replaced: there are no more deltas."""
+        """Release the delta bases so that their slots can be reused; end the deltas."""
         for transfer in self._transfers.values():
             if transfer.base is not None and transfer.sends:
                 self._hub.spawn(transfer.drop_base(self._hub.arena), f"the base of transfer {transfer.offer.transfer}")
 
     async def _pull(self, transfer: Transfer) -> wire.TransferDone | None:
-        """Pull the version into a slot of our own, and serve it meanwhile."""
+        """Pull the version into a slot; other members may pull from there meanwhile."""
         offer, hub = transfer.offer, self._hub
         manifest = await self._manifests.decoded(offer.manifest_hash)
-        if not transfer.running:  # else it is pulled again
+        if not transfer.running:  # else this is a second pull
             await self._lay_out(transfer, manifest)
         slot = transfer.slot
         if transfer.cancelled or slot is None:
@@ -206,10 +206,10 @@ class Transfers(Part):
         async def pull(carried: Carried, one: wire.PartPull) -> Pulled:
             carried.on_received = partial(moved, carried)
             source = carried.memory.readable()
-            known = "" if hub.device else one.digest or offer.digest  # that of a device is not of blocks
+            known = "" if hub.device else one.digest or offer.digest  # a device's digest is of another kind
             pulled = await carried.pull(one.holders, offer.deadline_s, hub.address, known)
             if hub.device and one.digest and await asyncio.to_thread(digest_of, source, slot.digest_kind) != one.digest:
-                raise hub.error(errors.SyncError, f"part {one.part} of version {offer.version} came with other bytes")
+                raise hub.error(errors.SyncError, f"part {one.part} of version {offer.version} has a wrong digest")
             if carried.scratch:
                 await asyncio.to_thread(put_part, manifest, carried.part, source, slot, hub.device)
             return pulled
@@ -237,7 +237,7 @@ class Transfers(Part):
         )
 
     async def _lay_out(self, transfer: Transfer, manifest: Manifest) -> None:
-        """Reserve the slot, copy the parts of this host, and get memory for others."""
+        """Reserve the slot, copy the parts of this host, get memory for the others."""
         offer = transfer.offer
         slot = await self._reserve(transfer)
         transfer.running = True
@@ -252,7 +252,7 @@ class Transfers(Part):
             transfer.carry(self._hub, carrier, one.part, memory, nbytes, base, scratch=scratch)
 
     async def _copy_places(self, places: Sequence[wire.SlotPlace], manifest: Manifest, slot: Slot) -> None:
-        """Copy parts that lie on this host, or GPU."""
+        """Copy parts at ``places`` of this host, or GPU, into the slot."""
         hub = self._hub
 
         def copy() -> None:
@@ -263,15 +263,15 @@ class Transfers(Part):
             await asyncio.to_thread(copy)
 
     def _pulled(self, transfer: Transfer, slot: Slot, done: wire.TransferDone) -> None:
-        """It is held like any other version, and served until the transfer is over."""
+        """Hold the pulled version, and serve it until the transfer is over."""
         hub, offer = self._hub, transfer.offer
-        transfer.unpin_base(hub.arena)  # what is wrong comes as bytes; the next version may need its slot
+        transfer.unpin_base(hub.arena)  # a second pull uses no deltas; the next version may need its slot
         if slot.state == "held":
             hub.arena.mended(slot, done.image_digest)
             hub.holdings.note(offer.version, digest=done.image_digest)
         else:
             hub.holdings.received(slot, done.image_digest, offer.meta, "cuda" if hub.device else "cpu")
-        if self._is_over(transfer):  # cancelled at its end: nobody asks for it any more
+        if self._is_over(transfer):  # cancelled at its end: no member pulls from here
             hub.spawn(self._stop_carrying(transfer), f"transfer {offer.transfer} ends")
             return
         if not transfer.pinned:
@@ -281,9 +281,9 @@ class Transfers(Part):
         hub.send(msgspec.structs.replace(done, place=slot.place))
 
     async def _stop_carrying(self, transfer: Transfer) -> None:
-        """Let go of the slot once the carrier does not use it any more."""
+        """Release the slot once the carrier has unmapped it."""
         if not await transfer.end_carried(self._hub.arena):
-            logger.warning("%s: %r is kept: its carrier did not die", self._hub.name, transfer.slot)
+            logger.warning("%s: keeping %r: its carrier did not die", self._hub.name, transfer.slot)
             return
         slot = transfer.slot
         if transfer.pinned and slot is not None:
@@ -296,7 +296,7 @@ class Transfers(Part):
 
     async def _prepare(self, transfer: Transfer) -> None:
         if self._hub.settings.encrypt:
-            text = f"version {transfer.offer.version} was to pass a process group, and the channel is encrypted"
+            text = f"version {transfer.offer.version} cannot use a process group: the channel is encrypted"
             raise self._hub.error(errors.InternalError, text)
         transfer.manifest = await self._manifests.get(transfer.offer.manifest_hash)
         if transfer.sends:
@@ -305,20 +305,20 @@ class Transfers(Part):
             await self._reserve(transfer)
 
     async def _map(self, transfer: Transfer) -> wire.TransferDone | None:
-        """Map the offered version; it is that version, however late the offer."""
+        """Map the offered version from its holder's memory."""
         offer, hub, started = transfer.offer, self._hub, time.monotonic()
         manifest = await self._manifests.decoded(offer.manifest_hash)
         place = self._place_of(offer)
         if is_near(place):
             buffer = Buffer.open(place, offer.version)
-        else:  # it may wait at the door of a frozen process
+        else:  # which may block on a frozen process
             buffer = await asyncio.to_thread(Buffer.open, place, offer.version)
         if transfer.cancelled:
             buffer.close()
             return None
         if buffer.nbytes != manifest.image_nbytes:
             buffer.close()
-            text = f"version {offer.version} has {manifest.image_nbytes} bytes, its memory {buffer.nbytes}"
+            text = f"version {offer.version} has {manifest.image_nbytes} bytes, but its memory {buffer.nbytes}"
             raise hub.error(errors.InternalError, text)
         hub.holdings.overtake(offer.version)
         hub.arena.release(offer.version)
@@ -352,7 +352,7 @@ class Transfers(Part):
     def _pin(self, transfer: Transfer) -> None:
         offer = transfer.offer
         if offer.streaming and (filling := self._hub.arena.find_filling(offer.version)) is not None:
-            transfer.slot = filling  # its publish keeps it, and pins it when it is full
+            transfer.slot = filling  # the publish keeps the slot, and pins it when full
             return
         slot = self._hub.arena.find_pinned(offer.version)
         if slot is not None and (slot.image is None) != (offer.mode == "parts"):
@@ -426,14 +426,14 @@ class Transfers(Part):
         if transfer is None:
             return
         transfer.cancelled = True
-        if transfer.carried or transfer.offer.role == "pull":  # one that goes on fails, and frees its slot
+        if transfer.carried or transfer.offer.role == "pull":  # a running pull then fails, and frees its slot
             self._hub.spawn(self._stop_carrying(transfer), f"transfer {message.transfer} ends")
         elif not transfer.running:
             self._let_go(transfer)
         self._hub.holdings.protect()
 
     def _forget(self, transfer: Transfer) -> bool:
-        """Remove it; False: it was withdrawn, and its number may be reused."""
+        """Remove a transfer; return False if it was withdrawn."""
         number = transfer.offer.transfer
         if self._transfers.get(number) is not transfer:
             return False

@@ -33,25 +33,25 @@ _T = TypeVar("_T")
 
 
 # One object for the user, so it has a method for each way to read a version; its fields
-# are the version, the slot, and who reads it at the moment.
+# are the version, the slot, and its current readers.
 class Update:
     """The newest committed version, the same for all ranks of this replica.
 
     Use it in a ``with`` block: a clean exit reports :meth:`loaded`, an exception
-    :meth:`failed`. Without a block call one of the two by hand. Take tensors and
-    :attr:`path` before the end of the block (or before that call). What was read or
-    mapped until then stays as it is for as long as it is kept, and keeps memory of its
-    version. Only one thread may use it at a time: a second ``with`` block is refused
-    while the first is open, and a :meth:`load_into` under way in another thread keeps
-    the memory until it is done.
+    :meth:`failed`. Without a block call one of the two yourself. Take tensors and
+    :attr:`path` before the end of the block (or before that call). Tensors and mappings
+    taken until then stay unchanged for as long as they are kept, and keep memory of
+    their version. Only one thread may use it at a time: a second ``with`` block is
+    refused while the first is open, and a :meth:`load_into` under way in another thread
+    keeps the memory until it is done.
 
     If you read from an update and drop it without leaving its ``with`` block or calling
     :meth:`loaded` or :meth:`failed`, the load counts as failed.
 
     :ivar version: its number.
     :ivar meta: the publisher's ``meta``.
-    :ivar base: the version that this rank has loaded last, before this one; 0: none, or
-        it holds only a part of one since.
+    :ivar base: the version that this rank loaded last, before this one; 0 if there is
+        none, or a later load failed.
     :ivar digest: XXH3 digest of its bytes, as in the publisher's receipt.
     :ivar manifest: names, dtypes and shapes (``replicas.core.base.manifest.Manifest``).
     """
@@ -92,8 +92,8 @@ class Update:
 
         Open it before the end of the block. Files are mostly mapped rather than read
         (``load_file``, ``safe_open``, ``np.memmap``), and such a mapping never changes,
-        whatever is published later. So the memory is not used for a later version, but
-        freed when nothing has it mapped or open; :attr:`path_to_copy` saves that.
+        whatever is published later. So the memory is not reused for a later version,
+        but freed when no process maps it; :attr:`path_to_copy` saves that.
 
         A tied tensor is in the file under its first name only, as a safetensors file
         cannot name the same bytes twice. Its metadata maps the other names to the first
@@ -112,14 +112,14 @@ class Update:
     def path_to_copy(self) -> str:
         """:attr:`path`, for a reader that copies what it reads before the block ends.
 
-        The memory is then used for a later version: a mapping that is kept would show
-        that one. On a host that receives versions from another one it is the same as
+        The memory is then reused for a later version, which a kept mapping would show.
+        On a host that receives versions from another host it is the same as
         :attr:`path`.
         """
         return self._show(to_copy=True)
 
     def _show(self, *, to_copy: bool) -> str:
-        if self.ended and self._path:  # it was shown
+        if self.ended and self._path:
             return self._path
         self.manifest.check_file()
         self._path = self._of_this(partial(self._open_slot().buffer.show, to_copy=to_copy))
@@ -131,11 +131,11 @@ class Update:
 
     @property
     def ended(self) -> bool:
-        """True once it was reported loaded or failed and its block (if any) left."""
+        """True once it was reported and its block (if any) was left."""
         return self._over or (self._outcome is not None and not self._entered)
 
     def withdraw(self) -> bool:
-        """Release it if it was not touched; False: it was touched, and stays open."""
+        """End an untouched update; return False if it was touched, and stays open."""
         if not locked(self._lock, self._withdraw):
             return False
         self._end()
@@ -148,18 +148,18 @@ class Update:
         return True
 
     def adopt(self, *, whole: bool = False) -> Pending[None]:
-        """Say that this rank can load this version; a Pending of what all targets do.
+        """Report that this rank can load this version; return the pending decision.
 
-        With ``adopt_together`` it ends when all may load the version; else at once.
+        With ``adopt_together`` it ends when all may load the version; else immediately.
         Read from the update before to find out whether it fits, and :meth:`refuse` it
-        if not: then no target loads it. A ``with`` block and :meth:`load_into` wait by
-        themselves; await it first where that would block an event loop. It ends within
-        the channel's deadline; a replica that has no version waits for the others.
+        if not: then no target loads it. A ``with`` block and :meth:`load_into` call
+        this and wait; await it first where that would block an event loop. It ends
+        within the channel's deadline; a replica without a version waits for the others.
 
         :param whole: this rank has checked for all ranks of its replica.
         :raises replicas.errors.UsageError: the update has ended. The Pending raises
             NotAdopted if no target loads the version, or Disconnected after 60 s
-            without a session; the update is refused then, and a receive gets a newer.
+            without a session; the update is then refused, and a receive gets a newer.
         """
         return locked(self._lock, self._adopt, arguments.flag("adopt: whole", whole))
 
@@ -170,17 +170,16 @@ class Update:
         return self._adoption
 
     def _decided(self, error: errors.ReplicasError | None) -> None:
-        """Session thread: all targets load it now; or none does, for this error."""
+        """Session thread: record that all targets load the version, or refuse it."""
         if error is None:
             self._adopted, self._began = True, time.monotonic()
         else:
-            with contextlib.suppress(errors.UsageError):  # it was reported meanwhile
+            with contextlib.suppress(errors.UsageError):  # already reported
                 self.refuse(error)
 
     def unadopted(self) -> Update:
-        """This update, whose ``with`` block does not wait for :meth:`adopt`: call it in
-        the block, before the load.
-        """
+        """Return this update, with a block that does not wait for :meth:`adopt`: call
+        it in the block, before the load."""
         self._by_hand = True
         return self
 
@@ -193,7 +192,7 @@ class Update:
     def _enter(self) -> None:
         if self._entered:
             text = f"the update of version {self.version} is open in another `with` block already"
-            hint = "receive and load in one thread: all who wait for one receive are given the same update"
+            hint = "receive and load in one thread: all waiters of one receive get the same update"
             raise errors.UsageError(text, version=self.version, hint=hint)
         self._touch()
         self._entered = True
@@ -210,7 +209,7 @@ class Update:
             self._end()
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """All tensors by name, aliases included, in published shapes and dtypes.
+        """Return all tensors by name, aliases included, in published shapes and dtypes.
 
         They are private copy-on-write views on the CPU; with ``staging = "device"``
         copies on the GPU.
@@ -226,14 +225,14 @@ class Update:
         copies on the GPU, made one by one on the current stream.
 
         :raises replicas.errors.NoCapacity: open files, address space or mappings are at
-            their limit, which is named; nothing was read.
+            their limit, which the error names; nothing was read.
         """
         buffer = self._open_slot().buffer
         found = self._copies(buffer) if buffer.device else views(self._of_this(buffer.private), self.manifest).items()
         return each_name(found, self.manifest.aliases)
 
     def _of_this(self, look: Callable[[], _T]) -> _T:
-        """Look into the memory; its errors are of this version."""
+        """Read the memory by ``look``; tag errors with this version."""
         try:
             return look()
         except errors.WorldError as error:
@@ -252,15 +251,14 @@ class Update:
             yield name, tensor
 
     def changes(self) -> Iterator[Change]:
-        """Iterate over what has changed since :attr:`base`, the version that this rank
-        has loaded last.
+        """Iterate over the changes since :attr:`base`, the version loaded last.
 
-        Each name comes once, as when iterating, changed or not, and is compared when
-        its turn comes: bit by bit, so that no NaN hides a change. It comes whole where
-        more than an eighth of its elements has changed. All come whole where there is
-        no base, or its memory was needed for a later version (with two ``slots`` it
-        lasts until the next publish, and with more for longer); names, dtypes or shapes
-        are others; or ``staging = "device"``.
+        Each name comes once, as when iterating, changed or not. It is compared when the
+        iteration reaches it, bit by bit, so that no NaN hides a change. A tensor comes
+        whole if more than an eighth of its elements has changed. All come whole if
+        there is no base, or its memory was reused for a later version (with two
+        ``slots`` it lasts until the next publish, and with more for longer); if names,
+        dtypes or shapes differ; or with ``staging = "device"``.
 
         Whole tensors are as those of iterating, positions and values private copies.
 
@@ -284,31 +282,30 @@ class Update:
 
         They are written in place: names and shapes must fit exactly; floating dtypes
         are cast, if float16 can hold all finite values that it gets. DTensor parameters
-        get their local part, without communication. Everything is checked before the
-        first byte is written. On return all is copied, on a GPU too, where this
-        thread's current stream copies.
+        get their local part, without communication. All checks come before the first
+        write. On return all is copied, also on a GPU, by this thread's current stream.
 
-        Each name gets its tensor, whatever is tied here or where it was published.
-        Parameters that share memory must get the same values for it.
+        Each name gets its tensor, whatever is tied here or at the publisher. Parameters
+        that share memory must get the same values for it.
 
         :param model: a module, a mapping of names to tensors, or
             :func:`replicas.sources.hf` of a transformers model, where the names of the
             version are those of its checkpoint.
-        :param changed_only: write only what has changed since :attr:`base`: the model
-            must hold what the load of that version left in it, and what you have
-            written to it since stays there. Tensors that come whole (:meth:`changes`),
-            and changed ones that are DTensors or not contiguous, are written whole. To
-            find the changes takes longer than to copy all within a host: this is for
-            memory that is slow to write.
-        :raises replicas.errors.ManifestMismatch: names the misfit; ``model`` is
-            unchanged.
+        :param changed_only: write only the changes since :attr:`base`. The model must
+            hold the values that the load of that version wrote; other values that you
+            wrote since stay. Tensors that come whole (:meth:`changes`), and changed
+            ones that are DTensors or not contiguous, are written whole. Finding the
+            changes takes longer than copying all within a host: use it for memory that
+            is slow to write.
+        :raises replicas.errors.ManifestMismatch: a tensor, which it names, does not
+            fit; ``model`` is unchanged.
         :raises replicas.errors.NoCapacity: as of iterating; ``model`` is unchanged.
         :raises replicas.errors.UsageError: the update has ended; or ``changed_only``
             without a base: pass ``changed_only=update.base > 0``.
         """
         if (changed_only := arguments.flag("load_into: changed_only", changed_only)) and not self.base:
-            text = f"changes to version {self.version}: this rank has loaded no version before it, or one in part only"
-            hint = "load this one whole: load_into(model, changed_only=update.base > 0)"
+            text = f"changes to version {self.version}: this rank has not loaded a whole version before it"
+            hint = "load this version whole: load_into(model, changed_only=update.base > 0)"
             raise errors.UsageError(text, version=self.version, hint=hint)
         if self._owner.adopting.on:
             self.adopt().wait()
@@ -326,7 +323,7 @@ class Update:
                     load_changes(model, image, self.manifest, difference, sharing=sharing, on_device=buffer.pin)
         finally:
             del load
-            self._let_go()  # another thread may have ended the update meanwhile
+            self._let_go()  # another thread may have ended the update
 
     def _begin_load(self, load: Holder) -> Slot:
         slot = self._touch()
@@ -338,7 +335,7 @@ class Update:
 
         A second call does nothing.
 
-        :raises replicas.errors.UsageError: it was reported failed before.
+        :raises replicas.errors.UsageError: the update was reported failed before.
         :raises replicas.errors.ReplicasError: the session is over, such as
             :class:`~replicas.errors.Fenced`.
         """
@@ -365,21 +362,20 @@ class Update:
         The replica is *partial* until it has loaded a whole version.
 
         :param error: the exception of the load, or a text.
-        :raises replicas.errors.UsageError: it was reported loaded before, or ``error``
-            is neither an exception nor a text.
+        :raises replicas.errors.UsageError: the update was reported loaded before, or
+            ``error`` is neither an exception nor a text.
         """
         self._end_without("failed", error)
 
     def refuse(self, error: BaseException | str) -> None:
-        """Report that this rank loads nothing of this version, and keeps the one that
-        it has.
+        """Report that this rank loads nothing of this version, and keeps its own.
 
-        The replica goes on with that one, and the next receive waits for a newer
-        version. ``receipt.not_loaded``, ``channel.loaded()`` and the status say why.
+        The replica keeps its version, and the next receive waits for a newer one.
+        ``receipt.not_loaded``, ``channel.loaded()`` and the status show the reason.
 
-        :param error: why, an exception or a text.
-        :raises replicas.errors.UsageError: it was reported loaded or failed before, or
-            ``error`` is neither an exception nor a text.
+        :param error: the reason, an exception or a text.
+        :raises replicas.errors.UsageError: the update was reported loaded or failed
+            before, or ``error`` is neither an exception nor a text.
         """
         self._end_without("refused", error)
 
@@ -403,8 +399,8 @@ class Update:
 
     def _check_process(self) -> None:
         if self._pid != os.getpid():
-            text = f"the update of version {self.version} is that of the process from which this one was forked"
-            hint = "read and report it there; tensors that were read before the fork can be used here"
+            text = f"the update of version {self.version} belongs to the parent, from which this process was forked"
+            hint = "read and report it in the parent; tensors read before the fork can be used here"
             raise errors.UsageError(text, version=self.version, hint=hint)
 
     def _report(self, outcome: str) -> bool:
@@ -417,7 +413,10 @@ class Update:
         return True
 
     def _touch(self) -> Slot:
-        """Under the lock: the caller looks into the update."""
+        """Under the lock: mark the update as used; return its slot.
+
+        :raises replicas.errors.UsageError: the update has ended.
+        """
         self._check_process()
         slot = self._slot
         if slot is None or self._over:
@@ -425,7 +424,7 @@ class Update:
             hint = "read it before its `with` block ends, or before loaded() or failed()"
             raise errors.UsageError(text, version=self.version, hint=hint)
         if self._began is None:
-            self._owner.touched(self.version)  # first: an interrupt between the two must leave no reference to it
+            self._owner.touched(self.version)  # first: after an interrupt in between, no reference may stay
             self._began = time.monotonic()
         return slot
 
@@ -437,7 +436,7 @@ class Update:
         self._let_go()
 
     def _let_go(self) -> None:
-        """Release the slot once the update has ended and no thread copies from it."""
+        """Release the slot if the update has ended and no thread copies from it."""
         slot = self._slot
         if slot is None or not self._over or any(load() is not None for load in self._loads):
             return

@@ -561,7 +561,7 @@ async def test_reserved_memory_is_there_before_the_first_publish() -> None:
         for _ in trainer._hub.arena.slots:
             await publish(trainer, large)
         assert pool._made == made
-        with pytest.raises(errors.UsageError, match="does not tell its tensors"):
+        with pytest.raises(errors.UsageError, match="does not list its tensors"):
             trainer.reserve(iter(large.items()))
         with pytest.raises(errors.UsageError, match="target of the channel"):
             rollout.reserve(large)
@@ -589,7 +589,7 @@ async def test_a_slot_that_is_written_in_place_is_published_without_a_copy() -> 
             await asyncio.to_thread(trainer.publish, slot)
         with trainer.arena_like(given) as slot, pytest.raises(errors.UsageError, match="dtypes already"):
             await asyncio.to_thread(trainer.publish, slot, dtype=torch.bfloat16)
-        with pytest.raises(errors.UsageError, match="does not tell its tensors"):
+        with pytest.raises(errors.UsageError, match="does not list its tensors"):
             trainer.arena_like(iter(given.items()))
         with pytest.raises(errors.UsageError, match="target of the channel"):
             rollout.arena_like(given)

@@ -388,5 +388,5 @@ async def test_no_encrypted_version_passes_a_process_group(target: ScriptedWorld
     await target.lane("a")
     target.offer(1, 1)
     failed = await target.session.next(wire.TransferFailed)
-    assert "was to pass a process group, and the channel is encrypted" in failed.error.message
+    assert "cannot use a process group: the channel is encrypted" in failed.error.message
     assert not target.hub.arena.find_pinned(1)

@@ -165,7 +165,7 @@ async def test_a_meta_that_raises_or_is_of_no_use_fails_that_publish_alone() -> 
         with pytest.raises(ZeroDivisionError, match="mine"):
             await publish_with(trainer, walk(), fails)
         for useless in (lambda: {"x": object()}, lambda: 3, lambda: {"x": "y" * 2**20}):
-            with pytest.raises(errors.UsageError, match="what meta\\(\\) returned"):
+            with pytest.raises(errors.UsageError, match="the result of meta\\(\\)"):
                 await publish_with(trainer, walk(), useless)
         assert walked == ["a", "b"] * 4
         receipt = await publish_with(trainer, walk(), lambda: {"step": 5})

@@ -314,7 +314,7 @@ async def test_results_that_are_pushed_out_or_closed_are_gone(world: ScriptedWor
         tensor = torch.arange(4.0)
         world.operations._unknown._kept[0].told = True
         made = await unknown(world, number)
-    with pytest.raises(errors.Gone, match="no longer kept"):
+    with pytest.raises(errors.Gone, match="were dropped"):
         await first.pending
     world.tell(made.success())
     world.operations.close()

@@ -479,7 +479,7 @@ async def test_a_lost_coordinator_that_does_not_come_back_is_in_the_log(
     ("status", "text"),
     [
         (401, "does not accept the token"),
-        (404, "answers HTTP 404 to a session: it is not a coordinator"),
+        (404, "is not a coordinator: it answers HTTP 404 to a session"),
     ],
 )
 async def test_refused_by_http(status: int, text: str) -> None:

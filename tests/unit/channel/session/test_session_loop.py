@@ -116,7 +116,7 @@ def test_a_failed_pull_is_no_bug() -> None:
     wire = as_wire_error(PullFailed(reply), channel="policy", phase="transfer")
     assert (wire.kind, wire.message) == (
         "SyncError",
-        "it could not be pulled: trainer/0/0: 10.0.0.1:7100 cannot be reached",
+        "the pull failed: trainer/0/0: 10.0.0.1:7100 cannot be reached",
     )
     assert as_wire_error(CarrierDied("it died"), channel="policy", phase="transfer").kind == "SyncError"
 

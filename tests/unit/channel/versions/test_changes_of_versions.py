@@ -98,7 +98,7 @@ def test_a_reader_that_has_loaded_nothing_is_refused(run: FakeRun) -> None:
     trainer.publish()
     model = {name: torch.zeros_like(one) for name, one in trainer.weights.items()}
     with received(rollout) as update:
-        with pytest.raises(errors.UsageError, match="this rank has loaded no version before it") as caught:
+        with pytest.raises(errors.UsageError, match="this rank has not loaded a whole version before it") as caught:
             update.load_into(model, changed_only=True)
         assert "changed_only=update.base > 0" in str(caught.value)
         assert changed(update) == WHOLE

@@ -258,12 +258,12 @@ async def test_another_bound_takes_the_place_of_the_receive_under_way(target: Sc
     first = target.receiver.receive(None)
     assert target.receiver.receive(None) is first
     second = target.receiver.receive(None, Bound(3))
-    with pytest.raises(errors.UsageError, match=r"receive\(at_least=3\) took the place"):
+    with pytest.raises(errors.UsageError, match=r"receive\(at_least=3\) replaced this one"):
         await first
     await target.session.next(wire.ReceiveAsk)
     target.tell(wire.ReceiveGrant((await target.session.next(wire.ReceiveAsk)).ask, 3))
     third = target.receiver.receive(None, Bound(4))  # nobody has looked at what the second one was given
-    with pytest.raises(errors.UsageError, match=r"receive\(at_least=4\) took the place"):
+    with pytest.raises(errors.UsageError, match=r"receive\(at_least=4\) replaced this one"):
         await second
     ask = await target.session.next(wire.ReceiveAsk)
     await target.hold(4)
