@@ -3,8 +3,8 @@
 Pure: bytes in, bytes out, the time is an argument. Lines are kept as they are, byte for
 byte, whatever their encoding. Output that a terminal would have overwritten is folded:
 
-* of a line that was redrawn (``12%\\r13%\\r14%\\n``) the last state is kept; ``\\r\\n``
-  ends a line;
+* a redrawn line (``12%\\r13%\\r14%\\n``) is logged in its last state; ``\\r\\n`` ends a
+  line;
 * the latest state of a growing bar, which has no end of line yet, is logged every
   ``BAR_INTERVAL_S``;
 * lines that move the cursor up (nested bars) are frames of one picture: one frame per
@@ -29,7 +29,7 @@ class Folded(NamedTuple):
 
 
 class Folder:
-    """Folding state of one stream. Each input starts at the first byte not yet used."""
+    """Folding state of one stream. Each input starts at the first unused byte."""
 
     def __init__(self) -> None:
         self._frame = b""
@@ -45,7 +45,7 @@ class Folder:
         return min(times, default=None)
 
     def fold(self, data: bytes, now: float) -> Folded:
-        """Fold all complete lines; an unfinished line at the end is not used yet."""
+        """Fold all complete lines; leave an unfinished line at the end unused."""
         end = data.rfind(b"\n") + 1
         lines = data[:end]
         if b"\r" in lines or self._frame or _UP.search(lines):
@@ -70,7 +70,7 @@ class Folder:
         return text + b"\n"
 
     def _look_at_bar(self, data: bytes, start: int, now: float) -> int:
-        """Note the state of the unfinished line; return its overwritten bytes."""
+        """Keep the state of the unfinished line; return the number of dropped bytes."""
         last = data.rfind(b"\r", start)
         if last < 0:
             return 0
@@ -85,7 +85,7 @@ class Folder:
         return begin - start
 
     def late(self, now: float) -> bytes:
-        """Lines due now: the state of a growing bar, the last frame of nested bars."""
+        """Return lines due now: a growing bar's state, nested bars' last frame."""
         lines = b""
         if self._frame and now >= self._frame_at + BAR_INTERVAL_S:
             lines, self._frame, self._frame_at = self._frame, b"", now
@@ -97,7 +97,7 @@ class Folder:
         return lines
 
     def finish(self, data: bytes) -> bytes:
-        """End the stream: the rest becomes a line of its own."""
+        """End the stream; return the rest as a line."""
         frame, self._frame = self._frame, b""
         shown, self._shown = self._shown, b""
         text = _last_state(data)

@@ -1,9 +1,9 @@
 """One log file, rotated by size, with an index of times. Standard library only.
 
-``rank-0.log`` is the newest part; when it is full it becomes ``rank-0.log.1``, that one
-``rank-0.log.2``, and so on up to ``keep``. Beside a rank's log lies
+``rank-0.log`` is the newest part; a full part becomes ``rank-0.log.1``, which becomes
+``rank-0.log.2``, and so on up to ``keep``. A rank's log has an index
 ``rank-0.log.times``: a line ``OFFSET TIME`` (seconds since 1970) about every second
-with output, so that readers find the lines since a time. It is only an aid: if it
+with output, so that readers find the lines since a time. The index is optional: if it
 cannot be written, it is skipped until the next part.
 """
 
@@ -20,7 +20,7 @@ _TIMES_INTERVAL_S = 1.0
 
 
 class RotatedFile:
-    """A rotated file of which ``keep`` older parts stay; this is its only writer."""
+    """A rotated file with ``keep`` older parts. This object must be its only writer."""
 
     def __init__(self, path: Path, max_nbytes: int, keep: int, *, times: bool) -> None:
         self.path = path
@@ -32,7 +32,10 @@ class RotatedFile:
         self._noted_at = 0.0
 
     def append(self, lines: bytes) -> None:
-        """Write all of ``lines``, in the next part if need be, or nothing: OSError."""
+        """Write all of ``lines``, in the next part if the file is full.
+
+        :raises OSError: nothing was written.
+        """
         size = self._open()
         if size and size + len(lines) > self._max_nbytes:
             self.rotate()
@@ -47,7 +50,7 @@ class RotatedFile:
             return os.fstat(self._file).st_size
         self._file = _append_to(self.path)
         if self._with_times:
-            with contextlib.suppress(OSError):  # the times are only an aid
+            with contextlib.suppress(OSError):  # the index is optional
                 self._times = _append_to(_times_of(self.path))
         size = os.fstat(self._file).st_size
         if size and os.pread(self._file, 1, size - 1) != b"\n":
@@ -68,8 +71,8 @@ class RotatedFile:
     def rotate(self) -> None:
         """Start the next part. Safe to repeat after a kill or failure at any point.
 
-        For that, parts are moved only up to the first free number, and a part's times
-        move before the part itself.
+        Therefore, parts are moved only up to the first free number, and a part's index
+        moves before the part itself.
         """
         self.close()
         free = (number for number in range(1, self._keep) if not self._part(number).exists())
@@ -105,7 +108,7 @@ class RotatedFile:
 
 
 def _close(descriptor: int) -> None:
-    """Close; errors (on NFS, of earlier writes) do not matter: it is closed anyway."""
+    """Close; ignore errors (on NFS, of earlier writes): it is closed anyway."""
     with contextlib.suppress(OSError):
         os.close(descriptor)
 
@@ -128,6 +131,6 @@ def remove_old_generations(folder: Path, keep: int) -> None:
 
 
 def _generation(folder: Path) -> int:
-    """Number of a generation's folder; a large one for any other folder."""
+    """Return the number of a generation's folder; a large one for other folders."""
     number = folder.name.removeprefix("gen-")
     return int(number) if number.isdecimal() else 1 << 62

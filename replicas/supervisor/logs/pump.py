@@ -1,16 +1,15 @@
 """Log pump: the process that writes the output of a node's processes to log files.
 
 Each rank writes into two pipes of its own, stdout and stderr (its sidecars into the
-latter), and torchrun into one. Pipes, not files: a program must never meet a full disk,
-a rotation or a slow terminal. Two of them: half a line on one must not end up in the
-middle of a line on the other (the order of lines *between* the two is that of reading,
-to some milliseconds).
+latter), and torchrun into one. Pipes protect a program from full disks, rotations and
+slow terminals. A rank has two, so that half a line on one never ends up in the middle
+of a line on the other (the order of lines *between* the two is that of reading, to a
+few milliseconds).
 
 The shim makes the pipes and holds both ends of them, so that no writer ever gets
 SIGPIPE or notices the death of a pump: the shim
 (:mod:`replicas.supervisor.shim.pump_watcher`) forks another one, which ends a torn line
-and notes the gap in every log. What a killed pump had read and not written is lost: at
-most one read and one line.
+and notes the gap in every log. A killed pump loses at most one read and one line.
 
 The pump is forked, not exec'ed, which saves 3 MiB. It leads a session of its own and
 ignores SIGTERM, which systemd sends to every process of a unit. It ends when no writer
@@ -25,9 +24,9 @@ One loop waits for pipes, orders and the terminal::
 * A line is written when it is complete, in one piece, byte for byte as it came
   (:mod:`replicas.supervisor.logs.folding` handles progress bars). Lines of up to 1 MiB
   stay whole. An unfinished line gets an end when its process has ended.
-* When the disk is full or fails, lines are dropped, so that their writers go on, and
-  counted; the shim is told once. The file is retried four times a second, and at the
-  end; the first line that it takes again says how many are missing.
+* When the disk is full or fails, lines are dropped, so that their writers run on, and
+  counted; the shim gets a message. Writing is retried four times a second, and at the
+  end; the first new line of the file says how many are missing.
 * The workers of torchrun learn their rank late, so the guard writes it as the first
   line (``RANK_MARK``) into both pipes.
 
@@ -58,11 +57,11 @@ from replicas.supervisor.wire.orders import note
 from replicas.supervisor.wire.part_state import LogLoss
 
 ALONE_S = 2.0
-"""How long the pump goes on after the shim's death, in seconds."""
+"""How long the pump runs after the shim's death, in seconds."""
 COMM = "replicas-logs"
 """Name of the process, at most 15 bytes."""
 LONGEST_NBYTES = 1 << 20
-"""Size up to which a line is kept whole."""
+"""Longest line that is kept whole."""
 READ_NBYTES = 64 << 10
 TAIL_NBYTES = 8192
 _TAIL_AT = 24
@@ -79,9 +78,9 @@ def waiting_nbytes(pipe: int) -> int:
 
 
 def is_pump(pid: int) -> bool:
-    """True if this process names itself a log pump, as anybody can.
+    """Return True if this process has a log pump's name, which any process can take.
 
-    Use it for the order in which processes are ended, never to decide whether.
+    It may decide the order in which processes are ended, never whether they are.
     """
     try:
         return Path(f"/proc/{pid}/comm").read_bytes().rstrip() == COMM.encode()
@@ -97,14 +96,15 @@ def _has_ended(pipe: int) -> bool:
 
 
 class LogSource:
-    """One log as the shim made it, with facts in memory that shim and pumps share.
+    """One log, and its number of reads, rank and last lines in shared memory.
 
-    Only the pump writes these facts (number of reads, rank, last lines).
+    The shim and its pumps share that memory; only the pump writes it.
 
-    :param name: of the file, without ``.log``; empty: ``rank-<r>``, with the rank that
-        the guard reports.
+    :param name: name of the file, without ``.log``; empty for ``rank-<r>``, with the
+        rank that the guard reports.
     :param pipes: the ends to read from.
-    :param shown: the log of a rank: shown on the terminal if wanted, and has times.
+    :param shown: True for the log of a rank, which is shown on the terminal if wanted,
+        and has an index of times.
     """
 
     def __init__(self, name: str, pipes: tuple[int, ...], shown: bool = False) -> None:
@@ -124,7 +124,7 @@ class LogSource:
 
     @property
     def rank(self) -> int:
-        """Rank whose log this is, as its guard reported; -1 before that."""
+        """Return the log's rank, as its guard reported it; -1 before that."""
         return self._numbers[1] - 1
 
     @rank.setter
@@ -133,11 +133,11 @@ class LogSource:
 
     @property
     def title(self) -> str:
-        """Name of the file; empty: its rank is not known yet."""
+        """Return the name of the file, or "" until its rank is known."""
         return self.name or (f"rank-{self.rank}" if self.rank >= 0 else "")
 
     def tail(self) -> bytes:
-        """Last bytes of the log, even if the file had no room for them."""
+        """Return the last bytes of the log, even if they could not be written."""
         return self._map[_TAIL_AT : _TAIL_AT + self._numbers[2]]
 
     def keep(self, lines: bytes) -> None:
@@ -147,7 +147,10 @@ class LogSource:
 
 
 class OutputLog:
-    """One log of ``group/replica``; ``replaces``: after a pump that was killed."""
+    """One log of ``group/replica``.
+
+    :param replaces: True if this pump replaces a killed one.
+    """
 
     def __init__(
         self, source: LogSource, folder: Path, max_nbytes: int, keep: int, replica: str, *, replaces: bool = False
@@ -204,7 +207,7 @@ class OutputLog:
         return self._put(lines, now)
 
     def _learn_rank(self, data: bytes, index: int, now: float) -> bytes:
-        """Take the guard's line, if any, off the start of a stream; return the rest."""
+        """Remove the guard's line, if any, from a stream's start; return the rest."""
         line, end, rest = data.partition(b"\n")
         number = line.removeprefix(RANK_MARK)
         if not (end and line.startswith(RANK_MARK) and number.isdigit() and len(number) < _RANK_NDIGITS):
@@ -257,7 +260,10 @@ class OutputLog:
         return lines
 
     def _write(self, lines: bytes, now: float) -> bool:
-        """Append to the file, after a note about missing lines; at least create it."""
+        """Append to the file, which is created if missing, after a note about losses.
+
+        Return False if that fails.
+        """
         if self.trouble and now < self._retry_at:
             return False
         missing = self._gap
@@ -347,7 +353,7 @@ class Pump:
         try:
             message = orders.receive(self._control)
         except orders.Malformed as error:
-            note(f"what the shim said is no order: {error}")
+            note(f"ignoring a malformed order of the shim: {error}")
             return
         if message is None:  # the shim is dead; its processes will end too
             self._selector.unregister(self._control)
@@ -394,7 +400,7 @@ class Pump:
             return
         try:
             use(tee)
-        except OSError:  # gone for good: a closed terminal, a pipe without a reader
+        except OSError:  # e.g. a closed terminal, a pipe without a reader
             self._tee = None
         waits = self._tee is not None and tee.waiting
         if waits != self._tee_waits:

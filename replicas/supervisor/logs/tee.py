@@ -1,14 +1,14 @@
 """Show lines of ranks on the supervisor's stderr, never blocking the log pump.
 
 stderr is shared (with the supervisor, the other pumps, perhaps a shell), so its mode is
-left alone: a terminal or a pipe is opened once more, non-blocking; a socket gets each
+not changed: a terminal or a pipe is opened again, non-blocking; a socket gets each
 message without waiting; a file does not block. Lines are written in blocks of at most
-``PIPE_BUF`` bytes, which a pipe takes whole or not at all: lines of several pumps never
-mix.
+``PIPE_BUF`` bytes, which a pipe accepts whole or not at all, so lines of several pumps
+never mix.
 
-Lines that do not fit for a while are dropped from the screen (they are in the log),
-counted, and reported. With a file that happens at once, as no event tells when a full
-disk has room again. Standard library only.
+When the queue is full, lines are dropped from the screen (they are in the log),
+counted, and reported. If stderr is a file, an error drops them immediately, as no event
+tells when a full disk has room again. Standard library only.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from replicas.common.foreign import readable
 
 _QUEUE_NBYTES = 256 << 10
 _BLOCK_NBYTES = select.PIPE_BUF
-_SLOW = "nobody reads them fast enough"
+_SLOW = "its reader is too slow"
 
 
 class Tee:
-    """Output to the supervisor's stderr. OSError: the other side is gone for good."""
+    """Output to the supervisor's stderr. Raises OSError if its reader is gone."""
 
     def __init__(self, descriptor: int, name: str) -> None:
         self._name = name
@@ -105,10 +105,10 @@ class Tee:
                 self._drop_all()
                 return
             self._queued -= count
-            if count < len(block):  # a terminal or an almost full disk took a part
+            if count < len(block):  # a terminal or an almost full disk accepted a part
                 self._blocks[0] = block[count:]
                 if self._regular:
-                    continue  # the next write says why
+                    continue  # the next write raises the cause
                 return
             self._blocks.popleft()
             if not self._blocks:

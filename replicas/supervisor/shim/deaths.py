@@ -1,13 +1,13 @@
 """How the processes of a node ended: crashes, a stopped torchrun, and the exit report.
 
-:func:`exit_report` describes the end of the main process. A process that crashed before
-it died first, and is named there (:class:`DeathWatch`). The shim is not the parent of
-these processes, so it opens a pidfd for each process that it sees below it; when the
-pidfd becomes readable, it asks the kernel how the process ended: from ``/proc`` for a
-zombie, by ``PIDFD_GET_INFO`` for one that was already waited for (Linux 6.15; on older
-kernels, an end that the parent noticed at once stays unknown).
+:func:`exit_report` describes the end of the main process, and names the first process
+that crashed before it (:class:`DeathWatch`). The shim is not the parent of these
+processes, so it opens a pidfd for each process below it. When the pidfd becomes
+readable, it asks the kernel how the process ended: ``/proc`` for a zombie,
+``PIDFD_GET_INFO`` for a process that is already reaped (Linux 6.15; on older kernels,
+the end of a process that its parent reaps immediately stays unknown).
 
-A stopped torchrun does not see that one of its ranks has ended
+A stopped torchrun does not notice that one of its ranks has ended
 (:class:`StoppedWatch`). Standard library only.
 """
 
@@ -32,7 +32,7 @@ from replicas.supervisor.wire.orders import PartSpec
 from replicas.supervisor.wire.part_state import ExitReport, RankExit
 
 RECENT_S = 60.0
-"""How long before the main process a process may have died to be named, in seconds."""
+"""The report names crashes up to this time before the main process's end, in s."""
 STOPPED_S = 5.0
 """How long torchrun may be stopped with a dead rank, in seconds."""
 _LOOK_INTERVAL_S = 0.5
@@ -51,7 +51,7 @@ class Death(NamedTuple):
     """A process that has ended.
 
     :ivar name: its name in ``/proc/PID/comm``.
-    :ivar signum: the signal that killed it; 0: none, or unknown.
+    :ivar signum: the signal that killed it; 0 for none, or if it is unknown.
     """
 
     pid: int
@@ -64,7 +64,7 @@ class Death(NamedTuple):
 
 
 class DeathWatch:
-    """Watches those of the processes ``pids`` that are below this one."""
+    """Records the ends of those processes in ``pids()`` that are below this one."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class DeathWatch:
     def look(self) -> None:
         for pid in self._pids():
             known = pid in self._names or len(self._watched) >= _MAX_WATCHED
-            if not known and is_below(pid, os.getpid()):  # sidecars are not
+            if not known and is_below(pid, os.getpid()):  # skips sidecars
                 self._watch(pid)
 
     def _watch(self, pid: int) -> None:
@@ -91,7 +91,7 @@ class DeathWatch:
             name = Path(f"/proc/{pid}/comm").read_bytes().decode(errors="replace").strip()
         except OSError:
             return  # it has ended
-        # programs choose it, and it goes into messages
+        # messages show the name, which programs choose freely
         self._names[pid] = "".join(one if one.isalnum() or one in "._:/-" else "_" for one in name)
         self._watched[pid] = pidfd
         self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._ended(pid))
@@ -105,7 +105,7 @@ class DeathWatch:
         del self._deaths[:-_MAX_WATCHED]
 
     def first(self, before: Iterable[int]) -> Death | None:
-        """The first recent crash before the end of any process in ``before``."""
+        """Return the first recent crash before the end of any process in ``before``."""
         since, those = self._now() - RECENT_S, frozenset(before)
         recent = itertools.takewhile(lambda one: one.pid not in those, (d for d in self._deaths if d.at >= since))
         return next((one for one in recent if one.signum in _CRASHES), None)
@@ -114,7 +114,7 @@ class DeathWatch:
 class Ends:
     """Wakes a loop when processes end that are not children of this one.
 
-    :ivar blind: some could not be watched: look again in a moment.
+    :ivar blind: True if some could not be watched; the caller polls them.
     """
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
@@ -123,10 +123,10 @@ class Ends:
         self.blind = False
 
     def all_over(self, look: Callable[[], Iterable[int]]) -> bool:
-        """True if ``look`` finds none; else the end of each process wakes the loop.
+        """Return True if ``look`` finds no process; else watch the end of each.
 
-        One that ends between the look and the watch would wake nobody: a second look
-        finds it gone, or what it has started.
+        A process that ends before it is watched would not wake the loop. A second look
+        finds that it is gone, or finds the processes that it started.
         """
         for _ in range(_LOOKS):
             there = frozenset(look())
@@ -139,7 +139,7 @@ class Ends:
     def _await(self, pid: int) -> bool:
         try:
             pidfd = self._awaited[pid] = os.pidfd_open(pid)
-        except OSError:  # it has ended, cannot be seen from here, or there is no descriptor left
+        except OSError:  # it has ended, is not visible from here, or there is no descriptor left
             return False
         self._selector.register(pidfd, selectors.EVENT_READ, functools.partial(self._forget, pid))
         return True
@@ -151,7 +151,7 @@ class Ends:
 
 
 def _killed_by(pid: int, pidfd: int) -> int:
-    """Signal that killed an ended process; 0: none, or unknown."""
+    """Return the signal that killed an ended process; 0 for none, or if unknown."""
     with contextlib.suppress(OSError):
         fields = stat_fields(pid)
         if fields[0] == "Z":
@@ -160,14 +160,14 @@ def _killed_by(pid: int, pidfd: int) -> int:
     struct.pack_into("Q", info, 0, _INFO_EXIT)
     try:
         fcntl.ioctl(pidfd, _GET_INFO, info)
-    except OSError:  # the kernel does not tell
+    except OSError:  # the kernel is too old
         return 0
     known = struct.unpack_from("Q", info, 0)[0] & _INFO_EXIT
     return int(struct.unpack_from("i", info, _EXIT_AT)[0]) & 0x7F if known else 0
 
 
 class StoppedWatch:
-    """Watches a process: is it stopped (SIGCHLD tells) with a dead child (polled)."""
+    """Detects that torchrun is stopped (SIGCHLD) and has a dead child (polled)."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -179,7 +179,7 @@ class StoppedWatch:
         return [] if self._look_at is None else [self._look_at]
 
     def blind(self, now: float) -> bool:
-        """True if it has been stopped, with a dead child, for :data:`STOPPED_S`."""
+        """Return True if it is stopped with a dead child for :data:`STOPPED_S`."""
         stopped = is_stopped(self._pid)
         self._look_at = now + _LOOK_INTERVAL_S if stopped else None
         if not stopped or not has_zombie(self._pid):
@@ -198,13 +198,13 @@ def exit_report(
     stopping: bool,
     first_death: Callable[[Iterable[int]], object] = lambda before: None,
 ) -> ExitReport:
-    """The exit report of a node whose main process is gone.
+    """Return the exit report of a node whose main process is gone.
 
     :param told: the launcher's own report, if there is one.
     :param last_lines: returns the last lines of the log ``torchrun``, or ``rank 0``.
-    :param stopping: its end was asked for.
-    :param first_death: returns the crash that came before one of the given processes
-        ended; empty: none.
+    :param stopping: True if its end was ordered.
+    :param first_death: returns the first crash before the end of the given processes,
+        or an empty value.
     """
     code = main.code
     assert code is not None
@@ -232,9 +232,9 @@ def _explained(
     last_lines: Callable[[str], tuple[str, ...]],
     first_death: Callable[[Iterable[int]], object],
 ) -> tuple[RankExit, ...]:
-    """Add last words, and to the first rank the crash that came before its end."""
+    """Add last lines to the ranks, and an earlier crash to the first rank."""
     found = _with_last_words(ranks, last_lines)
-    if not found or found[0].code < 0:  # killed by a signal: that is the cause
+    if not found or found[0].code < 0:  # the signal is the cause
         return found
     return (found[0]._replace(after=str(first_death({main.pid, *(rank.pid for rank in ranks)}) or "")), *found[1:])
 
@@ -247,7 +247,7 @@ def _with_last_words(ranks: tuple[RankExit, ...], last_lines: Callable[[str], tu
     result = []
     for number, rank in enumerate(ranks):
         lines = last_lines(f"rank {rank.rank}")
-        # What Python's faulthandler prints before the stacks.
+        # The line that Python's faulthandler prints before the stacks.
         fatal = next((line for line in reversed(lines) if line.startswith("Fatal Python error: ")), "")
         told = bool(rank.error) and _last(rank.error.splitlines()) in lines
         result.append(
@@ -266,11 +266,11 @@ _WARNING = re.compile(r".*:\d+: \w*Warning: .*")
 
 
 def _exception(lines: tuple[str, ...]) -> str:
-    """The exception at the end of the last traceback; empty: none.
+    """Return the exception at the end of the last traceback, or "".
 
     It is the first unindented line after the traceback's last frame. Lines may begin
     with the name of a process (``(EngineCore pid=7)``), and other processes may have
-    written in between.
+    written lines in between.
     """
     frames = [(at, found) for at, line in enumerate(lines) if (found := _FRAME.fullmatch(line))]
     if not frames:
@@ -281,7 +281,7 @@ def _exception(lines: tuple[str, ...]) -> str:
 
 
 def _last(lines: tuple[str, ...] | list[str]) -> str:
-    """The last line that is no Python warning: those come at exit, after the cause."""
+    """Return the last line that is not a Python warning: those come at exit."""
     words = [
         line.strip()
         for before, line in itertools.pairwise(("", *lines))

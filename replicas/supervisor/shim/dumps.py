@@ -1,12 +1,12 @@
 """Collect the stacks of a node's ranks. Standard library only.
 
 1. Ranks that have joined a channel left a file in the folder ``stacks``
-   (:mod:`replicas.linux.stacks`). Each of them that is alive, below the shim, and
-   catches the signal (else it would die of it) is signalled through a pidfd.
+   (:mod:`replicas.linux.stacks`). Each such rank that is alive, below the shim, and
+   catches the signal (which would kill it otherwise) is signalled through a pidfd.
    faulthandler's text has no end mark: it is complete when the file has not grown for
    ``STILL_S``.
-2. Of ranks that never joined, or do not answer within ``ANSWER_S`` (stopped, or in
-   uninterruptible sleep), the state of the process is told.
+2. For ranks that never joined, or do not answer within ``ANSWER_S`` (stopped, or in
+   uninterruptible sleep), the dump has the state of the process instead.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def short(found: list[Stack]) -> list[Stack]:
 
 
 def _cut(text: str, most: int) -> str:
-    """Cut a text to ``most`` bytes of a message; one character takes up to 12."""
+    """Cut a text to ``most`` bytes of JSON, where a character takes up to 12."""
     if len(json.dumps(text)) <= most:
         return text
     while len(json.dumps(text)) > most:
@@ -59,7 +59,7 @@ class StackDump:
     """One collection of stacks, until :meth:`look` returns them.
 
     :param root: process below which the ranks must be.
-    :param ranks: rank by pid, where known otherwise.
+    :param ranks: rank by pid, from :func:`ranks_below`.
     :ivar look_at: when :meth:`look` must be called.
     """
 
@@ -69,7 +69,7 @@ class StackDump:
         self._asked: dict[int, Asked] = {}
         self._until = now + ANSWER_S
         self.look_at = now
-        with contextlib.suppress(FileNotFoundError):  # nobody has joined
+        with contextlib.suppress(FileNotFoundError):  # no rank has joined
             for path in stacks.folder(log_dir).iterdir():
                 asked = stacks.parse(path)
                 if asked is not None and _ask(asked, root):
@@ -80,7 +80,7 @@ class StackDump:
                 self._found[pid] = (rank, f"it has not joined a channel, {_state(pid)}; {hint}\n")
 
     def look(self, now: float, *, last: bool = False) -> list[Stack] | None:
-        """Return the stacks, by rank; None: not all are written, unless ``last``."""
+        """Return the stacks, by rank, or None if some are missing and not ``last``."""
         self.look_at = now + _LOOK_INTERVAL_S
         for pid in [pid for pid in self._asked if self._answered(pid, now)]:
             asked = self._asked.pop(pid)
@@ -105,7 +105,7 @@ class StackDump:
 
 
 class Stacks:
-    """The shim's stack dumps, one at a time. ``show``: called with the stacks."""
+    """The shim's stack dumps, one at a time; calls ``show`` with the stacks."""
 
     def __init__(self, log_dir: Path, show: Callable[[list[Stack]], None]) -> None:
         self._log_dir = log_dir
@@ -118,7 +118,7 @@ class Stacks:
         return [] if self._dump is None else [self._dump.look_at]
 
     def ask(self, ranks: Mapping[int, int], now: float, then: Callable[[], None] | None = None) -> None:
-        """Start a dump, unless one is running; ``then``: ends the ranks afterwards."""
+        """Start a dump, unless a dump is running; call ``then`` when it is complete."""
         if self._dump is None:
             self._dump = StackDump(os.getpid(), self._log_dir, ranks, now)
         self._then = then or self._then
@@ -134,14 +134,14 @@ class Stacks:
                 then()
 
     def finish(self, now: float) -> None:
-        """Show the stacks so far, as the ranks end now; drop the dump's follow-up."""
+        """Show the stacks received so far; drop ``then``, as the ranks end now."""
         dump, self._dump, self._then = self._dump, None, None
         if dump is not None:
             self._show(dump.look(now, last=True) or [])
 
 
 def ranks_below(main: int, *, torchrun: bool) -> dict[int, int]:
-    """Rank by pid of a node's ranks: torchrun's children, or the program itself."""
+    """Return ranks by pid: those of torchrun's children, or 0 for the program."""
     if not torchrun:
         return {main: 0}
     found: dict[int, int] = {}
@@ -162,9 +162,9 @@ def _ask(asked: Asked, root: int) -> bool:
     if not still(asked.pid):
         return False
     try:
-        private.write(asked.path, b"")  # what is in it later is the answer
+        private.write(asked.path, b"")  # empty it: later content is the answer
     except OSError as error:
-        note(f"process {asked.pid} is not asked for its stacks: {error}")
+        note(f"not asking process {asked.pid} for its stacks: {error}")
         return False
     return bool(signal_each([asked.pid], stacks.SIGNUM, still))
 
@@ -175,19 +175,19 @@ def _take(path: Path) -> str:
             text = file.read(_MAX_NBYTES).decode(errors="replace")
             os.ftruncate(file.fileno(), 0)
     except OSError as error:  # the rank can change or remove the file
-        note(f"stacks cannot be read: {error}")
+        note(f"cannot read stacks: {error}")
         return ""
     return text
 
 
 def _state(pid: int) -> str:
-    """The state of a process, such as ``state D (disk sleep)``, as the kernel tells."""
+    """Return the kernel's state of a process, such as ``state D (disk sleep)``."""
     status = dict(line.partition(":")[::2] for line in _read(Path(f"/proc/{pid}/status")).splitlines())
     return f"state {status['State'].strip()}" if "State" in status else "it is gone"
 
 
 def _read(path: Path) -> str:
-    """Content of a file of /proc; empty if it is missing or not readable."""
+    """Return the content of a file of /proc, or "" if it is not readable."""
     try:
         return path.read_bytes().decode(errors="replace")
     except OSError:

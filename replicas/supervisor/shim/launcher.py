@@ -4,17 +4,17 @@
 ``torch.distributed.run``'s own path (its argument parser, its ``elastic_launch``) with
 these changes for a supervised replica:
 
-* it gets SIGTERM when the shim dies, on which torchrun drains its workers;
+* the kernel sends it SIGTERM when the shim dies; torchrun then drains its workers;
 * every worker starts behind the guard (:mod:`replicas.supervisor.wire.guard`), so that
-  none outlives this process;
-* the rendezvous decides nothing: the orders have the ranks. torchrun's own unpickles
+  no worker outlives this process;
+* ranks come from the orders, not from a rendezvous. torchrun's rendezvous unpickles
   values of a TCPStore, which has no passwords: every process that reached the port
-  could run code here. One store is left, that of the workers' process groups; node 0
+  could run code here. Only the store of the workers' process groups is left; node 0
   hosts it, on the local address only, on a port picked by the kernel, and sends the
   port through the shim. This process never unpickles a class;
-* it makes no restarts: those are the supervisor's;
+* it restarts no worker: the supervisor restarts replicas;
 * it reports the exit codes of the ranks, which torchrun's exit code hides, to the shim;
-* it notices the end of a worker at once (:class:`_Agent`), where torchrun polls.
+* it notices the end of a worker immediately (:class:`_Agent`); torchrun polls.
 """
 
 # ruff: noqa: E402  # torch is loaded while the garbage collector is off
@@ -78,11 +78,11 @@ _CONNECT = timedelta(seconds=60)
 _ALIKE = "TORCH_ELASTIC_WORKER_IDENTICAL"
 _TEXT_NCHARS = 300
 _ERROR_NCHARS = 4000
-_NEVER_S = 3600.0  # behind the stop timeout: the shim ends what does not end, at the time that was promised
+_NEVER_S = 3600.0  # after the stop timeout; the shim kills the remaining processes before
 
 
 def local_store(address: str, timeout: timedelta = timedelta(minutes=5)) -> TCPStore:
-    """A TCPStore server on ``address`` only (by default: every one), on a free port."""
+    """Start a TCPStore server on a free port of ``address`` only, not of all."""
     listener = socket.create_server((address, 0), backlog=128)
     port = listener.getsockname()[1]
     return TCPStore(
@@ -91,9 +91,9 @@ def local_store(address: str, timeout: timedelta = timedelta(minutes=5)) -> TCPS
 
 
 def forbid_pickles() -> None:
-    """Refuse every pickle in this process that names a class or function: it would run.
+    """Refuse pickles that name a class or function, in the whole process.
 
-    A version of torchrun that unpickles from a socket fails here, and executes nothing.
+    A version of torchrun that unpickles from a socket fails here and executes nothing.
     """
 
     def refuse(event: str, arguments: tuple[object, ...]) -> None:
@@ -106,13 +106,13 @@ def forbid_pickles() -> None:
 class _Rendezvous(RendezvousHandler):
     """The rendezvous of torchrun's agents: ranks and the workers' store.
 
-    Ranks follow the node numbers. A node starts its workers when all nodes are there.
+    Ranks follow the node numbers. A node starts its workers when all nodes are up.
     """
 
     def __init__(self, spec: PartSpec, store: TCPStore) -> None:
         self._spec = spec
         self._bootstrap = RendezvousStoreInfo(store.host, store.port)
-        # one node has nobody to meet
+        # a single node waits for no other
         self._store: Store = HashStore() if spec.nnodes == 1 else PrefixStore("replicas/nodes", store)
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -150,14 +150,14 @@ class _Rendezvous(RendezvousHandler):
 
 
 class _Agent(LocalElasticAgent):
-    """torchrun's agent, woken at once by a worker's end; else it polls each second."""
+    """torchrun's agent, which the end of a worker wakes immediately."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._worker_group.spec.monitor_interval = _INSTANT_S  # _monitor_workers waits instead
         self._watched: PContext | None = None
         self._ends = select.poll()
-        self._are_over = False  # the workers have ended, or have had their time to
+        self._are_over = False  # the workers have ended, or had their time to end
 
     def _assign_worker_ranks(self, *arguments: Any, **named: Any) -> Any:
         os.environ[_ALIKE] = "1"  # all nodes have as many workers: ranks are computed, not exchanged in the store
@@ -179,7 +179,7 @@ class _Agent(LocalElasticAgent):
         return result
 
     def _shutdown(self, *arguments: Any, **named: Any) -> None:
-        """Wait no longer for one that does not die of SIGKILL: the shim names it."""
+        """Do not wait again for a worker that survives SIGKILL: the shim names it."""
         if not self._are_over:
             super()._shutdown(*arguments, **named)
 
@@ -204,7 +204,7 @@ def _torchrun_arguments(spec: PartSpec) -> list[str]:
 
 
 def _workers_store(spec: PartSpec, control: socket.socket) -> TCPStore:
-    """Store of the workers' process groups; on node 0 its server, to be kept."""
+    """Connect to the store of the workers' process groups; on node 0, host it."""
     if spec.node == 0:
         store = local_store(spec.local_addr)
         orders.send(control, {"type": "rendezvous", "host": spec.local_addr, "port": store.port})
@@ -217,14 +217,14 @@ def _workers_store(spec: PartSpec, control: socket.socket) -> TCPStore:
     finally:
         control.settimeout(None)
     if message is None:
-        raise SystemExit("the shim is gone")
+        raise SystemExit("the shim has ended")
     with orders.reading("rendezvous"):
         host, port = str(message["host"]), int(message["port"])
     return TCPStore(host, port, is_master=False, timeout=_CONNECT)
 
 
 def _bound_close(timeout_s: float) -> None:
-    """Set the time that torchrun gives the other workers when one has failed: 30 s."""
+    """Replace the 30 s that torchrun gives other workers after one has failed."""
     close: Any = PContext.close
     if close.__defaults__ != (None, 30):
         raise RuntimeError("this version of torch has another PContext.close(death_sig=None, timeout=30)")
@@ -249,10 +249,10 @@ def _rank_exit(rank: int, failure: ProcessFailure) -> RankExit:
 
 
 def _failed(error: ChildFailedError) -> ExitReport:
-    """Report the failed ranks; those that torchrun SIGTERMed in turn come last."""
+    """Report the failed ranks; ranks that torchrun then ended by SIGTERM come last."""
     exits = [_rank_exit(rank, failure) for rank, failure in error.failures.items()]
     exits.sort(key=lambda rank: (rank.code == -signal.SIGTERM, rank.at, rank.rank))
-    first, *others = exits[:64]  # of thousands the first say enough
+    first, *others = exits[:64]  # thousands would not fit into a message
     return ExitReport("failed", ranks=(first, *(other._replace(error="") for other in others)))
 
 
@@ -272,7 +272,7 @@ def launch(spec: PartSpec, control: socket.socket) -> ExitReport:
     except SignalException:
         return ExitReport("stopped")
     except orders.Malformed as error:
-        return ExitReport("lost", text=f"torchrun of node {spec.node}: what the shim said is no order: {error}")
+        return ExitReport("lost", text=f"torchrun of node {spec.node}: malformed order of the shim: {error}")
     except Exception as error:  # noqa: BLE001  # any error goes into the report, its traceback into the log
         traceback.print_exc()
         return ExitReport("lost", text=one_line(f"torchrun of node {spec.node}: {type(error).__name__}: {error}", 500))
@@ -292,7 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         spec = orders.receive_spec(control)
     except (orders.Malformed, orders.OtherOrders) as error:
-        note(f"what the shim said is no order: {error}")
+        note(f"malformed order of the shim: {error}")
         return 1
     if spec is None:
         return 1

@@ -1,10 +1,10 @@
-"""How long a shim goes on without its agent. Pure: times are of one steady clock.
+"""How long a shim runs without its agent. Pure: times are of one steady clock.
 
-Two clocks run. The *lease* is a time that the agent names: at that time the replica may
-be started elsewhere, so the shim ends, whatever has kept it from being pinged. The
-*patience* is a duration: the agent of the supervisor's own machine has no lease, but
-one that is frozen must not keep its shims for ever. Nothing is started elsewhere in
-that case, so a shim that was paused, perhaps with its whole machine, gives its agent
+Two limits apply. The *lease* is a time that the agent names: the replica may then be
+started elsewhere, so the shim ends, for whatever reason pings are missing. The
+*patience* is a duration: the agent of the supervisor's own machine has no lease, but a
+frozen agent must not keep its shims for ever. No replica is started elsewhere in that
+case, so a shim that was paused, perhaps with its whole machine, gives its agent
 :data:`~replicas.core.lives.lease_times.LAST_S` more to ping. Standard library only.
 """
 
@@ -17,24 +17,24 @@ from replicas.core.lives.lease_times import LAST_S
 
 
 class ShimLease:
-    """When the shim ends by itself.
+    """Decides when the shim ends for lack of pings.
 
-    :param until: end of the lease; 0: there is none.
-    :param patience_s: how long it may hear no ping, in seconds; 0: without limit.
+    :param until: end of the lease; 0 for no lease.
+    :param patience_s: longest time without a ping, in seconds; 0 for no limit.
     """
 
     def __init__(self, now: float, until: float = 0.0, patience_s: float = 0.0) -> None:
         self.pinged(now, until, patience_s)
 
     def pinged(self, now: float, until: float = 0.0, patience_s: float = 0.0) -> None:
-        """Take what a ping says, in place of what was said before."""
+        """Replace both limits by those of a ping."""
         self._until = until or math.inf
         self._clock = PauseClock(now + patience_s if patience_s else math.inf)
         self._last = False
 
     @property
     def wakes(self) -> float:
-        """When :meth:`over` has something to say."""
+        """When :meth:`over` must be called."""
         return min(self._until, self._clock.due)
 
     def over(self, now: float) -> bool:

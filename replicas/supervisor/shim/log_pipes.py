@@ -1,9 +1,9 @@
-"""The pipes between what the ranks of a part write and its log pump, and words of ours.
+"""The pipes from the ranks of a part to its log pump; the shim writes into them, too.
 
-:class:`LogPipes` holds both ends of every pipe: a pump that ends loses nothing, as the
-pipes buffer the output. The workers of torchrun inherit no descriptors: their guards
-open the pipes in ``/proc/<shim>/fd``. So no FIFO lies on a disk, and none is left
-behind. Standard library only.
+:class:`LogPipes` holds both ends of every pipe, so the pipes buffer the output while a
+pump is replaced. The workers of torchrun inherit no descriptors: their guards open the
+pipes in ``/proc/<shim>/fd``. No FIFO is on a disk, so none has to be removed. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SPEAK_INTERVAL_S = 0.01
 class LogPipes:
     """The pipes of one part, by ``rank <LOCAL RANK>``, and of ``torchrun``.
 
-    :ivar speak_at: when words that a full pipe has not taken are due again.
+    :ivar speak_at: when to write again to a pipe that was full.
     """
 
     def __init__(self, spec: PartSpec) -> None:
@@ -46,24 +46,24 @@ class LogPipes:
         self._writers[key] = tuple(writer for _, writer in pipes)
 
     def of_ranks(self) -> tuple[tuple[int, int], ...]:
-        """Each local rank's stdout and stderr, as descriptors of this process."""
+        """Return this process's descriptors of each local rank's stdout and stderr."""
         return tuple((self._writers[key][0], self._writers[key][1]) for key in self._writers if key.startswith("rank "))
 
     def streams(self, name: str) -> tuple[int, int]:
-        """stdout and stderr for ``rank 0`` or ``torchrun``."""
+        """Return descriptors of stdout and stderr for ``rank 0`` or ``torchrun``."""
         writers = self._writers[name]
         return writers[0], writers[-1]
 
     def say(self, rank: int, text: str) -> None:
         """Write lines to a rank's log as if they were its own, without waiting."""
         key = self._key(f"rank {rank}")
-        # Until a worker of torchrun has told its rank, its pipes take nothing else.
+        # The first line in the pipes of torchrun's workers must be their rank.
         if key is None or self._closed or not self.sources[key].title:
             note(text)
             return
         block = b""
         for line in text.rstrip("\n").encode().splitlines(keepends=True):
-            if len(block) + len(line) > select.PIPE_BUF:  # the kernel keeps up to so many bytes together
+            if len(block) + len(line) > select.PIPE_BUF:  # larger writes are not atomic
                 self._words.append((key, block))
                 block = b""
             block += line[: select.PIPE_BUF - 1]
@@ -71,11 +71,11 @@ class LogPipes:
         self.speak(time.monotonic())
 
     def speak(self, now: float) -> None:
-        """Write queued blocks; a full pipe takes none of a block: it is retried."""
+        """Write queued blocks; set :attr:`speak_at` if a pipe is full."""
         self.speak_at = None
         while self._words:
             key, block = self._words[0]
-            # opened anew: O_NONBLOCK on the description itself would reach the ranks
+            # open it again: O_NONBLOCK on the shared description would reach the ranks
             descriptor = os.open(f"/proc/self/fd/{self.streams(key)[1]}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 os.write(descriptor, block)
@@ -87,7 +87,7 @@ class LogPipes:
             self._words.popleft()
 
     def _key(self, name: str) -> str | None:
-        """Key of the log of ``torchrun`` or ``rank <RANK>``."""
+        """Return the key of the log of ``torchrun`` or ``rank <RANK>``, or None."""
         for key, source in self.sources.items():
             if name == (f"rank {source.rank}" if source.rank >= 0 else key):
                 return key
@@ -102,7 +102,7 @@ class LogPipes:
         return () if key is None else last_lines(self.sources[key].tail(), _LAST_LINES, _LINE_NCHARS)
 
     def close(self) -> None:
-        """Close the ends that are written to: the pump ends when it has read all."""
+        """Close the write ends, so that the pump ends after the last line."""
         self._closed = True
         self.speak_at = None
         for writers in self._writers.values():

@@ -1,15 +1,15 @@
 """The phases of a shim, as a table of inputs and actions.
 
-*Running*: the main process (torchrun's launcher, or the program itself). *Stopping*:
-the end of the main process was requested, by an order, a signal or the supervisor's
-death. *Ended* (by itself) or *stopped*: the log pump still reads its last output, for
+*Running*: the main process (torchrun's launcher, or the program itself) runs.
+*Stopping*: its end was requested, by an order, a signal or the supervisor's death.
+*Ended* (without a request) or *stopped*: the log pump still reads its last output, for
 the exit report. *Sweeping*: the report is sent, and the remaining processes are being
-ended. *Closing*: only the log pump is left; it gets no more input, and ends.
+ended. *Closing*: only the log pump is left; its input is closed, and it ends.
 
-:attr:`Phases.kill_at` is the time of SIGKILL to the whole tree, at intervals from then
-on. The first stop sets it, and another one may only advance it: what remains after the
-main process has the time that was given to that one, or else ``SWEEP_GRACE_S``. Pure:
-times are arguments, of any steady clock. Standard library only.
+:attr:`Phases.kill_at` is the time of SIGKILL to the whole tree, repeated from then on.
+The first stop sets it, and later stops can only advance it: processes that remain after
+the main process have the time of that stop, or else ``SWEEP_GRACE_S``. Pure: times are
+arguments, of any steady clock. Standard library only.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from replicas.common.table import StateMachine, Table
 from replicas.supervisor.wire.orders import REMAINS_INTERVAL_S
 
 SWEEP_GRACE_S = 1.0
-"""Time from SIGTERM to SIGKILL for remains of a replica that ended by itself."""
+"""Time from SIGTERM to SIGKILL for processes left by a main process that ended."""
 _INTERVAL_S = 0.05
 _STEADY_S = 3.0
 _LATE_INTERVAL_S = 0.5
-"""Interval of SIGKILLs to processes that take long to die of it, in seconds.
-
-The end of a child wakes the shim in any case."""
+"""Interval of SIGKILLs to processes that die slowly, in seconds. The end of a child
+wakes the shim in any case."""
 
 Phase = Literal["running", "stopping", "ended", "stopped", "sweeping", "closing", "over"]
 Input = Literal["stop", "main_ended", "output_read", "not_started", "empty", "logs_read"]
@@ -68,9 +67,9 @@ class Phases(StateMachine[Phase, Input, Action]):
         self._name_at = 0.0
 
     def take(self, event: Input, at: float, timeout_s: float = SWEEP_GRACE_S) -> tuple[Action, ...]:
-        """Enter the next phase; return what to do, in this order.
+        """Enter the next phase; return the actions, in order.
 
-        :param timeout_s: from SIGTERM to SIGKILL.
+        :param timeout_s: time from SIGTERM to SIGKILL.
         """
         actions = self.step(event)
         if event == "stop" or (self.now == "sweeping" and self.kill_at == math.inf):
@@ -78,7 +77,7 @@ class Phases(StateMachine[Phase, Input, Action]):
         return actions
 
     def killed(self, at: float) -> bool:
-        """Note SIGKILL to all; return True if the survivors are to be named."""
+        """Record a SIGKILL to all; return True if it is time to report survivors."""
         if self._killing_since is None:
             self._killing_since, self._name_at = at, at + REMAINS_INTERVAL_S
         steady = at - self._killing_since < _STEADY_S

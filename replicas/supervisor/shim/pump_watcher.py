@@ -1,8 +1,8 @@
 """Keep a log pump running that reads a part's pipes.
 
-A pump (:mod:`replicas.supervisor.logs.pump`) that ends is replaced at once, later each
-time if it happens repeatedly; meanwhile the pipes buffer the output
-(:mod:`replicas.supervisor.shim.log_pipes`). A pump that leaves bytes waiting unread for
+A pump (:mod:`replicas.supervisor.logs.pump`) that ends is replaced immediately, or
+after growing delays if that happens repeatedly; meanwhile the pipes buffer the output
+(:mod:`replicas.supervisor.shim.log_pipes`). A pump that does not read waiting bytes for
 ``STUCK_S`` (it was stopped, or hangs in a write) is killed. Standard library only.
 """
 
@@ -36,16 +36,16 @@ DRAIN_S = 2.0
 """How long the exit report waits for the last lines, in seconds."""
 STUCK_S = 3.0
 _LOOK_INTERVAL_S = 2.0
-"""Longest interval of the looks, which come with the supervisor's pings."""
+"""Longest interval between calls of :meth:`PumpWatcher.look`, at the agent's pings."""
 _CLOSE_S = 1.0
 _STEADY_S = 10.0
 AGAIN = Backoff(0.02, 2.0)
-KILLED = Backoff(0.02, 0.05)  # it worked until then: the next one will, too
+KILLED = Backoff(0.02, 0.05)  # a killed pump had worked, so its successor will, too
 _AT_ONCE = Backoff(0.0, 0.0)
 
 
 class PumpWatcher:
-    """Keeps a log pump running for the shim; ``dropped``: called at lost lines."""
+    """Keeps a log pump running for the shim; calls ``dropped`` at lost lines."""
 
     def __init__(
         self, spec: PartSpec, selector: selectors.BaseSelector, tee: int | None, dropped: Callable[[LogLoss], None]
@@ -70,7 +70,7 @@ class PumpWatcher:
 
     @property
     def over(self) -> bool:
-        """True if all output is logged, after :meth:`close`."""
+        """Return True if all output is logged, after :meth:`close`."""
         return self._life.state == "over"
 
     @property
@@ -81,7 +81,7 @@ class PumpWatcher:
         ]
 
     def start(self) -> None:
-        """Fork a pump; retry later if the system has no process left."""
+        """Fork a pump; schedule another try if the system refuses."""
         now = time.monotonic()
         self._life.start(now)
         self._stuck = Patience(now, _LOOK_INTERVAL_S)
@@ -93,7 +93,7 @@ class PumpWatcher:
         except OSError as error:
             ours.close()
             theirs.close()
-            note(f"a log pump cannot be started: {error}")
+            note(f"cannot start a log pump: {error}")
             self._life.ended(now)
             return
         if pid == 0:
@@ -102,7 +102,7 @@ class PumpWatcher:
         self._life.ready()
         self.pid, self._pidfd, self._control = pid, os.pidfd_open(pid), ours
         self._selector.register(ours, selectors.EVENT_READ, self._on_message)
-        if self._on_drained is not None:  # the former pump did not get to answer
+        if self._on_drained is not None:  # the previous pump ended before it answered
             self._ask()
 
     def _become_pump(self, control: socket.socket) -> NoReturn:
@@ -122,13 +122,13 @@ class PumpWatcher:
             Pump(logs, control, self._tee, name).run()
             code = 0
         except BaseException:  # noqa: BLE001  # a forked child must never return into its parent's code
-            sys.excepthook(*sys.exc_info())  # prints as the traceback module does, which loads slowly
+            sys.excepthook(*sys.exc_info())  # the traceback module loads slowly
         finally:
             os._exit(code)
 
     def ended(self, code: int) -> None:
         with contextlib.suppress(BlockingIOError):
-            while self._control is not None:  # messages that it sent before its end
+            while self._control is not None:  # read the messages sent before its end
                 self._on_message()
         self._forget()
         if self._closed and code == 0:
@@ -138,7 +138,7 @@ class PumpWatcher:
         if self.over:
             self._kill_at = None
             return
-        note(f"the log pump ended with {code}: another one goes on")
+        note(f"replacing the log pump, which ended with {code}")
         self._replaces = True
         if self._life.on_time(now):
             self.start()
@@ -164,18 +164,18 @@ class PumpWatcher:
                 self._hang_up()
             elif message["type"] == "dropped":
                 self._tell_dropped(orders.read(LogLoss, message.get("loss")))
-            # else it answers an earlier question
+            # other numbers answer earlier requests
             elif message["type"] == "drained" and message.get("number") == self._drains:
                 self._drained()
         except orders.Malformed as error:
-            note(f"what the log pump said is no message: {error}")
+            note(f"malformed message of the log pump: {error}")
 
     def look(self, now: float) -> None:
-        """Kill a pump that does not read. Called every second or two."""
+        """Kill a pump that does not read. To be called every second or two."""
         before, self._reads = self._reads, tuple(source.reads for source in self.pipes.sources.values())
         idle = self._reads == before and any(waiting_nbytes(pipe) for pipe in self.pipes.readers)
         if self._stuck.lasts(now, idle) >= STUCK_S and self._life.state == "up" and self._pidfd is not None:
-            note(f"the log pump does nothing for {STUCK_S:g} s: it is killed")
+            note(f"killing the log pump, which has read nothing for {STUCK_S:g} s")
             self._life.give_up()
             send_signal(self._pidfd, signal.SIGKILL)
 
@@ -183,7 +183,7 @@ class PumpWatcher:
         if self._life.on_time(now):
             self.start()
         if self._drained_by is not None and now >= self._drained_by:
-            note(f"the log pump did not come to an end within {DRAIN_S:g} s")
+            note(f"the log pump has not logged all output within {DRAIN_S:g} s")
             self._drained()
         if self.pipes.speak_at is not None and now >= self.pipes.speak_at:
             self.pipes.speak(now)
@@ -192,7 +192,7 @@ class PumpWatcher:
             self._life.stop()
             unread = sum(waiting_nbytes(pipe) for pipe in self.pipes.readers)
             if unread:
-                note(f"no log pump came to an end within {_CLOSE_S:g} s: {unread} bytes are in no log")
+                note(f"dropping {unread} bytes that no log pump has read within {_CLOSE_S:g} s")
             if self._pidfd is not None:
                 send_signal(self._pidfd, signal.SIGKILL)
 
@@ -213,9 +213,9 @@ class PumpWatcher:
             then()
 
     def close(self) -> None:
-        """Close the shim's ends of the pipes: the pump ends when it has read all.
+        """Close the shim's ends of the pipes, so that the pump ends after all output.
 
-        It is killed after a second; one that dies before that is replaced.
+        It is killed after a second; until then, a pump that dies is replaced.
         """
         if self._closed:
             return
@@ -227,8 +227,8 @@ class PumpWatcher:
 
 
 def _leave_the_shim(keep: list[int]) -> None:
-    """Drop everything of the parent but these descriptors and stderr."""
-    signal.set_wakeup_fd(-1)  # signals of the pump are not the shim's
+    """Close all inherited descriptors but these and stderr; reset signals; setsid."""
+    signal.set_wakeup_fd(-1)  # the pump's signals must not wake the shim
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)  # it ends with its input

@@ -1,40 +1,38 @@
-"""Shim: owns a replica's process tree on one node, and leaves nothing of it behind.
+"""Shim: own a replica's process tree on one node, and leave no process of it.
 
 An agent execs ``python -m replicas.supervisor.shim.shim --control FD --parent PID`` for
-each part of a replica; orders come over the socketpair ``FD``
-(:mod:`replicas.supervisor.wire.orders`), the first of which says what to start, and the
-state of the part goes back (:mod:`replicas.supervisor.wire.part_state`). The shim is a
-subreaper, so every process that a rank forks, double-forks or puts into a
-session of its own stays below it. One thread, one loop over a selector, in the phases
-of :mod:`replicas.supervisor.shim.phases`:
+each part of a replica. Orders come over the socketpair ``FD``
+(:mod:`replicas.supervisor.wire.orders`), the spec of the part first; the state of the
+part goes back (:mod:`replicas.supervisor.wire.part_state`). The shim is a subreaper, so
+every process that a rank forks, double-forks or puts into a session of its own stays
+below it. One thread runs one loop over a selector, in the phases of
+:mod:`replicas.supervisor.shim.phases`:
 
-* *running*: a torchrun that is stopped (SIGSTOP) when a rank dies would never report
-  it, and is killed.
-* *stopping*: if the ranks are reported stuck, their stacks are saved first. Then
-  SIGTERM to the main process; at the deadline SIGKILL to the whole tree.
+* *running*: kill a torchrun that is stopped (SIGSTOP) when a rank dies, because it
+  would never report that.
+* *stopping*: if the ranks are reported stuck, save their stacks. Then SIGTERM to the
+  main process; at the deadline SIGKILL to the whole tree.
 * *sweeping*: the state has the exit report; SIGTERM to the remaining processes, then
   SIGKILL, repeated until this process has no child but the log pump, the control
-  group is empty, and no process has the shim's mark: sidecars are children of the
-  node's forkserver. Processes that take long to die are named (``remains``). Python's
-  resource trackers are killed last, as they unlink the files that the others have left
-  in /dev/shm. When the pump has ended as well, the part is ``gone``.
+  group is empty, and no process has the shim's mark (sidecars are children of the
+  node's forkserver). Report processes that die slowly (``remains``). Kill Python's
+  resource trackers last, as they unlink the files that the others have left in
+  /dev/shm. When the pump has ended as well, the part is ``gone``.
 
 Where possible, all processes that the shim starts are in a control group
-(:mod:`replicas.linux.cgroups`), without the shim itself: SIGKILL to the tree is then
-one write, too, which no process can outrun or escape.
+(:mod:`replicas.linux.cgroups`), without the shim itself. SIGKILL to the tree is then
+also one write, which no process can outrun or escape.
 
-The supervisor's death is seen by a pidfd and by the end of the control stream,
-whichever comes first; either way there are ``ORPHAN_GRACE_S`` from SIGTERM to SIGKILL.
-A parent-death signal is less reliable: it is bound to the *thread* that spawned the
-shim, which an embedding program may end at any time.
-
-An agent of another machine gives a lease with each ping, that of the supervisor's
-machine a patience (:mod:`replicas.supervisor.shim.lease`): a shim that hears nothing
-that long ends as if its supervisor were gone.
+The shim notices the supervisor's death by a pidfd and by the end of the control stream;
+there are ``ORPHAN_GRACE_S`` from SIGTERM to SIGKILL then. A parent-death signal is less
+reliable: it is bound to the *thread* that spawned the shim, which an embedding program
+may end at any time. An agent of another machine sends a lease with each ping, the local
+agent a patience (:mod:`replicas.supervisor.shim.lease`): a shim that hears nothing for
+that time ends as if its supervisor were gone.
 
 If the shim itself is killed, the launcher and the ranks have their parent-death
-signals, and the supervisor sweeps the rest by its control group and by the mark in its
-environment; the next agent does so if both are killed.
+signals, and the agent sweeps the remaining processes by their control group and by the
+mark in their environment; the next agent does so if both are killed.
 
 Standard library only; neither torch nor modules that load slowly (dataclasses,
 argparse) are imported here: every restart waits for a shim.
@@ -80,7 +78,7 @@ from replicas.supervisor.wire.part_state import UNKNOWN, Belongings, ExitReport,
 ORPHAN_GRACE_S = 2.0
 """Time from SIGTERM to SIGKILL when the supervisor is gone, in seconds."""
 RELAY_S = 0.5
-"""How long torchrun may take to hand on SIGTERM to its ranks, in seconds."""
+"""How long torchrun may take to forward SIGTERM to its ranks, in seconds."""
 _LOOK_AGAIN_S = 0.05
 _MAX_REMAINS = 16
 
@@ -135,14 +133,14 @@ class Shim:
         if self._starter.scratch:
             private.remove_tree(Path(self._starter.scratch))
         if self._cgroup is not None:
-            cgroups.leave(self._cgroup, run=self._teller.control is None)  # else its agent removes the run's
+            cgroups.leave(self._cgroup, run=self._teller.control is None)  # a living agent removes the run's group
         self._teller.now(gone=True, remains=None)
         return 0
 
     # ------------------------------------------------------------ inputs
 
     def _on_control(self) -> None:
-        if (control := self._teller.control) is None:  # closed in this turn of the loop
+        if (control := self._teller.control) is None:  # closed in this iteration of the loop
             return
         try:
             message = orders.receive(control)
@@ -151,7 +149,7 @@ class Shim:
             else:
                 self._obey(message)
         except orders.Malformed as error:
-            note(f"what the supervisor said is no order: {error}")
+            note(f"ignoring a malformed order of the agent: {error}")
 
     def _obey(self, message: orders.Message) -> None:
         if message["type"] == "stop":
@@ -193,10 +191,10 @@ class Shim:
                 with orders.reading("rendezvous"):
                     self._teller.now(rendezvous=(str(message["host"]), int(message["port"])))
         except orders.Malformed as error:
-            note(f"what the launcher said is no message: {error}")
+            note(f"ignoring a malformed message of the launcher: {error}")
 
     def _hear_launcher_out(self) -> None:
-        """Read the dead launcher's last messages: with a child of it, no end comes."""
+        """Read the dead launcher's last messages. A child of it may hold the stream."""
         if self._launcher is None:
             return
         self._launcher.setblocking(False)
@@ -265,7 +263,7 @@ class Shim:
             code = os.waitstatus_to_exitcode(status)
             if self._main is not None and pid == self._main.pid:
                 self._main.ended(code)
-                self._hear_launcher_out()  # before main_ended: it has the exit report
+                self._hear_launcher_out()  # has the exit report, which main_ended needs
                 self._stacks.finish(time.monotonic())
                 self._take("main_ended")
             elif pid == self._logs.pid:
@@ -283,7 +281,7 @@ class Shim:
         self._take("stop", timeout_s + relay_s)
 
     def _take(self, event: Input, timeout_s: float = SWEEP_GRACE_S) -> None:
-        """Enter the next phase, and act."""
+        """Enter the next phase, and carry out its actions."""
         for action in self._phases.take(event, time.monotonic(), timeout_s):
             match action:
                 case "take_inventory":
@@ -301,7 +299,7 @@ class Shim:
                     self._logs.close()
 
     def _report_end(self, *, stopping: bool) -> None:
-        """Tell how the main process ended, once its last lines are in the log."""
+        """Send how the main process ended, once its last lines are in the log."""
         assert self._main is not None
         report = exit_report(
             self.spec,
@@ -316,7 +314,7 @@ class Shim:
         self._teller.now(report=report._replace(cut_s=self._cut_s))
 
     def _show_stacks(self, then: Callable[[], None] | None = None) -> None:
-        """Save the stacks of all ranks to their logs, and send them upwards."""
+        """Save the stacks of all ranks to their logs, and send them to the agent."""
         if self._main is None or self._main.code is not None:
             self._teller.send({"type": "stacks", "found": {}})
             return
@@ -336,7 +334,7 @@ class Shim:
 
     def _on_time(self, now: float) -> None:
         if self._lease.over(now):
-            note("nothing was heard of the agent in time: ending")
+            note("ending: the agent was silent for too long")
             self._stop(ORPHAN_GRACE_S)
         if self._stopped is not None and self._main is not None and self._main_runs and self._stopped.blind(now):
             self._stopped = None
@@ -358,18 +356,18 @@ class Shim:
         if self._cgroup is not None:
             kill_group(self._cgroup, cgroups.members(self._cgroup), spared)
         left = signal_own(signal.SIGKILL, but=spared)
-        if self._childless_but_for_logs():  # what is left are others' children
+        if self._childless_but_for_logs():  # remaining processes are children of the forkserver
             left += signal_marked(self.spec.nonce, signal.SIGKILL, but=spared)
         if self._phases.killed(now) and left:
             processes = tuple((pid, command_line(pid)) for pid in left[:_MAX_REMAINS])
             self._teller.now(remains=Remains(since=self._killing_since, processes=processes))
 
     def _empty(self) -> bool:
-        """True if the replica's last process is gone. In a sweep, none starts."""
+        """Return True if the replica's last process is gone; none starts in a sweep."""
         return self._childless_but_for_logs() and self._others.all_over(self._of_others)
 
     def _of_others(self) -> set[int]:
-        """Processes of the replica that are no children of this one: sidecars."""
+        """Return processes of the replica that are not below this one: sidecars."""
         inside = cgroups.members(self._cgroup) if self._cgroup is not None else ()
         return {*inside, *marked(self.spec.nonce)} - {self._logs.pid}
 
@@ -394,7 +392,7 @@ class Shim:
 
 
 def _wakeup_fd() -> int:
-    """Descriptor that gets a byte, the number, for each signal the shim handles."""
+    """Return a descriptor on which each handled signal writes its number, a byte."""
     reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     for signum in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -410,16 +408,16 @@ def _first_order(control: socket.socket, parent_fd: int) -> PartSpec | None:
     awaited = select.poll()
     for source in (control, parent_fd):
         awaited.register(source, select.POLLIN)
-    heard = {descriptor for descriptor, _ in awaited.poll()}  # an order that came before the end counts
+    heard = {descriptor for descriptor, _ in awaited.poll()}  # an order sent before the supervisor's end counts
     return orders.receive_spec(control) if control.fileno() in heard else None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a shim, by the command line's pairs of an option and its number.
+    """Run a shim. The arguments are pairs of an option and a number.
 
-    ``--control``: descriptor of the control socket; ``--parent``: pid of the
-    supervisor; ``--lock``: descriptor of the run's lock, held as long as the shim
-    lives; ``--tee``: of the supervisor's stderr, if lines are wanted there.
+    ``--control``: descriptor of the control socket; ``--parent``: pid of the agent;
+    ``--lock``: descriptor of the run's lock, held as long as the shim lives; ``--tee``:
+    descriptor of the supervisor's stderr, if lines are wanted there.
     """
     # No argparse: it loads slowly, and users do not type these arguments.
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -438,10 +436,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if spec is None:
             return 0
         shim = Shim(control, parent_fd, spec, tee)
-    except ProcessLookupError:  # the supervisor is gone
+    except ProcessLookupError:  # the agent is gone
         return 0
     except orders.Malformed as error:
-        note(f"what the supervisor said is no order: {error}")
+        note(f"malformed order of the agent: {error}")
         return 1
     except (orders.OtherOrders, OSError) as error:
         orders.send(control, state_message(UNKNOWN._replace(report=_not_started(error), gone=True)))
@@ -450,6 +448,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # Without Python's teardown, for which the next generation would wait; Python has no
-    # buffered output here.
+    # Skip Python's teardown: the next generation would wait for it, and no output is
+    # buffered here.
     os._exit(main())

@@ -1,6 +1,6 @@
 """Start a node's processes: torchrun's launcher, or the program.
 
-The launcher has the commands of its workers from here, too. Standard library only.
+The launcher builds its workers' commands with this module. Standard library only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from replicas.supervisor.wire.orders import PartSpec, plain
 
 
 class Starter:
-    """Starts a node's processes: own sessions, the node's control group, its logs.
+    """Starts processes in new sessions, in the part's control group, with its logs.
 
     Each start raises OSError if the system refuses.
 
@@ -55,7 +55,7 @@ class Starter:
         return child, ours
 
     def _enclose(self, child: Child) -> None:
-        """Move the child, which still waits or loads, into the control group."""
+        """Move the child into the control group, before it starts other processes."""
         if self._spec.cgroup:
             cgroups.enter(Path(self._spec.cgroup), child.pid)
 
@@ -66,16 +66,16 @@ class Starter:
 
 
 def resolve_command(command: Sequence[str]) -> list[str]:
-    """Command to exec: ``x.py`` and ``-m module`` run in this Python, unbuffered."""
+    """Return a command to exec; ``x.py`` and ``-m module`` use this Python."""
     if command[0] == "-m" or command[0].endswith(".py"):
         return [interpreter(), "-u", *command]
     return list(command)
 
 
 def guard_orders(spec: PartSpec, *, direct: bool) -> int:
-    """A file with the orders of guards that are children of this process.
+    """Return a memfd with the orders for guards that this process starts.
 
-    It is in memory, and goes with this process. :param direct: they are not torchrun's.
+    :param direct: True if this process is the shim, False if it is torchrun.
     """
     pipes = () if direct else spec.pipes
     words = [
@@ -97,11 +97,11 @@ def where(guard_orders: int) -> str:
 
 
 def _scratch_folder(spec: PartSpec) -> Path:
-    """Folder for torchrun's error files: beside the logs, if that disk is not full."""
+    """Make a folder for torchrun's error files: beside the logs, or in /tmp."""
     folder = Path(spec.log_dir) / f"torchrun-{spec.node}"
     try:
         private.make_folder(folder)
-        private.create(folder / "probe", bytes(4096))  # an empty file finds room on a full disk
+        private.create(folder / "probe", bytes(4096))  # a full disk would accept an empty file
         private.remove(folder / "probe")
     except OSError:
         import tempfile  # loads slowly, and is rarely needed
@@ -112,5 +112,5 @@ def _scratch_folder(spec: PartSpec) -> Path:
 
 
 def guard_command() -> list[str]:
-    """Command line of the guard, run as a file and not as a module, for speed."""
+    """Return the guard's command line. It runs as a file, which starts faster."""
     return [interpreter(), "-I", "-S", guard.__file__]

@@ -1,22 +1,22 @@
 """Guard: set up a rank's process (death signal, log, cgroup), then exec its program.
 
 It runs as a plain file (``python -I -S guard.py``), so it imports only the standard
-library. One environment variable, ``REPLICAS_GUARD``, which it removes, says where its
-orders are: the pid of its parent (if that is another process, the parent has died, and
-the guard exits), and the parent's descriptor of a file. A variable could not hold them:
-the kernel limits it to 128 KiB. Every start waits for the guard, so it loads as little
-as possible: the orders are not JSON, whose module takes longer to load than all the
-rest, but words, each after its length (:func:`pack`):
+library. The environment variable ``REPLICAS_GUARD``, which it removes, locates its
+orders: the pid of its parent (if its parent is another process now, the parent has
+died, and the guard exits), and the parent's descriptor of a file. The kernel limits a
+variable to 128 KiB, too little for the orders. Every start waits for the guard, so it
+loads as little as possible: the orders are not JSON, whose module loads longer than all
+others together, but words, each after its length (:func:`pack`):
 
 1. pid of the shim
 2. the shim's descriptors of two pipes to the log pump for each local rank: they become
-   stdout and stderr, after the rank as a first line in both; empty: none
-3. path of a control group to enter first; empty: none
+   stdout and stderr, after the rank as a first line in both; empty for no pipes
+3. path of a control group to enter first; empty for no group
 4. the working folder
 5. and all further words: the command to exec
 
-The parent-death signal SIGKILL survives the exec: a rank cannot outlive its launcher. A
-failure of the guard is written to the rank's log, with the shell's exit codes: 126
+The parent-death signal SIGKILL survives the exec: a rank cannot outlive its launcher.
+The guard writes its errors to the rank's log and exits with the shell's codes: 126
 (cannot be run), 127 (not found).
 """
 
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
 GUARD = "REPLICAS_GUARD"
-"""Internal: where a rank's guard finds its orders. The program does not see it."""
+"""Internal: location of the orders of a rank's guard. The program does not see it."""
 RANK_MARK = b"\0replicas rank "
 """Prefix of the first line in a worker's pipe, before its rank in decimal."""
 _PR_SET_PDEATHSIG = 1
 
 
 def pack(words: Iterable[str]) -> bytes:
-    """Encode words as one, for :func:`unpack`."""
+    """Encode words as bytes, for :func:`unpack`."""
     encoded = [os.fsencode(word) for word in words]
     return b"".join(b"%d:%b" % (len(word), word) for word in encoded)
 

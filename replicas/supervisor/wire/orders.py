@@ -1,16 +1,16 @@
 """Messages between agent, shim and launcher, and notes in their logs.
 
-A message is one JSON object, a packet of a SOCK_SEQPACKET socketpair, or a file whose
-descriptor comes with a blank one: the kernel allows packets of some 200 KiB, and
-commands and environments of 2 MiB.
+A message is one JSON object in a packet of a SOCK_SEQPACKET socketpair. A larger one is
+in a file, whose descriptor comes with a blank packet: the kernel limits packets to
+about 200 KiB, but commands and environments to 2 MiB.
 
 Agent → shim: ``start`` (a :class:`PartSpec`), ``rendezvous`` (host and port, for parts
-other than 0), ``stop`` (with ``stacks``: after they have been saved; with ``broken``:
-why it cannot go on), ``stacks``, ``ping`` (``until``: the shim's lease, in seconds of
-the monotonic clock; ``patience_s``: how long it goes on without another ping). Shim →
-agent: ``state`` (the whole :class:`~replicas.supervisor.wire.part_state.PartState`, at
-each change), ``pong``, and ``stacks`` (texts by ``group/replica/rank``). Between shim
-and launcher: ``start``, ``rendezvous`` and ``report`` (an
+other than 0), ``stop`` (with ``stacks``: save them first; with ``broken``: why the part
+cannot run on), ``stacks``, ``ping`` (``until``: the shim's lease, in seconds of the
+monotonic clock; ``patience_s``: how long it runs without another ping). Shim → agent:
+``state`` (the whole :class:`~replicas.supervisor.wire.part_state.PartState`, at each
+change), ``pong``, and ``stacks`` (texts by ``group/replica/rank``). Between shim and
+launcher: ``start``, ``rendezvous`` and ``report`` (an
 :class:`~replicas.supervisor.wire.part_state.ExitReport`); between shim and log pump:
 ``drain``, ``drained`` and ``dropped`` (a
 :class:`~replicas.supervisor.wire.part_state.LogLoss`).
@@ -35,7 +35,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar, Union, get_args, get_ori
 from replicas import __version__
 
 MAX_NBYTES = 1 << 20
-"""A packet is not longer."""
+"""Largest packet."""
 FILE_MAX_NBYTES = 16 << 20
 _INLINE_NBYTES = 64 << 10
 _IN_FILE = b" "
@@ -47,7 +47,7 @@ MISFITS = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
 
 
 class OtherOrders(Exception):
-    """The supervisor runs another release than the installed one, with other orders."""
+    """The supervisor runs another release, whose orders differ."""
 
     def __init__(self, release: str, error: Exception) -> None:
         super().__init__(
@@ -57,12 +57,12 @@ class OtherOrders(Exception):
 
 
 class Malformed(ValueError):
-    """The packet is no valid message: it is reported, and changes nothing."""
+    """The packet is not a valid message. The receiver reports and ignores it."""
 
 
 @contextlib.contextmanager
 def reading(kind: str) -> Iterator[None]:
-    """:raises Malformed: the block finds a field missing or of a wrong type."""
+    """Context manager: raise Malformed for missing or wrong fields of a message."""
     try:
         yield
     except MISFITS as error:
@@ -70,25 +70,24 @@ def reading(kind: str) -> Iterator[None]:
 
 
 class PartSpec(NamedTuple):
-    """What to start as one part of a generation of a replica.
+    """The spec of one part of a generation of a replica.
 
     :param nonce: random mark of this shim and of all processes started under it.
     :param env: the whole environment of the replica's processes.
-    :param sidecars: when its ranks need any: ``ahead`` (soon), ``later`` (perhaps), or
-        never (empty).
-    :param cgroup: path of the control group in which its processes start; empty for
-        none.
+    :param sidecars: when its ranks need sidecars: ``ahead`` (soon), ``later``
+        (perhaps), or empty (never).
+    :param cgroup: path of the control group in which its processes start; may be empty.
     :param rendezvous_timeout_s: how long the nodes of a replica wait for each other.
     :param tee: True if the ranks' lines also go to the supervisor's stderr.
-    :param lease_until: when the shim ends by itself, unless a ping gives it a later
-        time, in seconds of the machine's monotonic clock; 0: there is no such time.
-    :param patience_s: how long it goes on without a ping; 0: without limit.
+    :param lease_until: when the shim ends, unless a ping gives it a later time, in
+        seconds of the machine's monotonic clock; 0 for no such time.
+    :param patience_s: how long it runs without a ping; 0 for no limit.
     :param shim: pid of the shim; like ``pipes`` and ``scratch``, the shim sets it for
         the launcher.
     :param pipes: the shim's descriptors of each local rank's stdout and stderr.
     :param scratch: folder in which torchrun may write.
-    :param release: of the supervisor; its children run the code that is installed when
-        they start.
+    :param release: release of the supervisor; its children run the code that is
+        installed when they start.
     """
 
     run: str
@@ -122,7 +121,7 @@ class PartSpec(NamedTuple):
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> PartSpec:
-        """OtherOrders: it is a spec of another release. Malformed: it is none."""
+        """Read a spec. Raises OtherOrders if it is of another release, Malformed."""
         if not isinstance(data, dict):
             raise Malformed(f"a start without fields: a {type(data).__name__}")
         try:
@@ -138,11 +137,11 @@ class PartSpec(NamedTuple):
 def decoder(kind: Any) -> Callable[[Any], Any]:
     """Return a function that makes a value of this type from decoded data.
 
-    The type is a plain one, a tuple or dict of such, one of them with a bound
-    (``Annotated[str, 64]``: characters; of a number: the largest, from 0 on) or None,
-    or a NamedTuple: there unknown names are ignored, and those with a default may be
-    missing. The decoder raises ``MISFITS``, with a text that does not show the value,
-    as that may be a secret.
+    A type is a plain type, a tuple or dict of types, a type with a bound
+    (``Annotated[str, 64]``: characters; ``Annotated[int, 9]``: from 0 to 9), a type or
+    None, or a NamedTuple: unknown names are ignored, and fields with a default may be
+    missing. The function raises ``MISFITS``, without the value in the text, as it may
+    be a secret.
     """
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Annotated:
@@ -190,7 +189,7 @@ def _exactly(kind: type, value: Any) -> Any:
 
 
 def read(kind: type[T], value: object) -> T:
-    """A value of this type, as :func:`decoder` says. Malformed: it is none."""
+    """Return the value as this type, by :func:`decoder`. Raises Malformed."""
     with reading(kind.__name__):
         found: T = _decoded(kind, value)
     return found
@@ -201,7 +200,7 @@ def _decoded(kind: Any, value: object) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """A value for JSON or MessagePack, from which :func:`decoder` makes the same."""
+    """Return the value as data for JSON or MessagePack; :func:`decoder` reads it."""
     if hasattr(value, "_fields"):
         return {name: plain(one) for name, one in zip(value._fields, value, strict=True)}
     return [plain(one) for one in value] if isinstance(value, tuple) else value
@@ -212,7 +211,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """:raises Malformed: the packet is no message."""
+    """Decode a packet. :raises Malformed: it is not a message."""
     try:
         message = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -223,7 +222,7 @@ def decode(data: bytes) -> Message:
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """Both ends of a connection, with room for many messages."""
+    """Return both ends of a connection, with room for many messages."""
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for end in ends:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_NBYTES)
@@ -231,7 +230,10 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 
 def send(connection: socket.socket, message: Message) -> bool:
-    """Send without waiting; False: no reader. OSError: ``EMSGSIZE``, too long."""
+    """Send without waiting. Return False if the peer is gone or its buffer is full.
+
+    :raises OSError: the message is too long (``EMSGSIZE``).
+    """
     data, files = encode(message), list[int]()
     if len(data) > FILE_MAX_NBYTES:
         raise OSError(errno.EMSGSIZE, os.strerror(errno.EMSGSIZE))
@@ -252,7 +254,7 @@ def send(connection: socket.socket, message: Message) -> bool:
 
 
 def receive(connection: socket.socket) -> Message | None:
-    """The next message; None at the end of the stream. Malformed: it is none."""
+    """Return the next message, or None at the end of the stream. Raises Malformed."""
     try:
         data, ancillary, _, _ = connection.recvmsg(MAX_NBYTES, socket.CMSG_LEN(4), socket.MSG_CMSG_CLOEXEC)
     except ConnectionResetError:
@@ -266,7 +268,11 @@ def receive(connection: socket.socket) -> Message | None:
 
 
 def receive_spec(connection: socket.socket) -> PartSpec | None:
-    """The start order, which is the first; None: the end. Malformed, OtherOrders."""
+    """Return the spec of the start order, or None at the end of the stream.
+
+    :raises Malformed: the order is not a spec.
+    :raises OtherOrders: the spec is of another release.
+    """
     message = receive(connection)
     if message is None:
         return None
@@ -276,6 +282,6 @@ def receive_spec(connection: socket.socket) -> PartSpec | None:
 
 
 def note(text: str) -> None:
-    """Write a line to stderr, one's own log; ignore errors, as its disk may be full."""
+    """Write a line to stderr, this process's log; ignore errors such as a full disk."""
     with contextlib.suppress(OSError):
         os.write(2, f"{text}\n".encode(errors="replace"))

@@ -1,10 +1,10 @@
 """The state of a part, from its shim to the supervisor's status.
 
-A shim sends the whole :class:`PartState` of its part whenever that changes, its agent
+A shim sends the whole :class:`PartState` of its part whenever it changes, its agent
 relays it, and the supervisor reads it with the same decoder
-(:func:`replicas.supervisor.wire.orders.read`): a state that is lost on the way is
-replaced by the next one, and one that comes twice changes nothing. Each of these named
-tuples travels as an object with names (:func:`replicas.supervisor.wire.orders.plain`).
+(:func:`replicas.supervisor.wire.orders.read`). The next state replaces a lost one, and
+a repeated state changes nothing. Each of these named tuples is sent as an object with
+names (:func:`replicas.supervisor.wire.orders.plain`).
 Standard library only.
 """
 
@@ -36,8 +36,8 @@ class LogLoss(NamedTuple):
 class Remains(NamedTuple):
     """Processes that SIGKILL has not ended yet.
 
-    :param since: when it was first sent, in seconds since 1970.
-    :param processes: pid and command line of each; pid 0: one that cannot be seen.
+    :param since: when SIGKILL was first sent, in seconds since 1970.
+    :param processes: pid and command line of each; pid 0 for an invisible process.
     """
 
     since: float
@@ -48,7 +48,7 @@ class RankExit(NamedTuple):
     """How a rank ended.
 
     :param code: exit code, or minus the signal that killed it.
-    :param text: its last words in one line, if any.
+    :param text: the cause or its last line, as one line, if known.
     :param error: the traceback that torchelastic's ``record`` wrote, unless ``lines``
         has it anyway.
     :param lines: last lines of its log; only for the rank that failed first.
@@ -72,8 +72,7 @@ class ExitReport(NamedTuple):
     :param outcome: ``ok``, ``failed`` (ranks failed), ``stopped`` (as asked), ``lost``
         (launcher or shim died), or ``node`` (its agent died or its node was lost).
     :param ranks: failed ranks of this part, the first to fail first.
-    :param cut_s: it was told to end, and killed so many seconds later, as it had not
-        ended; 0: it was not.
+    :param cut_s: seconds from the order to end to SIGKILL; 0 if it was not killed.
     """
 
     outcome: str
@@ -83,7 +82,7 @@ class ExitReport(NamedTuple):
 
 
 class Belongings(NamedTuple):
-    """What the processes of a part hold; ``processes``: pid and start time of each."""
+    """Pid and start time of a part's processes, and whether they use a GPU."""
 
     gpu: bool = False
     processes: tuple[tuple[int, int], ...] = ()
@@ -93,21 +92,21 @@ class PartState(NamedTuple):
     """One part of a generation of a replica: its shim, and the processes under it.
 
     :param nonce: random mark of the shim and of all processes started under it.
-    :param node: which part of the replica it is.
-    :param pid: of the shim; 0: it was not started, or could not be.
-    :param cgroup: path of the control group of its processes; empty: none.
-    :param release: of the code that the shim runs.
-    :param main_pid: of the main process, once it is started.
+    :param node: number of the part within the replica.
+    :param pid: pid of the shim; 0 if it was not started.
+    :param cgroup: path of the control group of its processes; may be empty.
+    :param release: release of the code that the shim runs.
+    :param main_pid: pid of the main process, once it is started.
     :param rendezvous: host and port at which the parts of the replica meet, once known.
     :param report: how the main process ended.
-    :param remains: processes that SIGKILL has not ended yet; None: there are none, or
-        the shim is silent.
+    :param remains: processes that SIGKILL has not ended yet; None if there are none, or
+        if the shim is silent.
     :param losses: lines that its logs have lost so far, one for each place and reason.
-    :param stopping: it was told to end.
-    :param gone: no process of it is left.
-    :param silent_s: for how long the shim has not answered its agent, which sets it.
-    :param known_losses: those of ``losses`` that a supervisor was told before this
-        connection; its agent sets it.
+    :param stopping: True if it was ordered to end.
+    :param gone: True if no process of it is left.
+    :param silent_s: how long the shim has not answered; the agent sets it.
+    :param known_losses: the part of ``losses`` that a supervisor learned before this
+        connection; the agent sets it.
     """
 
     nonce: Mark
@@ -131,25 +130,25 @@ class PartState(NamedTuple):
     known_losses: tuple[LogLoss, ...] = ()
 
     def of_part(self, one: PartSpec | PartState) -> PartState:
-        """This state, said of the part of which ``one`` is."""
+        """Return this state with the identity of another part."""
         return self._replace(**{name: getattr(one, name) for name in IDENTITY})
 
 
 IDENTITY = ("nonce", "group", "replica", "generation", "node")
 UNKNOWN = PartState("", "", 0, 0, 0)
-"""Of a part whose spec cannot be read: its agent knows which it is."""
+"""State of a part whose spec cannot be read; its agent adds the identity."""
 
 
 def first_state(spec: PartSpec, shim: int) -> PartState:
-    """The state of a part whose shim has this pid, and has started nothing yet."""
+    """Return the state of a part whose shim, this pid, has started no process yet."""
     return UNKNOWN.of_part(spec)._replace(pid=shim, start_time=start_time(shim) or 0, cgroup=spec.cgroup)
 
 
 class Teller:
-    """The state of a part, sent at each change.
+    """Sends the state of a part at each change.
 
-    :ivar state: as last changed; :meth:`pong` sends it again if it found no room.
-    :ivar control: the connection to the agent; None: that is gone.
+    :ivar state: the present state; :meth:`pong` sends it again if the buffer was full.
+    :ivar control: the connection to the agent; None if the agent is gone.
     """
 
     def __init__(self, control: socket.socket, spec: PartSpec) -> None:
@@ -170,20 +169,20 @@ class Teller:
         self.now(losses=tuple(losses.values()))
 
     def pong(self) -> None:
-        """Answer a ping."""
+        """Answer a ping, with the state if its last change was not sent."""
         if self._told:
             self.send({"type": "pong"})
         else:
             self.now()
 
     def send(self, message: orders.Message) -> bool:
-        """Send without waiting; False: the agent is gone, or has no room for it."""
+        """Send without waiting. Return False without an agent or room in its buffer."""
         if self.control is None:
             return False
         try:
             return orders.send(self.control, message)
         except OSError as error:  # e.g. this process has no descriptor left
-            note(f"the agent cannot be told {message['type']!r}: {error.strerror}")
+            note(f"cannot send {message['type']!r} to the agent: {error.strerror}")
             return False
 
 

@@ -375,7 +375,7 @@ def test_orders_to_a_shim(tmp_path: Path) -> None:
         one.gone()
     said = (tmp_path / "logs" / "shim-0.log").read_text()
     assert "Traceback" not in said
-    assert "is no order" in said
+    assert "malformed order" in said
 
 
 def is_order(data: bytes) -> bool:

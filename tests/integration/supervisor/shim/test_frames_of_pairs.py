@@ -110,7 +110,7 @@ def test_what_a_log_pump_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert not thread.is_alive()
     said = capfd.readouterr().err
     assert "Traceback" not in said
-    assert "is no order" in said
+    assert "malformed order" in said
 
 
 def test_what_a_log_pump_says(
@@ -141,7 +141,7 @@ def test_what_a_log_pump_says(
             os.close(pipe)
     said = capfd.readouterr().err
     assert "Traceback" not in said
-    assert "is no message" in said
+    assert "malformed message" in said
 
 
 # ------------------------------------------------------------ shim and launcher
@@ -182,7 +182,7 @@ def test_what_a_launcher_says(tmp_path: Path) -> None:
         assert one.gone() == 0
     said = (tmp_path / "logs" / "shim-0.log").read_text()
     assert "Traceback" not in said, said
-    assert "is no message" in said
+    assert "malformed message" in said
 
 
 def test_what_a_launcher_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +228,7 @@ def test_what_a_launcher_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         )
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1, done.stderr
-    assert "is no order" in done.stderr
+    assert "malformed order" in done.stderr
 
 
 @pytest.mark.parametrize("last", ["only", "first of many"])

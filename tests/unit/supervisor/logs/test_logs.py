@@ -301,7 +301,7 @@ def test_a_pump_that_dies_at_the_end_is_replaced_until_its_time_is_over(
     keeper.on_time(kill_at)
     keeper.ended(-9)
     assert (len(started), keeper.over) == (2, True)
-    assert "11 bytes are in no log" in capfd.readouterr().err
+    assert "dropping 11 bytes" in capfd.readouterr().err
     for pipe in keeper.pipes.readers:
         os.close(pipe)
     selector.close()
