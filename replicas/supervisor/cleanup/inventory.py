@@ -1,8 +1,8 @@
 """Inventory of a node's processes, and whether they use GPUs.
 
 The shim takes it (:class:`Stocktaking`) soon after the start, once a minute, and before
-it ends its processes, and reports it to the supervisor: a killed rank can no longer be
-asked. Standard library only.
+it ends its processes, and reports it to the supervisor, because a killed rank cannot be
+examined. Standard library only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MAX_PROCESSES = 512
 
 
 def take(pids: Iterable[int]) -> Belongings:
-    """Return the inventory of these processes; of one that ends, what was seen."""
+    """Return the inventory of these processes; skip those that have ended."""
     gpu = False
     processes: list[tuple[int, int]] = []
     for pid in pids:
@@ -31,7 +31,7 @@ def take(pids: Iterable[int]) -> Belongings:
 
 
 class Stocktaking:
-    """Takes the inventory when it is due. ``pids``: returns the processes."""
+    """Takes the inventory of the processes ``pids()`` when it is due."""
 
     def __init__(self, pids: Callable[[], Iterable[int]], now: float) -> None:
         self._pids = pids
@@ -46,7 +46,7 @@ class Stocktaking:
         return self._note(take(self._pids()), now) if now >= self._look_at else None
 
     def last_time(self, now: float) -> Belongings | None:
-        """The inventory joined with the last one (some may be gone), if changed."""
+        """Return the inventory joined with the previous one, or None if unchanged."""
         found, old = take(self._pids()), self._last
         processes = dict.fromkeys((*found.processes, *old.processes))
         return self._note(Belongings(old.gpu or found.gpu, tuple(processes)[:_MAX_PROCESSES]), now)

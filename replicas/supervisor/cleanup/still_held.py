@@ -1,7 +1,7 @@
-"""What holds up a replica: dying processes, and the GPU memory of a dead generation.
+"""Obstacles to a start: dying processes, and the GPU memory of a dead generation.
 
 The driver frees that memory late. :meth:`HoldUps.until_clear` waits for it, up to a
-limit: then the holder is reported, and the next generation starts nevertheless.
+limit; then it reports the holder, and the next generation starts nevertheless.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Held = tuple[str, str]
 
 
 class HoldUps:
-    """Obstacles of one generation: each is reported once, and shown while it lasts."""
+    """Obstacles of one generation. Each is reported once, and shown while it lasts."""
 
     def __init__(self, emit: Callable[[Event], None], group: str, replica: int, generation: int) -> None:
         self._emit = emit
@@ -37,18 +37,18 @@ class HoldUps:
         self._known: set[tuple[int, str]] = set()
         self._remains: Remains | None = None
         self.waits = ""
-        """What its start waits for, as in "waits ..."; empty: nothing."""
+        """Rest of the sentence "waits ..." of a waiting start; may be empty."""
 
     @property
     def text(self) -> str:
-        """Return what holds the replica up now, or ""."""
+        """Return the present obstacle as text, or ""."""
         if self._remains is None:
             return f"waits {self.waits}" if self.waits else ""
         names = ", ".join(_named(*one) for one in self._remains.processes)
         return f"held up by {names}: not dead {max(0.0, time.time() - self._remains.since):.0f} s after SIGKILL"
 
     def remain(self, remains: Remains | None, *, gave_up: bool = False) -> bool:
-        """Note processes that SIGKILL has not ended; True: there is a new one."""
+        """Report processes that SIGKILL has not ended. Return True if one is new."""
         self._remains = remains
         if remains is None:
             return False
@@ -62,7 +62,7 @@ class HoldUps:
     async def until_clear(self, old: Sequence[Belongings], pause: Callable[[float], Awaitable[bool]]) -> None:
         """Wait for the GPU memory of the last generation, up to :data:`CLEAR_S`.
 
-        :param pause: waits for some seconds; False: give up.
+        :param pause: waits for the given seconds; returns False to give up.
         """
         pids = frozenset(pid for one in old if one.gpu for pid, _ in one.processes)
         deadline = time.monotonic() + CLEAR_S
@@ -71,7 +71,7 @@ class HoldUps:
             try:
                 found = await anyio.to_thread.run_sync(gpu_memory, pids)
             except OSError as error:  # e.g. this process has no descriptor left
-                found = {("GPU memory", f"unknown: it cannot be looked for ({error.strerror or error})")}
+                found = {("GPU memory", f"unknown: its processes cannot be listed ({error.strerror or error})")}
             for what, holder in sorted(found - told):
                 self.waits = f"for {what}, held by {holder}"
                 self._emit(self._event(what=what, holder=holder, gave_up=False))
@@ -85,11 +85,11 @@ class HoldUps:
 
 
 def _named(pid: int, command: str) -> str:
-    return f"process {pid} ({command or 'dying'})" if pid else "a process that is not seen from here"
+    return f"process {pid} ({command or 'dying'})" if pid else "a process that is not visible from here"
 
 
 def gpu_memory(pids: Collection[int]) -> set[Held]:
-    """GPU memory that these processes still have, or had. Blocks up to 5 s."""
+    """Return GPU memory that the driver still books to these processes. Blocks 5 s."""
     try:
         users = gpu_processes(_SMI_TIMEOUT_S)
     except (OSError, subprocess.CalledProcessError):

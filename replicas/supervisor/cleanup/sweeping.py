@@ -1,15 +1,15 @@
 """SIGKILL the processes of dead shims until none is left. Standard library only.
 
-A shim ends its own tree. If it was killed, its agent sweeps what it leaves; if both
-were, the next agent or supervisor does. All of them use :class:`Sweep`, with finders of
-their own. Processes of a shim are found in three ways: by its control group, by the
-mark in their environment, and by pid and start time as the shim last reported them.
-Only the last way finds a process that was dying before the sweep began.
+A shim ends its own tree. If the shim was killed, its agent sweeps its processes; if
+both were, the next agent or supervisor does. All of them use :class:`Sweep`, with
+finders of their own. Processes of a shim are found in three ways: by its control group,
+by the mark in their environment, and by pid and start time as the shim last reported
+them. Only the last way finds a process that was dying before the sweep began.
 
 Two kinds of helpers outlive the other processes for a moment, as they clean up after
 them:
 
-* a log pump, which ends by itself when it has read what the others wrote;
+* a log pump, which ends on its own when it has read the output of the others;
 * Python's resource trackers, which unlink the named shared memory and semaphores of a
   dead program. They have ``TRACKERS_S`` after the last of the others, and
   ``TRACKERS_MAX_S`` in all (:class:`Grace`, which the shim uses, too).
@@ -34,7 +34,7 @@ from replicas.supervisor.logs.pump import ALONE_S, is_pump
 TRACKERS_S = 0.5
 """How long Python's resource trackers outlive the last of the other processes."""
 TRACKERS_MAX_S = 5.0
-"""How long they may live from the first SIGKILL on, whatever forks meanwhile."""
+"""Their longest life after the first SIGKILL, even if other processes fork."""
 UNSEEN = 0
 """Stands for a process of unknown pid: its control group is not empty."""
 _PUMP_ENDS_S = 0.5
@@ -53,7 +53,7 @@ class Grace:
         self._last: float | None = None
 
     def spared(self, there: Iterable[int], now: float) -> frozenset[int]:
-        """Which of ``there``, all processes to be killed now, are spared."""
+        """Return the trackers to spare now. ``there``: all processes to be killed."""
         there = frozenset(there)
         trackers = frozenset(pid for pid in there if is_resource_tracker(pid))
         first, self._last = self._last is None, self._last or now + TRACKERS_MAX_S
@@ -65,12 +65,12 @@ class Grace:
 class Sweep:
     """One sweep, over one or more calls of :meth:`run`.
 
-    What was found once is killed until it is gone: the kernel frees the memory of a
-    dying process, and the environment with it, before it closes the devices and
-    notifies the parent.
+    A process that was found once is killed until it is gone: the kernel frees the
+    memory of a dying process, and the environment with it, before it closes the devices
+    and notifies the parent.
 
-    :param finders: each returns the processes to be killed that it sees now.
-    :param groups: control groups all of whose processes are to be killed.
+    :param finders: each returns the processes to be killed that it finds now.
+    :param groups: control groups whose processes are all to be killed.
     :param known: pids and start times that the shims last reported.
     """
 
@@ -82,7 +82,10 @@ class Sweep:
         self._grace = Grace()
 
     def run(self, timeout_s: float) -> list[int]:
-        """Kill until nothing is seen twice; what is left after the time. Blocks."""
+        """Kill until two looks find no process, or ``timeout_s`` is over. Blocks.
+
+        :return: the processes that are left.
+        """
         deadline = time.monotonic() + timeout_s
         quiet = 0
         while True:
@@ -90,10 +93,10 @@ class Sweep:
             quiet = 0 if left else quiet + 1
             if quiet >= _QUIET_LOOKS or (left and time.monotonic() > deadline):
                 return sorted(left)
-            time.sleep(_INTERVAL_S)  # they are not our children: their end is not announced
+            time.sleep(_INTERVAL_S)  # no SIGCHLD: they are not our children
 
     def once(self) -> set[int]:
-        """Kill all that is seen now; return it, except what became another user's."""
+        """Kill all processes found now; return them, but not those of other users."""
         now = time.monotonic()
         for find in self._finders:
             self._known.update(find())
@@ -112,9 +115,10 @@ class Sweep:
 
 
 def finder(look: Callable[[], Iterable[int]], is_one: Callable[[int], bool]) -> Finder:
-    """A finder of the processes that ``look`` returns.
+    """Return a finder of the processes that ``look`` returns.
 
-    :param is_one: asked again when the start time is known, as a pid can be reused.
+    :param is_one: checks a process again after its start time is read, as pids can be
+        reused.
     """
 
     def find() -> dict[int, int]:
@@ -125,7 +129,7 @@ def finder(look: Callable[[], Iterable[int]], is_one: Callable[[int], bool]) -> 
 
 
 def by_mark(nonces: Iterable[str]) -> Finder:
-    """A finder of the processes that were started with one of these shims' marks."""
+    """Return a finder of the processes that were started with one of these marks."""
     some = frozenset(nonces)
     return finder(lambda: marked(some), lambda pid: is_marked(pid, some))
 

@@ -1,13 +1,13 @@
-"""What a supervisor takes over of an earlier one, and what it must wait for.
+"""The processes that a supervisor takes over from an earlier one, or must wait for.
 
-The state names the agents and shims that may be alive, if it is the newest one: of this
-release, with as many starts as the file of leases, written in this boot of the machine.
-Under each lease of which no such state tells, anything may run: nothing is started
-anywhere until its agent has said what, or the lease is over.
+The state names the agents and shims that may be alive, if it is the newest state: of
+this release, with as many starts as the file of leases, written in this boot of the
+machine. Under a lease that no such state describes, any replica may run: no replica is
+started anywhere until the agent has reported its shims, or the lease is over.
 
-Agents of the supervisor's own machine are seen only from the same boot and pid
-namespace: a dead one has left at most what the sweep ends. Elsewhere (another
-container, another machine with this disk) nobody can say whether they live, and their
+Agents of the supervisor's own machine are visible only from the same boot and pid
+namespace; the sweep ends all that a dead one has left. From elsewhere (another
+container, another machine with this disk) it is unknown whether they live, and their
 leases count like those of all others.
 """
 
@@ -24,13 +24,13 @@ from replicas.supervisor.state.run_state import AgentRecord, ProcessRecord, Save
 
 
 class Heritage(NamedTuple):
-    """What is left of an earlier supervisor.
+    """Agents, shims and leases of an earlier supervisor.
 
     :ivar agents: nodes to expect, and ``shims`` on them.
-    :ivar known: the agent of this machine, alive.
-    :ivar leases: all that may still run. :ivar unseen: those of them under which
-        anything may run.
-    :ivar sure: the state is the newest, so that its numbers count.
+    :ivar known: the living agent of this machine.
+    :ivar leases: all leases that may still hold.
+    :ivar unseen: the part of ``leases`` under which any replica may run.
+    :ivar sure: True if the state is the newest, so that its numbers count.
     """
 
     agents: tuple[AgentRecord, ...] = ()
@@ -42,18 +42,18 @@ class Heritage(NamedTuple):
 
 
 def heritage(saved: Saved | None, leases: Leases, *, crashed: bool, longest_s: float) -> Heritage:
-    """Return what is left of an earlier supervisor.
+    """Return the agents, shims and leases of an earlier supervisor.
 
-    :param crashed: an earlier supervisor has not ended in order.
-    :param longest_s: of any lease by the config, for unknown ones; 0: the
-        config gives none.
+    :param crashed: True if an earlier supervisor has not ended in order.
+    :param longest_s: the config's longest lease, used for unknown leases; 0 if the
+        config has no leases.
     """
     sure = _is_newest(saved, leases) if saved is not None else not (crashed or leases.records or leases.damaged)
     records: Sequence[Lease] = leases.records
     if not (leases.found or sure) and longest_s:
         records = (Lease(unseen=True),)
     left = [_with_length(one, longest_s) for one in records if not _is_swept(one)]
-    unnoted_s = 0.0 if leases.found else longest_s  # an earlier release has noted none
+    unnoted_s = 0.0 if leases.found else longest_s  # an earlier release has recorded none
     agents = [_with_lease(one, left, unnoted_s) for one in saved.agents] if saved is not None else []
     agents = [one for one in agents if not one.local or (_lives(one.process) if _is_here(one.scope) else one.lease_s)]
     known = [one.process for one in left if one.local and _is_here(one.scope)]
@@ -69,7 +69,7 @@ def heritage(saved: Saved | None, leases: Leases, *, crashed: bool, longest_s: f
 
 
 def _is_newest(saved: Saved, leases: Leases) -> bool:
-    if not leases.found:  # an earlier release keeps none
+    if not leases.found:  # an earlier release writes no leases
         return not leases.damaged and not saved.starts
     return saved.starts >= leases.starts and saved.machine.partition("/")[0] == boot_id()
 
@@ -83,7 +83,7 @@ def _lives(process: ProcessRecord | None) -> bool:
 
 
 def _is_swept(lease: Lease) -> bool:
-    """True if the sweep at the start sees, and ends, what that one has left."""
+    """Return True if the sweep at the start ends all processes under this lease."""
     return lease.local and _is_here(lease.scope) and not _lives(lease.process)
 
 
@@ -92,6 +92,6 @@ def _with_length(lease: Lease, longest_s: float) -> Lease:
 
 
 def _with_lease(agent: AgentRecord, leases: Sequence[Lease], unnoted_s: float) -> AgentRecord:
-    """The agent with the longest lease that its node has."""
+    """Return the agent with the longest lease of its node."""
     granted = [one.lease_s for one in leases if one.node == agent.node]
     return msgspec.structs.replace(agent, lease_s=max(granted, default=unnoted_s if agent.local else agent.lease_s))

@@ -1,23 +1,23 @@
-"""What may still run when a supervisor is gone: ``<state_dir>/leases``.
+"""The leases of agents that may run without a supervisor: ``<state_dir>/leases``.
 
-The file says nothing that the state does not say, but it is there when that is lost,
-old, or of another release: it has no schema. Each line is a JSON object, of which a
-reader takes the fields that it knows. The first line has numbers of the run, each other
-one is a :class:`Lease`; what is not understood counts as one of unknown length::
+The file repeats parts of the state, for the case that the state is lost, old, or of
+another release. It has no schema: each line is a JSON object, and a reader ignores
+unknown fields. The first line has numbers of the run, each other line is a
+:class:`Lease`; an unreadable line counts as a lease of unknown length::
 
     {"starts":                  12,"generations":16,"floor":0}
     {"node":"gpu2","incarnation":"0f...","scope":"...","lease_s":120.0}
 
 * A lease is on disk, and synced with its folder, *before* it is granted, and leaves the
-  file when it is over. So whatever may run is named, with the time that it has left
-  once its agent falls silent.
+  file when it is over. So the file names every agent that may run, and for how long
+  after its last beat.
 * ``starts`` counts the generations that were started. The state has the number, too,
-  and is written first: a state with a smaller one is old. The number is written in
-  place, which takes no room on a full disk, and is not synced, as the state is not:
-  after another boot of the machine no state is known to be the newest.
+  and is written first: a state with a smaller number is old. The number is written in
+  place, which needs no room on a full disk, and is not synced, as the state is not:
+  after another boot of the machine, no state is known to be the newest.
 * ``generations`` is the highest number that a generation may have. It is raised in
-  steps, before it is used. Where the state cannot tell which numbers were used, the
-  next ones are above the ``floor``, which is set to it then.
+  steps, before use. If the state does not tell which numbers were used, ``floor`` is
+  set to it, and new generations have numbers above ``floor``.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _AT = len('{"starts":')
 class Lease(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One incarnation of an agent that may run replicas without a supervisor.
 
-    :ivar node: empty: it is not known.
-    :ivar local: it was the agent of its supervisor's own machine, as ``process``.
+    :ivar node: empty if unknown.
+    :ivar local: True if it was the agent of its supervisor's own machine, ``process``.
     :ivar scope: where its pids are valid.
-    :ivar lease_s: for how long, in seconds, it may go on unheard; 0: it is not known.
-    :ivar unseen: no state says what runs under it.
+    :ivar lease_s: how long it may run unheard, in seconds; 0 if unknown.
+    :ivar unseen: True if no state names the replicas under it.
     """
 
     node: str = ""
@@ -71,17 +71,17 @@ class Leases:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.found = False
-        """True if a file was there, and could be read."""
+        """True if the file exists and was read."""
         self.damaged = False
-        """True if a file was there, and could not be read."""
+        """True if the file exists and is unreadable."""
         self.records: tuple[Lease, ...] = ()
         self.starts = 0
         self.floor = 0
         self._generations = 0
 
     def load(self) -> None:
-        """Read what was written before, if anything. Then say what is left of that:
-        :meth:`count` or :meth:`forget_numbers`."""
+        """Read the file, if there is one. :meth:`count` or :meth:`forget_numbers` must
+        follow."""
         try:
             lines = private.read(self.path).splitlines()
             numbers = msgspec.json.decode(lines[0], type=_Numbers)
@@ -89,14 +89,14 @@ class Leases:
             pass
         except (OSError, IndexError, *MALFORMED) as error:
             self.damaged = True
-            log.error("the leases in %s cannot be read: %s", self.path, error)
+            log.error("cannot read the leases in %s: %s", self.path, error)
         else:
             self.found = True
             self.starts, self._generations, self.floor = numbers.starts, numbers.generations, numbers.floor
             self.records = tuple(_lease(line) for line in lines[1:])
 
     def write(self, records: Sequence[Lease]) -> None:
-        """Have these leases on disk. OSError: they are not, and nothing has changed."""
+        """Replace the leases, on disk first. After an OSError, the old ones hold."""
         if tuple(records) != self.records:
             self._write(records)
 
@@ -109,26 +109,25 @@ class Leases:
         self.records, self._generations, self.floor = new, numbers, lowest
 
     def forget_numbers(self, records: Iterable[Lease], *, used: int = 0) -> None:
-        """Use no number of a generation again that may have been used.
+        """Set the floor above all numbers of generations that may have been used.
 
-        OSError: it cannot be written.
-
-        :param records: may still run.
-        :param used: the highest number by the state, for a file that tells none.
+        :param records: leases that may still hold.
+        :param used: the highest number in the state, if the file has no numbers.
+        :raises OSError: the file cannot be written.
         """
         unread = used + _STEP if used and not self.found else 0
         self._write(records, floor=max(self.floor, self._generations, unread))
 
     def reserve(self, generation: int) -> None:
-        """Have it on disk that this number may be used. OSError: it is not."""
+        """Write that this number may be used, before it is. Raises OSError."""
         if generation > self._generations:
             self._write(self.records, generations=generation + _STEP - 1)
 
     def count(self) -> None:
-        """Have the number of starts on disk. OSError: it is not."""
+        """Write the number of starts. Raises OSError."""
         try:
             private.overwrite(self.path, f"{self.starts:{_WIDTH}}".encode(), _AT)
-        except FileNotFoundError:  # it is new, or somebody purged old files
+        except FileNotFoundError:  # the run is new, or the file was removed by hand
             self._write(self.records)
 
     def remove(self) -> None:

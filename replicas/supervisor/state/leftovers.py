@@ -9,15 +9,15 @@ A process belongs to a run whose supervisor is dead if one of these is true:
   random and new for each shim;
 * ``identity``: it was started with any shim's mark and with the id of this very state
   folder. That finds processes that no record names, such as after the loss of the
-  state file. Folders can be copied with their ids: processes under a shim that
-  still has its supervisor are left to that one.
+  state file. Folders can be copied with their ids, so processes under a shim whose
+  supervisor lives are spared.
 
 Records of pids and control groups are valid only on the machine, and in the boot and
 pid namespace, in which they were written. This process and its ancestors are never
 touched, whatever their environment says.
 
 While the supervisor of the state file lives, only ``identity`` counts, for marks that
-its records do not name (``replicas doctor`` asks so).
+its records do not name (for ``replicas doctor``).
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from replicas.telemetry.events import How, LeftoverFound
 def find(
     saved: Saved | None, identity: str, *, spare: Collection[int] = (), kept: Collection[str] = ()
 ) -> list[LeftoverFound]:
-    """The living processes of a dead supervisor's run, each with ``swept`` False.
+    """Return the living processes of a dead supervisor's run, ``swept`` False in each.
 
     :param saved: the state that it left, if there is one.
-    :param identity: the id of its state folder; empty: it has none.
-    :param spare: processes that this one has started: they inherit its environment.
-    :param kept: marks of shims that go on, with all that was started under them.
+    :param identity: the id of its state folder; may be empty.
+    :param spare: processes that this one has started; they inherit its environment.
+    :param kept: marks of shims to spare, with all processes under them.
     """
     spared = {os.getpid(), *parents(os.getpid()), *spare}
     if kept and saved is not None:
@@ -94,7 +94,10 @@ def sweep(
     spare: Collection[int] = (),
     kept: Collection[str] = (),
 ) -> list[LeftoverFound]:
-    """Kill what :func:`find` finds, to the end; ``swept``: it is gone. Blocks."""
+    """Kill all processes that :func:`find` returns, and return them. Blocks.
+
+    ``swept`` is True for those that are gone within ``timeout_s``.
+    """
     seen: dict[tuple[int, int], LeftoverFound] = {}
 
     def look() -> dict[int, int]:
@@ -104,7 +107,7 @@ def sweep(
         return {one.pid: one.start_time for one in found}
 
     killing = Sweep(look)
-    if killing.once():  # usually there is nothing, and one look is enough
+    if killing.once():  # most runs have no leftovers, and one look is enough
         killing.run(timeout_s)
     for record in saved.shims if saved is not None and saved.of_this_machine() else ():
         if record.cgroup and record.nonce not in kept:
@@ -116,7 +119,7 @@ def sweep(
 
 
 def lock_holders(lock: Path) -> list[int]:
-    """Processes that hold the lock on this file, by ``/proc/<pid>/fdinfo``."""
+    """Return the processes that hold the lock, by ``/proc/<pid>/fdinfo``."""
     there = lock.stat()
     return [pid for pid in processes() if pid != os.getpid() and _holds(pid, there)]
 
@@ -143,9 +146,11 @@ def _by_group(saved: Saved | None) -> Iterator[_Candidate]:
 def _by_environment(
     records: dict[str, ShimRecord], identity: str, *, but: Collection[str] = ()
 ) -> Iterator[_Candidate]:
-    """By the marks of records, and by the folder's id where no record has the mark.
+    """Yield processes with a record's mark, or another mark and the folder's id.
 
-    The latter spares shims' marks with a living supervisor; ``but``: marks to skip.
+    Of the latter, skip marks of shims with a living supervisor.
+
+    :param but: marks to skip.
     """
     entry, mark = f"{environ.STATE_ID}={identity}".encode(), f"{MARK}=".encode()
     found: list[tuple[int, list[bytes], str]] = []
@@ -164,7 +169,7 @@ def _by_environment(
 
 
 def _words(pid: int, file: str) -> list[bytes]:
-    """Words of ``environ`` or ``cmdline``; none: it has ended, or is another user's."""
+    """Return the words of ``environ`` or ``cmdline``, none if they are unreadable."""
     try:
         return Path(f"/proc/{pid}/{file}").read_bytes().split(b"\0")
     except OSError:
@@ -178,13 +183,13 @@ def is_orphan(pid: int) -> bool:
 
 
 def _has_supervisor(pid: int) -> bool:
-    """Return True for a shim that is still the child of what started it."""
+    """Return True for a shim that is still the child of its starter."""
     starter = _starter(pid)
     return starter is not None and parents(pid)[:1] == [starter]
 
 
 def _starter(pid: int) -> int | None:
-    """The process that started this shim; None: it is no shim."""
+    """Return the pid of this shim's starter, or None if it is not a shim."""
     words = _words(pid, "cmdline")
     if SHIM.encode() not in words or b"--parent" not in words[:-1]:
         return None

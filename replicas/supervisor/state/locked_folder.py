@@ -1,13 +1,13 @@
-"""A state folder that one process has at a time, and what keeps its lock after a kill.
+"""A state folder that one process locks at a time, and shims that outlive the process.
 
 ::
 
     <folder>/lock   flock'ed by the process that has the folder, and by its shims
     <folder>/id     identity of the folder; in the environment of its processes
 
-The shims of a killed process still hold its lock, but end by themselves within
-:data:`SETTLE_S`. Processes that hold the lock even then (a frozen shim) are swept, if
-they certainly are a dead owner's: each kind of folder tells by its own finders.
+The shims of a killed process still hold its lock, but end on their own within
+:data:`SETTLE_S`. Processes that hold the lock after that (a frozen shim) are killed, if
+they certainly belong to a dead owner: each subclass finds them in its own way.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from replicas.supervisor.state import leftovers
 from replicas.supervisor.state.run_state import machine
 
 SETTLE_S = 8.0
-"""How long processes of a dead owner may take to end by themselves."""
+"""How long processes of a dead owner may take to end on their own."""
 SWEEP_S = 5.0
 _LOOK_INTERVAL_S = 0.05
 _IDENTITY = re.compile(rb"[0-9a-f]{32}")
@@ -45,12 +45,12 @@ class LockedFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.given_up = threading.Event()
-        """Set it to give up: waiting for the lock then ends with a WorldError."""
+        """Setting it ends the wait for the lock with a WorldError."""
         self._lock: int | None = None
 
     @property
     def lock(self) -> int:
-        """Descriptor of the held lock, which shims inherit and so keep taken."""
+        """Descriptor of the lock. Shims inherit it, and so hold the lock, too."""
         assert self._lock is not None
         return self._lock
 
@@ -79,19 +79,19 @@ class LockedFolder:
                 raise self._not_dying(owner, leftovers.lock_holders(self.path / "lock"))
             if late_s > 0:
                 self._free(lock)
-            if self.given_up.wait(_LOOK_INTERVAL_S):  # the end of a flock is not announced
+            if self.given_up.wait(_LOOK_INTERVAL_S):  # the kernel does not announce the end of a flock
                 raise errors.WorldError(f"the start in {self.path} was given up")
 
     def _free(self, lock: int) -> None:
-        """Kill a dead owner's processes that hold the lock; called repeatedly."""
+        """Kill a dead owner's processes that hold the lock. Called repeatedly."""
         raise NotImplementedError
 
     def _taken(self, owner: Owner) -> errors.ReplicasError:
-        """The error for a folder that a living process has."""
+        """Return the error for a folder that a living process has locked."""
         raise NotImplementedError
 
     def _not_dying(self, owner: Owner, holders: list[int]) -> errors.ReplicasError:
-        """The error for processes of a dead owner that SIGKILL does not end in time."""
+        """Return the error for a dead owner's processes that survive SIGKILL."""
         raise NotImplementedError
 
     def _unlock(self) -> None:
@@ -113,7 +113,7 @@ def identity_of(folder: Path) -> str:
 
 
 def give_identity(folder: Path) -> str:
-    """Return the id of this state folder; give it one if it has none. Hold its lock."""
+    """Return the id of this state folder, made if missing. The caller has its lock."""
     found = identity_of(folder)
     if not found:
         found = secrets.token_hex(16)
@@ -122,10 +122,10 @@ def give_identity(folder: Path) -> str:
 
 
 class Owner(NamedTuple):
-    """The process that the lock file names; agents do not sign theirs.
+    """The process that the lock file names; agents write no name.
 
-    :ivar pid: ``unknown``: not signed yet, or an abandoned shim holds it.
-    :ivar machine: where the pid is valid; empty: an older release did not write it.
+    :ivar pid: ``unknown`` if no name is written yet, or only shims hold the lock.
+    :ivar machine: where the pid is valid; empty in files of older releases.
     """
 
     pid: str = "unknown"
@@ -149,10 +149,10 @@ class Owner(NamedTuple):
 
     @property
     def elsewhere(self) -> bool:
-        """True if the owner is on another machine, or in another pid namespace."""
+        """Return True if the owner is on another machine or pid namespace."""
         return bool(self.machine) and self.machine != machine()
 
     @property
     def alive(self) -> bool:
-        """True if the owner is seen alive from here."""
+        """Return True if the owner lives, as far as this machine can see."""
         return bool(self.start) and not self.elsewhere and start_time(int(self.pid)) == int(self.start)

@@ -1,9 +1,8 @@
-"""Who is a rank of a replica that this supervisor has started.
+"""Check that a joining process is a rank of a replica that this supervisor started.
 
-Everybody with a member token may join, and the newest process of a rank takes its place
-from the one before. Of its own replicas the supervisor knows the right processes: each
-shim has a random mark, which its processes inherit, and which nobody else can read. A
-rank proves in its Hello that it knows it.
+Every process with a member token may join, and replaces an older process of its rank.
+For its own replicas, the supervisor knows the right processes: each shim has a random
+mark, which only its processes inherit. A rank proves in its Hello that it has the mark.
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
 """The state of a run that survives its supervisor: ``<state_dir>/state.json``.
 
-The file is replaced as a whole, always *before* what it allows happens: a restart is
-saved as spent before the generation starts, the mark of a shim before the shim is
-started. So a supervisor that is killed at any moment leaves a file that allows at most
-what was allowed, and names at least what is alive.
+The file is replaced as a whole, always *before* the action: a restart is saved as spent
+before the generation starts, the mark of a shim before the shim starts. So a supervisor
+that is killed at any moment leaves a file that never allows too many restarts, and that
+names every living shim.
 
 The file exists while a run is under way; a run that ends in order removes it. A start
-that finds one resumes where the dead supervisor stopped: sizes, generations, budgets
-(by the time of day, as no monotonic clock outlives its machine), and the counters up to
-an event whose successors are in ``events.jsonl``. Versions are in the decision log,
-which has its own file and rules (:mod:`replicas.coordinator.decisions`).
+that finds a file resumes where the dead supervisor stopped: sizes, generations, budgets
+(by the time of day, as a monotonic clock restarts with its machine), and the counters
+up to an event whose successors are in ``events.jsonl``. Versions are in the decision
+log, which has its own file and rules (:mod:`replicas.coordinator.decisions`).
 
 A file of another schema, or a torn one, is moved to ``state.json.bad`` and reported; it
-is never fatal. Nor is a disk that takes no new file: what runs goes on, orders that
-change the state are refused, and generations start when there is room again. The file
-is not synced for every change: what a crash of the machine makes old is found out by
-:mod:`replicas.supervisor.state.leases`.
+is never fatal. A full or failing disk is not fatal either: replicas run on, orders that
+change the state are refused, and generations start when writing works again. The file
+is not synced for every change: :mod:`replicas.supervisor.state.leases` detects a state
+that is old after a crash of the machine.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ProcessRecord(msgspec.Struct, frozen=True):
     start_time: int
 
     def alive(self) -> bool:
-        """True if this very process lives, for a record of this machine."""
+        """Return True if this very process lives; for records of this machine only."""
         return start_time(self.pid) == self.start_time
 
 
@@ -54,8 +54,8 @@ class ShimRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One shim that was started, or (``process`` None) was about to be.
 
     :ivar nonce: the mark in the environment of all its processes.
-    :ivar agent: the node whose agent started it; ``gpus`` and ``memory_nbytes``: its
-        share of that.
+    :ivar agent: the node whose agent started it.
+    :ivar gpus: its GPUs of that node; ``memory_nbytes``: its share of the memory.
     """
 
     nonce: str
@@ -73,12 +73,12 @@ class ShimRecord(msgspec.Struct, frozen=True, kw_only=True):
 class AgentRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The agent of a node.
 
-    :ivar process: valid where it runs.
-    :ivar draining: the node is being drained, or was, and takes no replicas.
+    :ivar process: valid only on its machine.
+    :ivar draining: True if the node is being drained, or is, and takes no replicas.
     :ivar scope: where its pids are valid (:func:`machine`).
-    :ivar lease_s: for how long it may go on without a supervisor.
-    :ivar elsewhere: marks of shims of an earlier agent of that name elsewhere, whose
-        lease may not be over yet.
+    :ivar lease_s: how long it may run without a supervisor.
+    :ivar elsewhere: marks of shims of an earlier agent with this name on another
+        machine, whose lease may not be over yet.
     """
 
     node: str
@@ -99,7 +99,7 @@ class SavedRestart(msgspec.Struct, frozen=True):
 
 
 class SavedCause(msgspec.Struct, frozen=True):
-    """Why a generation ends; ``reason``: the label of the restart that follows."""
+    """Why a generation ends; ``reason`` labels the restart that follows."""
 
     reason: RestartReason
     text: str
@@ -110,11 +110,11 @@ class SavedReplica(msgspec.Struct, frozen=True, kw_only=True):
 
     :ivar generation: the last one that was started, or was about to be.
     :ivar cycles: restarts in a row without progress.
-    :ivar halted: it was stopped by hand, and rests until it is restarted.
-    :ivar settled: it has ``finished`` or ``failed``; empty: it has not. Only who adopts
-        the run goes on from that: else all replicas start again.
-    :ivar start: digest of what its processes were started with.
-    :ivar ending: why its generation was being ended, to be followed by another.
+    :ivar halted: True if it was stopped by hand, and rests until it is restarted.
+    :ivar settled: ``finished``, ``failed`` or empty. A supervisor that adopts the run
+        keeps it; otherwise all replicas start again.
+    :ivar start: digest of its start settings.
+    :ivar ending: why its generation was being ended, if another generation follows.
     """
 
     generation: int = 0
@@ -128,9 +128,11 @@ class SavedReplica(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SavedGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """The saved state of a group; ``spent``: the restarts in the budget's window.
+    """The saved state of a group.
 
-    :ivar configured: the config's number; another one there overrides ``size``.
+    :ivar spent: the restarts in the budget's window.
+    :ivar configured: the config's number of replicas. A config with another number
+        overrides ``size``.
     """
 
     size: int
@@ -140,7 +142,7 @@ class SavedGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def once_removed(self) -> SavedGroup:
-        """Its replicas' generations, as a later group of its name has other logs."""
+        """Return only its generations: a later group of its name has new logs."""
         used = {index: SavedReplica(generation=one.generation) for index, one in self.replicas.items()}
         return SavedGroup(size=0, replicas=used)
 
@@ -152,10 +154,10 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
     :ivar supervisor: the process that wrote it.
     :ivar seq: number of the last event that ``tally`` has counted.
     :ivar helpers: processes of the run that belong to no replica, such as the store.
-    :ivar agents: of the run's nodes.
-    :ivar port: of the control port, at which members and agents look for a supervisor.
-    :ivar draining: why the whole run was being drained; empty: it was not.
-    :ivar starts: generations that were started, as in the file of leases.
+    :ivar agents: agents of the run's nodes.
+    :ivar port: the control port, at which members and agents look for a supervisor.
+    :ivar draining: why the whole run was being drained; empty if it was not.
+    :ivar starts: number of started generations, as in the file of leases.
     """
 
     schema: int = SCHEMA
@@ -174,17 +176,17 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
     starts: int = 0
 
     def of_this_machine(self) -> bool:
-        """True if its process records may name processes that are visible from here."""
+        """Return True if its process records are valid on this machine."""
         return self.machine == machine()
 
     @property
     def generations(self) -> int:
-        """The highest number of a generation."""
+        """Return the highest number of a generation."""
         return max((one.generation for group in self.groups.values() for one in group.replicas.values()), default=0)
 
     @property
     def agent(self) -> ProcessRecord | None:
-        """The agent of this machine, if it still lives."""
+        """Return the agent of this machine, if it still lives."""
         records = [one.process for one in self.agents if one.local and one.scope == machine()]
         return next((one for one in records if one is not None and one.alive()), None)
 
@@ -199,25 +201,25 @@ class RunState:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.set_aside: tuple[Path, str] | None = None
-        """Where :meth:`load` moved a file that could not be used, and why."""
+        """New path of an unusable file that :meth:`load` has moved, and the reason."""
         self.failures = 0
         """How often the state could not be written."""
         self._problem = ""
 
     @property
     def problem(self) -> str:
-        """Why the state could not be written last; empty: it could."""
+        """Return why the last write failed, or ""."""
         return f"{self.path}: {self._problem}" if self._problem else ""
 
     def peek(self) -> Saved | None:
-        """Read the state without the run's lock; None: no good one."""
+        """Read the state without the run's lock; return None if it is not valid."""
         try:
             return decode(private.read(self.path))
         except (OSError, ValueError):
             return None
 
     def load(self) -> Saved | None:
-        """Read what a dead supervisor left, if anything; set an unusable file aside."""
+        """Return a dead supervisor's state, if there is one; set a bad file aside."""
         try:
             return decode(private.read(self.path))
         except FileNotFoundError:
@@ -225,13 +227,13 @@ class RunState:
         except (OSError, ValueError) as error:
             reason = f"it cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
         bad = self.path.with_name(f"{self.path.name}.bad")
-        log.error("the state file %s is of no use and is moved to %s: %s", self.path, bad.name, reason)
+        log.error("moving the unusable state file %s to %s: %s", self.path, bad.name, reason)
         private.rename(self.path, bad.name)
         self.set_aside = bad, reason
         return None
 
     def save(self, saved: Saved, *, sync: bool = False) -> bool:
-        """Replace the state; False: the disk does not take it, and the run goes on."""
+        """Save the state. Return False if writing fails; the run continues."""
         try:
             private.replace(self.path, msgspec.json.encode(saved), sync=sync)
         except OSError as error:
@@ -239,7 +241,7 @@ class RunState:
             words = error.strerror or str(error)
             if words != self._problem:
                 self._problem = words
-                log.error("the state cannot be written to %s: %s; nothing new starts meanwhile", self.path, words)
+                log.error("starting no replica until the state can be written to %s: %s", self.path, words)
             return False
         if self._problem:
             log.warning("the state is written to %s again", self.path)
@@ -252,7 +254,7 @@ class RunState:
 
 
 def decode(data: bytes) -> Saved:
-    """Decode a state; a ValueError says why it is none of this version."""
+    """Decode a state. :raises ValueError: it is not a state of this schema."""
     try:
         schema = msgspec.json.decode(data, type=_Head).schema
     except MALFORMED as error:
@@ -266,7 +268,7 @@ def decode(data: bytes) -> Saved:
 
 
 def machine() -> str:
-    """The scope of a pid's meaning: the machine's boot and the pid namespace."""
+    """Return the scope in which a pid is valid: the boot and the pid namespace."""
     return f"{boot_id()}/{namespace('pid')}"
 
 

@@ -4,9 +4,9 @@
 
     <state_dir>/lock             flock'ed by the supervisor and its shims; has its pid
     <state_dir>/id               identity of the folder; stays
-    <state_dir>/state.json       what a kill leaves (run_state.py); removed at the end
-    <state_dir>/leases           what may run on without a supervisor (leases.py);
-                                 removed once nothing may
+    <state_dir>/state.json       state of the run (run_state.py); removed at the end
+    <state_dir>/leases           agents that may run without a supervisor (leases.py);
+                                 removed when no lease is left
     <state_dir>/events.jsonl     all events, of earlier runs too; and events.jsonl.1
     <state_dir>/decisions.jsonl  the decision log; removed at the end
     <state_dir>/key.pem          key and certificate of the control port; stays
@@ -14,14 +14,14 @@
                                  (and the others of token_files.py)
     <state_dir>/endpoint.json    address of the control port; removed at the end
     <state_dir>/logs/<group>/<replica>/gen-<g>/rank-<r>.log
-    <state_dir>/logs.previous/   the logs of the run before
+    <state_dir>/logs.previous/   the logs of the previous run
 
-The folder belongs to the user alone, and so does all that is made in it
+The folder and all files made in it belong to the user alone
 (:mod:`replicas.linux.private`): files that others have put there are neither trusted
 nor written to. A folder that the operator has made may let others read. Its identity is
-random, and in the environment of the run's processes. A path is none: containers that
-share their processes have the same paths, and a folder that was removed and made again
-is a different one under the same name.
+random, and in the environment of the run's processes. A path does not identify it:
+containers that share their processes have the same paths, and a folder that was removed
+and made again has the same path as before.
 
 The lock gives a run to one supervisor (:mod:`replicas.supervisor.state.locked_folder`).
 A process that holds it after a supervisor's death (a frozen shim) is swept like all
@@ -56,7 +56,7 @@ log = Log("replicas.supervisor")
 
 
 class AlreadySupervised(errors.UsageError):
-    """Another supervisor has this run."""
+    """Another supervisor has locked this run."""
 
     default_hint = "stop that one, or give this run another name"
 
@@ -64,7 +64,7 @@ class AlreadySupervised(errors.UsageError):
 class StateDir(LockedFolder):
     """The state folder, from :meth:`acquire` to :meth:`release`.
 
-    :param longest_lease_s: of any node by the config, in seconds; 0: none gets one.
+    :param longest_lease_s: the config's longest lease, in seconds; 0 for no leases.
     """
 
     patience_s = 8.0
@@ -81,16 +81,16 @@ class StateDir(LockedFolder):
         self.run_state = RunState(path / "state.json")
         self.leases = Leases(path / "leases")
         self.heritage = Heritage()
-        """What is left of an earlier supervisor, after :meth:`acquire`."""
+        """Agents, shims and leases of an earlier supervisor, after :meth:`acquire`."""
         self._longest_lease_s = longest_lease_s
         self.saved: Saved | None = None
-        """A dead supervisor's state, after :meth:`acquire`; None: nothing to resume."""
+        """A dead supervisor's state to resume, or None, after :meth:`acquire`."""
         self.identity = ""
         """The id of the folder, after :meth:`acquire`."""
         self.token: str | None = None
         """The token of a run that is resumed, after :meth:`acquire`.
 
-        Programs that others have started still use it.
+        Programs that other launchers have started still use it.
         """
         self.leftovers: list[LeftoverFound] = []
         """Processes that kept a dead supervisor's lock; :meth:`acquire` killed them."""
@@ -99,9 +99,9 @@ class StateDir(LockedFolder):
         self._swept = False
 
     def acquire(self) -> None:
-        """Take the run, and read the state that a dead supervisor left.
+        """Lock the run, and read a dead supervisor's state.
 
-        Its living processes stay until :meth:`sweep`, except those that keep the lock.
+        Its living processes stay until :meth:`sweep`, except those that hold the lock.
         Blocks up to about 15 s, while shims of a dead supervisor clean up.
 
         :raises AlreadySupervised: another supervisor runs, or processes of a dead one
@@ -121,7 +121,7 @@ class StateDir(LockedFolder):
         except OSError as error:
             elsewhere = error.filename not in (None, str(self.path))
             what = f"{error.strerror or error}" + (f": {error.filename}" if elsewhere else "")
-            mend = error.hint if isinstance(error, private.NotPrivate) else "mend it"
+            mend = error.hint if isinstance(error, private.NotPrivate) else "correct that"
             raise errors.UsageError(
                 f"cannot use the state folder {self.path}: {what}", hint=f"{mend}, or set run.state_dir in the config"
             ) from error
@@ -136,15 +136,15 @@ class StateDir(LockedFolder):
         self._left = self.saved = self.run_state.load()
         crashed = crashed or self.run_state.set_aside is not None
         if self.saved is not None:
-            # It may have ended in order, and only lack the removal of its state.
+            # The run may have ended in order, and only its state was not removed.
             since = (record.event for record in read(self.events_file, self.saved.seq))
             if any(isinstance(event, RunEnded) and event.exit_code != PREEMPTED for event in since):
                 self.saved, crashed = None, False
                 private.remove(self.decisions_file)
-        # Starts that failed since have signed off, and left the decisions.
+        # Later starts that failed have cleared the lock file, but left the decisions.
         self._cut_short = crashed or self.decisions_file.exists()
         self.heritage = heritage(self.saved, self.leases, crashed=crashed, longest_s=self._longest_lease_s)
-        # Only now, with the wait in it, may a file replace one that tells nothing.
+        # Replace an unreadable file only now, when the leases to wait for are known.
         if not self.heritage.sure:
             unseen = [msgspec.structs.replace(one, unseen=True) for one in self.heritage.unseen]
             self.leases.forget_numbers(unseen, used=self.saved.generations if self.saved is not None else 0)
@@ -157,18 +157,18 @@ class StateDir(LockedFolder):
         if self.token is None:
             self.tokens.remove()
         goes_on = self.heritage.known is not None
-        if not goes_on and self.logs.exists() and any(self.logs.iterdir()):  # a start that failed has left none
+        if not goes_on and self.logs.exists() and any(self.logs.iterdir()):  # a failed start leaves an empty folder
             previous = self.path / "logs.previous"
             private.remove_tree(previous)
             private.rename(self.logs, previous.name)
         private.make_folder(self.logs)
 
     def sweep(self, spare: Collection[int] = (), kept: Collection[str] = ()) -> list[LeftoverFound]:
-        """Kill what a dead supervisor left alive, but ``spare``. Blocks up to 5 s.
+        """Kill a dead supervisor's processes, except ``spare``. Blocks up to 5 s.
 
-        Call it when nothing can stop the start: a failed start kills nothing.
+        To be called when the start cannot fail: a failed start kills no process.
 
-        :param kept: marks of shims that go on, with all of theirs.
+        :param kept: marks of shims to keep, with their processes.
         """
         found = leftovers.sweep(self._left, self.identity, SWEEP_S, spare=spare, kept=kept)
         if self._left is not None and self.saved is None:
@@ -178,7 +178,8 @@ class StateDir(LockedFolder):
     def _free(self, lock: int) -> None:
         """Kill, once, the processes that hold a dead supervisor's lock.
 
-        Another may take it at any moment: the state counts only if its writer is dead.
+        Another supervisor may lock the folder at any moment: the state counts only if
+        its writer is dead.
         """
         saved = None if self._swept else self.run_state.peek()
         self._swept = True
@@ -191,29 +192,32 @@ class StateDir(LockedFolder):
         if owner.alive:
             return AlreadySupervised(f'run "{self.run}" is already supervised by process {owner.pid} ({lock})')
         return AlreadySupervised(
-            f'run "{self.run}" is supervised by process {owner.pid} on host "{owner.host}", or what that '
-            f"has left there still runs ({lock} is shared with it)",
+            f'run "{self.run}" is supervised by process {owner.pid} on host "{owner.host}", or processes of it '
+            f"still run there ({lock} is shared with that host)",
             hint="stop it there, or give this run another name or another run.state_dir",
         )
 
     def _not_dying(self, owner: Owner, holders: list[int]) -> AlreadySupervised:
         return AlreadySupervised(
             f'processes of an earlier supervisor of run "{self.run}" (pid {owner.pid}) are still alive: '
-            f"{', '.join(map(str, holders)) or 'not to be seen from here'}",
+            f"{', '.join(map(str, holders)) or 'not visible from here'}",
             hint="end them, or give this run another name",
         )
 
     @property
     def resumed(self) -> bool:
-        """True if the run was under way; also if its state was unusable, or is lost.
+        """Return True if the run was under way, even if its state is bad or lost.
 
-        One that has ended in order, and left a lease, was not: its versions are gone.
+        A run that ended in order is not resumed, even if it left a lease.
         """
         lost = self._cut_short and bool(self.heritage.unseen)
         return self.saved is not None or self.run_state.set_aside is not None or lost
 
     def open_events(self, max_nbytes: int) -> EventLog:
-        """Open the run's events, behind a dead supervisor's; report what was found."""
+        """Open the run's event log, after a dead supervisor's events.
+
+        Emit RunStarted, a state that was set aside, and leftovers.
+        """
         saved = self.saved
         events = EventLog(
             self.events_file,
@@ -254,9 +258,10 @@ class StateDir(LockedFolder):
     def release(self, *, ended: bool = False, left: tuple[Lease, ...] | None = None) -> None:
         """Remove the token and the endpoint file, and release the lock.
 
-        :param ended: in order: the next start begins afresh. Otherwise (it could not be
-            started, or was preempted) the next supervisor resumes from the state.
-        :param left: leases under which something may be left; None: as is on disk.
+        :param ended: True if the run ended in order, and the next start is a new run.
+            Otherwise (it could not be started, or was preempted) the next supervisor
+            resumes from the state.
+        :param left: leases under which replicas may run; None keeps those on disk.
         """
         if self._lock is None:
             return
@@ -267,7 +272,7 @@ class StateDir(LockedFolder):
                 self._leave(left, ended=ended)
             if ended:
                 self.run_state.remove()
-            if self.run_state.peek() is None:  # nobody will resume it
+            if self.run_state.peek() is None:  # no supervisor will resume it
                 self.tokens.remove()
             private.remove(self.endpoint_file)
             os.ftruncate(self._lock, 0)
@@ -280,8 +285,8 @@ class StateDir(LockedFolder):
                 self.leases.forget_numbers(left)
             else:
                 self.leases.write(left)
-        except OSError as error:  # more are named than may be left, and the next start waits for those
-            log.warning("the leases in %s are not up to date: %s", self.leases.path, error.strerror or error)
+        except OSError as error:  # the next start then also waits for leases that are over
+            log.warning("leaving old leases in %s: %s", self.leases.path, error.strerror or error)
 
     def log_dir(self, group: str, replica: int, generation: int) -> Path:
         return self.logs / group / str(replica) / f"gen-{generation}"

@@ -3,14 +3,14 @@
 ::
 
     <state_dir>/token            the present join token of members, which they read
-    <state_dir>/operator-token   that of operators, for the commands of this user
-    <state_dir>/tokens.json      the secrets of both roles, with those before them
+    <state_dir>/operator-token   the token of operators, for this user's commands
+    <state_dir>/tokens.json      present and previous secrets of both roles
 
-All have the mode 0600 and are replaced atomically: whoever reads one has a token that
-is valid. A change is on disk before it is in force, and the file that others read comes
-last, so one that cannot be written leaves all as it was. They are removed with the run;
-one that is resumed goes on with them. Where the config names a file for a role, its
-secret comes from there.
+All have the mode 0600 and are replaced atomically, so a reader always gets a valid
+token. A change is on disk before it is in force, and the file that others read comes
+last: after a failed write the old tokens are valid. The files are removed at the end of
+the run; a resumed run keeps them. If the config names a file for a role, its secret
+comes from there.
 """
 
 from __future__ import annotations
@@ -29,22 +29,19 @@ from replicas.trust.tokens import OPERATOR_FILE, ROLES, JoinToken, Role, SavedTo
 
 
 class TokenFiles:
-    """The tokens of one state folder. Hold the run's lock.
-
-    :param folder: the state folder.
-    """
+    """The tokens of one state folder, for the process that has its lock."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "tokens.json"
         self._files: dict[Role, Path] = {"member": folder / "token", "operator": folder / OPERATOR_FILE}
         self._given: dict[Role, tuple[Path, JoinToken]] = {}
         self.changes: list[TokenChanged] = []
-        """What :meth:`open` has changed."""
+        """Changes made by :meth:`open`."""
 
     def open(self, known: str | None, given: Mapping[Role, Path]) -> Tokens:
-        """The valid tokens of a run.
+        """Return the valid tokens of a run: restored, new, or from the config's files.
 
-        :param known: the member's token of a run that is resumed; None: it begins.
+        :param known: the members' token of a resumed run; None for a new run.
         :param given: files of the config, by role.
         :raises replicas.errors.UsageError: a file cannot be read, or holds no token.
         """
@@ -57,7 +54,7 @@ class TokenFiles:
             if token.secret != tokens.secret(role):
                 tokens.rotate(role, token.secret)
                 if known is None:
-                    tokens.revoke_old(role)  # nobody has the random one
+                    tokens.revoke_old(role)  # no member has the random one
                 else:
                     self._note("rotated", role)
         return tokens
@@ -68,19 +65,19 @@ class TokenFiles:
     def _restored(self) -> Tokens | None:
         try:
             return Tokens.restored(msgspec.json.decode(private.read(self._path), type=SavedTokens))
-        except (FileNotFoundError, *MALFORMED):  # an earlier release wrote none
+        except (FileNotFoundError, *MALFORMED):  # an earlier release wrote no such file
             return None
 
     def check(self, key: str) -> None:
-        """UsageError: a file of the config names another key than the port's."""
+        """Raise UsageError if a file of the config has another key than the port."""
         for path, token in self._given.values():
             if token.key not in ("", key):
                 raise another_key(f"the token in {path}")
 
     def rotate(self, tokens: Tokens, role: Role) -> None:
-        """Make a new token of the role: random, or what the config's file has now.
+        """Replace the token of the role: a random one, or that of the config's file.
 
-        :raises replicas.errors.UsageError: the file has the present one.
+        :raises replicas.errors.UsageError: the file still has the present token.
         """
         if role not in self._given:
             tokens.rotate(role)
@@ -89,14 +86,14 @@ class TokenFiles:
         token = read_given(role, path)
         if token.secret == tokens.secret(role):
             raise errors.UsageError(
-                f"the {role} token is that in {path}, which is in use", hint="replace the file first, then rotate"
+                f"the {role} token in {path} is already in use", hint="replace the file first, then rotate"
             )
         if token.key not in ("", tokens.key):
             raise another_key(f"the token in {path}")
         tokens.rotate(role, token.secret)
 
     def write(self, tokens: Tokens, *, last: Role = "member") -> None:
-        """Write all: first what a restart needs. OSError: it cannot be written.
+        """Write all files, ``tokens.json`` first. Raises OSError.
 
         :param last: the role whose file is written last.
         """
@@ -107,8 +104,8 @@ class TokenFiles:
     def change(self, tokens: Tokens, role: Role, change: Callable[[Tokens], None]) -> None:
         """Change the tokens of a role: on disk, and then in force.
 
-        OSError: it cannot be written. Nothing has changed then, and as often as it is
-        tried again the token that others read from the role's file stays valid.
+        After an OSError, no token has changed: the token in the role's file stays
+        valid, however often the change is tried again.
         """
         changed = tokens.copy()
         change(changed)
@@ -121,7 +118,7 @@ class TokenFiles:
 
 
 def read_given(role: Role, path: Path) -> JoinToken:
-    """The token in a file of the config; UsageError: there is none."""
+    """Return the token in a file of the config. Raises UsageError."""
     name = "token_file" if role == "member" else f"{role}_token_file"
     try:
         text = arguments.token(f"control.{name} {path}: the token", path.read_text("ascii").strip())

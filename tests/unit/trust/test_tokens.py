@@ -182,7 +182,7 @@ def test_tokens_of_files(tmp_path: Path) -> None:
     files.check(KEY)
     with pytest.raises(errors.UsageError, match="another key"):
         files.check("f" * 64)
-    with pytest.raises(errors.UsageError, match=r"which is in use \(replace the file first"):
+    with pytest.raises(errors.UsageError, match=r"is already in use \(replace the file first"):
         files.rotate(tokens, "member")
     given.write_text("second")
     files.rotate(tokens, "member")

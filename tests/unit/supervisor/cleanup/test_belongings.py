@@ -118,7 +118,7 @@ def test_what_cannot_be_looked_for_is_said_and_ends_nothing(monkeypatch: pytest.
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     monkeypatch.setattr(still_held, "gpu_memory", no_descriptor)
-    unknown = "unknown: it cannot be looked for (Too many open files)"
+    unknown = "unknown: its processes cannot be listed (Too many open files)"
     event = msgspec.structs.replace(EVENT, what="GPU memory", holder=unknown)
     assert waited(OLD, lambda _: False) == [event, msgspec.structs.replace(event, gave_up=True)]
 

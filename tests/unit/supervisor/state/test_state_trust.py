@@ -172,7 +172,7 @@ def test_what_a_run_writes_is_for_its_user_alone_in_a_folder_that_others_may_loo
     [
         (
             "{pid} {start} other-boot/1 trainer-7",
-            r'is supervised by process \d+ on host "trainer-7", or what',
+            r'is supervised by process \d+ on host "trainer-7", or processes',
         ),
         ("{pid} {start} {machine} here", r"is already supervised by process"),
         ("{pid} {start}", r"is already supervised by process"),
