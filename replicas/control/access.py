@@ -90,18 +90,25 @@ class ByToken:
 
 
 class Lasting(StreamingResponse):
-    """A stream that is cut when the token of its request is revoked.
+    """A stream that is cut when its right ends, as when a token is revoked.
 
-    It is then incomplete: its reader sees a broken connection, and no end. Check access
-    right before making one, as awaiting anything in between may miss a revocation.
+    It is then incomplete: its reader sees a broken connection, and no end. Check the
+    right just before making one: a revocation during an ``await`` between is missed.
+
+    :param held: ``held(end)`` is the right, for a block: it calls ``end`` when it ends.
     """
 
-    def __init__(self, parts: AsyncIterator[bytes], access: Access, request: Request, **options: Any) -> None:
+    def __init__(
+        self,
+        parts: AsyncIterator[bytes],
+        held: Callable[[Callable[[], None]], AbstractContextManager[None]],
+        **options: Any,
+    ) -> None:
         super().__init__(parts, **options)
-        self._access, self._request = access, request
+        self._held = held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with anyio.CancelScope() as whole, self._access.watched(self._request, whole.cancel):
+        with anyio.CancelScope() as whole, self._held(whole.cancel):
             await super().__call__(scope, receive, send)
 
 

@@ -13,6 +13,7 @@ import asyncio
 import gzip
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from functools import partial
 from typing import Protocol
 
 import anyio
@@ -120,7 +121,7 @@ def control_routes(source: ControlledRun, *, access: Access = everyone) -> list[
     return [
         *(Route(path, _unless_starting(page), methods=["GET"]) for path, page in shown.items()),
         *_stream_routes(source, access),
-        *page_routes(source),
+        *page_routes(source, access),
         *order_routes(source, access, lambda: source.status().run),
         Route("/{path:path}", unknown, methods=["GET"]),
     ]
@@ -175,7 +176,7 @@ def _stream_routes(source: ControlledRun, access: Access) -> list[Route]:
             return Response(media_type="text/event-stream", headers=NO_STORE)
         until = None if follow else source.last_event
         stream = _events(source, after, until, whole=not access(request))
-        return Lasting(stream, access, request, media_type="text/event-stream", headers=NO_STORE)
+        return Lasting(stream, partial(access.watched, request), media_type="text/event-stream", headers=NO_STORE)
 
     async def logs(request: Request) -> Response:
         if why := access(request):
@@ -197,7 +198,7 @@ def _stream_routes(source: ControlledRun, access: Access) -> list[Route]:
             await reader.aclose()
             return unauthorized(why) if why else Response(media_type=kind, headers=NO_STORE)
         lines = _logs(reader, first, follow=follow, as_json=as_json)
-        return Lasting(lines, access, request, media_type=kind, headers=NO_STORE)
+        return Lasting(lines, partial(access.watched, request), media_type=kind, headers=NO_STORE)
 
     return [Route("/events", events, methods=["GET"]), Route("/logs", logs, methods=["GET"])]
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from urllib.parse import quote, unquote
 
 import msgspec
@@ -177,7 +178,7 @@ async def _answer(task: asyncio.Task[object], request: Request, access: Access, 
         return json_response(Answer(done=False), 202)
     if why := access(request):
         return unauthorized(why)
-    return Lasting(_beats(task), access, request, media_type="application/json", headers=NO_STORE)
+    return Lasting(_beats(task), partial(access.watched, request), media_type="application/json", headers=NO_STORE)
 
 
 async def _beats(task: asyncio.Task[object]) -> AsyncIterator[bytes]:

@@ -7,11 +7,13 @@ token.
 
 from __future__ import annotations
 
+from functools import partial
+
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from replicas.control.access import public
+from replicas.control.access import Access, Lasting, public
 from replicas.control.orders_api import NO_STORE, refusal
 from replicas.page.assets import HEADERS, asset
 from replicas.page.live import VIEWERS, Live, Watched
@@ -38,7 +40,7 @@ def file_response(request: Request, name: str) -> Response:
     return Response(body, headers={**headers, "Content-Type": found.kind})
 
 
-def page_routes(source: Watched) -> list[Route]:
+def page_routes(source: Watched, access: Access) -> list[Route]:
     live = Live(source, shown=public)
 
     async def file(request: Request) -> Response:
@@ -52,9 +54,11 @@ def page_routes(source: Watched) -> list[Route]:
         after = request.headers.get("last-event-id", request.query_params.get("after", ""))
         if request.method == "HEAD":
             return Response(media_type="text/event-stream", headers=NO_STORE)
-        if live.full:
+        viewer = request.client.host if request.client is not None else "", not access(request)
+        if live.places.full(*viewer):
             return refusal(f"{VIEWERS} look at this page already", 503, **{"Retry-After": _AGAIN_S})
-        return StreamingResponse(live.changes(after), media_type="text/event-stream", headers=NO_STORE)
+        held = partial(live.places.take, *viewer)
+        return Lasting(live.changes(after), held, media_type="text/event-stream", headers=NO_STORE)
 
     return [
         Route("/page/document", document, methods=["GET"]),

@@ -16,8 +16,10 @@ import asyncio
 import gzip
 import secrets
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -55,6 +57,54 @@ class Watched(Protocol):
     def last_event(self) -> int: ...
 
 
+@dataclass(eq=False)
+class _Place:
+    """What a viewer holds: ``end`` takes it away."""
+
+    address: str
+    trusted: bool
+    end: Callable[[], None]
+
+
+class Places:
+    """The places of viewers, :data:`VIEWERS` at most.
+
+    When all are taken, a newcomer gets the oldest place of the address that has most,
+    if that has still as many as the newcomer's afterwards: else two addresses would
+    take places from each other forever. A viewer with the token gets one of a viewer
+    without, and loses none to it.
+    """
+
+    def __init__(self) -> None:
+        self._taken: list[_Place] = []
+
+    def full(self, address: str, trusted: bool) -> bool:
+        """Return True if there is no place for this newcomer."""
+        return len(self._taken) >= VIEWERS and self._loser(address, trusted) is None
+
+    @contextmanager
+    def take(self, address: str, trusted: bool, end: Callable[[], None]) -> Iterator[None]:
+        """Hold a place in the block. ``end``: called when it goes to another viewer."""
+        if len(self._taken) >= VIEWERS and (loser := self._loser(address, trusted)) is not None:
+            self._taken.remove(loser)
+            loser.end()
+        place = _Place(address, trusted, end)
+        self._taken.append(place)
+        try:
+            yield
+        finally:
+            if place in self._taken:
+                self._taken.remove(place)
+
+    def _loser(self, address: str, trusted: bool) -> _Place | None:
+        below = [one for one in self._taken if one.trusted < trusted]
+        places = below or [one for one in self._taken if one.trusted == trusted]
+        counts = Counter(one.address for one in places)
+        oldest = max(places, key=lambda one: counts[one.address], default=None)  # the first of equals
+        fair = oldest is not None and (below or counts[oldest.address] > counts[address] + 1)
+        return oldest if fair else None
+
+
 class Live:
     """The document of one run and its viewers.
 
@@ -83,6 +133,7 @@ class Live:
         self._looking: asyncio.Task[None] | None = None
         self._forgetting: asyncio.TimerHandle | None = None
         self.viewers = 0
+        self.places = Places()
 
     async def whole(self) -> bytes:
         """The document as it is now, as JSON packed by gzip."""
@@ -130,11 +181,6 @@ class Live:
                 looking, self._looking = self._looking, None
                 self._forget_later()
                 await cancelled(looking)
-
-    @property
-    def full(self) -> bool:
-        """True if there are as many viewers as may be."""
-        return self.viewers >= VIEWERS
 
     async def _came(self, news: asyncio.Event) -> bool:
         """Wait for a change; False: none has come in :data:`BEAT_S`."""

@@ -5,6 +5,7 @@ Covers: control/page_routes.py.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any, cast
@@ -13,14 +14,17 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 
+from replicas.control.access import ByToken
 from replicas.control.app import control_routes
+from replicas.page import live
 from replicas.page.assets import POLICY
-from replicas.page.live import VIEWERS, Live
+from replicas.page.live import VIEWERS, Places
 from replicas.page.past import Past
 from replicas.status import RunStatus
 from replicas.telemetry.event_log import EventLog
 from replicas.telemetry.events import Record, ReplicaExited, RunStarted
 from replicas.telemetry.metrics import Metrics
+from replicas.trust.tokens import Tokens
 
 pytestmark = pytest.mark.anyio
 
@@ -102,10 +106,47 @@ async def test_the_document_has_no_output_of_a_program_whoever_asks() -> None:
 
 
 async def test_one_viewer_too_many_is_told_when_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Live, "full", True)
+    monkeypatch.setattr(Places, "full", lambda *_: True)
     found = await ask("/page/changes?after=x")
     assert (found.status_code, found.headers["retry-after"]) == (503, "10")
     assert f"{VIEWERS} look at this page already" in found.text
+
+
+async def test_a_viewer_that_loses_its_place_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "VIEWERS", 2)
+    app = Starlette(routes=control_routes(cast("Any", Run()), access=ByToken(Tokens, lambda _: None)))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://control") as client:
+        number = (await client.get("/page/document")).json()["number"]
+
+    class Viewer:
+        def __init__(self, address: str) -> None:
+            self.sent: list[Any] = []
+            self.began = asyncio.Event()
+            scope = {"type": "http", "method": "GET", "path": "/page/changes", "headers": []}
+            where = {
+                "query_string": f"after={number}".encode(),
+                "client": (address, 1),
+                "asgi": {"spec_version": "2.4"},
+            }
+            never: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            self.task = asyncio.create_task(app({**scope, **where}, lambda: never, self.send))
+
+        async def send(self, message: Any) -> None:
+            self.sent.append(message)
+            self.began.set()
+
+    viewers = [Viewer("a"), Viewer("a"), Viewer("b"), Viewer("b")]
+    try:
+        for one in viewers:
+            await asyncio.wait_for(one.began.wait(), 10)
+        assert [one.sent[0]["status"] for one in viewers] == [200, 200, 200, 503]
+        await asyncio.wait_for(viewers[0].task, 10)
+        assert all(message.get("more_body", True) for message in viewers[0].sent), "a whole answer"
+        assert [one.task.done() for one in viewers[1:3]] == [False, False]
+    finally:
+        for one in viewers:
+            one.task.cancel()
+        await asyncio.gather(*(one.task for one in viewers), return_exceptions=True)
 
 
 async def test_head_asks_for_no_stream() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from typing import Any
 
 import msgspec
@@ -19,7 +20,7 @@ from replicas.page import history as past
 from replicas.page import live as module
 from replicas.page.document import merge
 from replicas.page.history import History, key
-from replicas.page.live import BEAT_S, INTERVAL_S, LINGER_S, VIEWERS, Live
+from replicas.page.live import BEAT_S, INTERVAL_S, LINGER_S, VIEWERS, Live, Places
 from replicas.page.past import Past
 from replicas.status import RunStatus, SyncRecord
 from replicas.telemetry.event_log import EventLog
@@ -222,17 +223,55 @@ async def test_a_run_that_starts_says_so() -> None:
     await closed(stream)
 
 
-@virtual
-async def test_there_are_so_many_viewers_at_most() -> None:
-    live = Live(Run())
-    streams = [live.changes("") for _ in range(VIEWERS)]
-    for stream in streams:
-        assert not live.full
-        await anext(stream)
-    assert live.full
-    for stream in streams:
-        await closed(stream)
-    assert not live.full
+class Viewers:
+    """Those who hold places; ``lost``: names of those who lost theirs, in order."""
+
+    def __init__(self) -> None:
+        self.places, self.lost, self.held = Places(), list[str](), dict[str, ExitStack]()
+
+    def come(self, name: str, address: str, *, trusted: bool = False) -> bool:
+        """Return False if there is no place."""
+        if self.places.full(address, trusted):
+            return False
+        stack = self.held[name] = ExitStack()
+        stack.enter_context(self.places.take(address, trusted, lambda: self.lost.append(name)))
+        return True
+
+
+def test_there_are_so_many_viewers_at_most() -> None:
+    viewers = Viewers()
+    assert all(viewers.come(f"a{number}", "a") for number in range(VIEWERS))
+    assert not viewers.come("too many", "a")
+    viewers.held["a3"].close()
+    assert viewers.come("later", "a")
+    assert viewers.lost == []
+
+
+def test_a_newcomer_takes_from_the_address_that_has_most() -> None:
+    viewers = Viewers()
+    assert all(viewers.come(f"{'ab'[number % 4 == 0]}{number}", "ab"[number % 4 == 0]) for number in range(VIEWERS))
+    assert all(viewers.come(f"c{number}", "c") for number in range(11))
+    assert viewers.lost[:3] == ["a1", "a2", "a3"]
+    viewers.held["a1"].close()  # of who has lost it already
+    shares = [sum(name[0] == one and name not in viewers.lost for name in viewers.held) for one in "abc"]
+    assert shares == [13, 8, 11]
+    before = list(viewers.lost)
+    assert viewers.come("c", "c")
+    assert not viewers.come("c again", "c"), "equal shares are not taken"
+    assert not viewers.come("again", "a")
+    assert viewers.lost == [*before, "a15"]
+
+
+def test_who_has_the_token_gets_a_place_and_loses_none_to_strangers() -> None:
+    viewers = Viewers()
+    assert all(viewers.come(f"stranger {number}", str(number)) for number in range(VIEWERS))
+    assert not viewers.come("another", "x"), "each address has one"
+    assert all(viewers.come(f"operator {number}", "o", trusted=True) for number in range(VIEWERS))
+    assert viewers.lost == [f"stranger {number}" for number in range(VIEWERS)]
+    assert not viewers.come("stranger", "x")
+    assert not viewers.come("operator", "o", trusted=True)
+    assert viewers.come("operator", "p", trusted=True)
+    assert viewers.lost[VIEWERS:] == ["operator 0"]
 
 
 @virtual
