@@ -4,10 +4,10 @@ Theory of operation
 ===================
 
 :class:`ChannelState` does no I/O: time comes in as an argument, actions go out as
-:mod:`replicas.core.base.effects`, in order. The shell applies the effects of one event
-before it hands in the next, so that, for instance, a decision is on disk before any
-member learns of the commit. After every event :meth:`ChannelState._settle` takes every
-step that has become possible, so no handler needs to know which steps wait for it.
+:mod:`replicas.core.base.effects`, in order. The engine applies the effects of one event
+before the next event, so that, for instance, a decision is on disk before any member
+learns of the commit. After every event :meth:`ChannelState._settle` takes every step
+that has become possible, so no handler needs to know which steps wait for it.
 
 *Cost.* A channel may have thousands of members. :meth:`ChannelState._settle` looks only
 at sets that are small when nothing is due (the roster's indices; the rounds that may
@@ -64,7 +64,7 @@ LOSS_WORDS = {
 
 
 class ChannelState:
-    """One channel. ``now`` arguments are readings of a monotonic clock in seconds."""
+    """State of one channel. ``now`` arguments are seconds of a monotonic clock."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class ChannelState:
         here: tuple[Place, wire.Beacon] | None = None,
         carry_port: int = 0,
     ) -> None:
-        """:param secret: the coordinator's own.
+        """:param secret: the coordinator's secret, from which those of lanes derive.
         :param here: location of this process, if it can hold the memory of members.
         :param carry_port: the first port at which a carrier may listen; 0: any.
         """
@@ -109,17 +109,17 @@ class ChannelState:
         self.views = Views(self.roster, self.out)
         self.watches = LoadWatches(self.roster, self.rounds, self.adoption, self.out)
 
-    # ------------------------------------------------------------ calls of the shell
+    # ------------------------------------------------------------ calls of the engine
 
     def drain(self) -> list[Effect]:
-        """Return the effects since the last call, in order."""
+        """Return the effects since the last call, in order, and clear them."""
         effects, self.out[:] = list(self.out), []
         return effects
 
     def join(self, hello: wire.Hello, address: str, now: float) -> tuple[MemberState, MemberState | None]:
-        """Add a new incarnation; return it and the older one that it fenced.
+        """Add a new incarnation; return its state and that of the one it fences.
 
-        :raises errors.ReplicasError: the Hello is not acceptable; nothing has changed.
+        :raises errors.ReplicasError: the Hello is refused; nothing has changed.
         """
         state, older = self.roster.add(hello, address, now)
         followers = self.servers.others(state)
@@ -143,9 +143,9 @@ class ChannelState:
             self.rounds.joined(state)
             self.adoption.joined(state)
         self.out.append(MemberJoined(self.config.name, state.member))
-        if self.commits.latest > self.told.latest:  # its Welcome leaves out what is still being recorded
+        if self.commits.latest > self.told.latest:  # Welcome leaves out a commit that is still being recorded
             self.out.append(Send(member, self.commits.commit_message()))
-        if why := self.roster.history.was_isolated(member.name):  # the new process of a quarantined peer: tried at once
+        if why := self.roster.history.was_isolated(member.name):  # new process of a quarantined peer: try it at once
             self.roster.isolate(state, why, now)
             state.told_from = now + QUARANTINE.after(self.roster.history.note_isolation(member.name, now) - 2)
             self.out.append(MemberQuarantined(self.config.name, member, why))
@@ -165,7 +165,7 @@ class ChannelState:
         )
 
     def lose(self, member: Member, reason: str, now: float) -> None:
-        """Remove a lost member: a new epoch starts, its work continues without it."""
+        """Remove a lost member, start a new epoch, and continue its work without it."""
         state = self.roster.remove(member, in_order=reason == "left")
         if state is None:
             return
@@ -179,7 +179,7 @@ class ChannelState:
             return
         if reason == "left":
             half_loaded = state.is_target and self.rounds.of(member.group, member.replica).partial
-            if not half_loaded:  # else it has not done its part
+            if not half_loaded:  # a rank that stops in the middle of a load has not left in order
                 self.roster.history.left[member.name] = (state.hello.generation, now)
         elif reason != "fenced":
             self.roster.history.note_loss(member.name, now)
@@ -195,7 +195,7 @@ class ChannelState:
         self._settle(now)
 
     def receive(self, member: Member, message: FromMember, now: float) -> None:
-        """Handle a message of a member; its messages come in the order it sent them."""
+        """Handle a message of a member. Messages must come in the order of sending."""
         state = self.roster.get(member)
         if state is None:
             return
@@ -205,7 +205,7 @@ class ChannelState:
         self._settle(now)
 
     def tick(self, now: float) -> None:
-        """Check leases and deadlines."""
+        """Check leases and deadlines; call it regularly."""
         for state in self.roster.expired(now):
             self.lose(state.member, "lease", now)
         self.roster.keep_time(now)
@@ -226,7 +226,7 @@ class ChannelState:
         self._settle(now)
 
     def store_moved(self, now: float) -> None:
-        """The store was replaced: lanes still forming start again."""
+        """Restart the lanes that were forming over the store that was replaced."""
         self.lanes.store_moved(now)
         self._settle(now)
 
@@ -235,13 +235,13 @@ class ChannelState:
         return self.rounds.asks(member) or self.adoption.waits(member) or self.operations.pairing.waits(member)
 
     def set_draining(self, group: str, replica: int, generation: int, now: float) -> None:
-        """End this generation: it gets no new work, and may finish what it has."""
+        """Drain this generation: it gets no new work, and finishes its own."""
         self.drains.begin(group, replica, generation)
         self.adoption.touch((group, replica))
         self._settle(now)
 
     def forget(self, group: str, replica: int, now: float) -> None:
-        """Begin a new life of a replica: all its ranks are expected, and take part."""
+        """Begin a new life of a replica: expect all its ranks, and stop draining it."""
         self.roster.history.forget_left(group, replica)
         self.drains.end(group, replica)
         self.adoption.touch((group, replica))
@@ -254,7 +254,7 @@ class ChannelState:
         return bool(self.commits.publishes.queue or self.roster.waiting(now))
 
     def quarantine(self, member: Member, why: str, now: float) -> None:
-        """Exclude a peer from joint work until trials have worked."""
+        """Exclude a peer from joint work until trials of it succeed."""
         state = self.roster.get(member)
         if state is None or state.standing == "quarantined":
             return
@@ -287,14 +287,14 @@ class ChannelState:
             self.operations.advance(now)
         self.drains.advance()
         self.watches.answer()
-        self.views.advance(now)  # last: of several new epochs in one turn only the newest is told
+        self.views.advance(now)  # last: only the newest of several epochs is sent
 
     def _admit(self, now: float) -> None:
-        """Admit joiners at a boundary: no transfer and no collective is under way."""
+        """Admit joiners, unless a transfer or a collective is under way."""
         if self.commits.main is not None or self.operations.running_collective:  # members of these must not change
             return
         missing = self.roster.missing(now)
-        if missing and not self.commits.obtainable(missing):  # the version is lost: they are admitted as newcomers
+        if missing and not self.commits.obtainable(missing):  # the version is lost: admit them as newcomers
             for state in missing:
                 state.missed = 0
         self.roster.admit(now)
@@ -302,7 +302,7 @@ class ChannelState:
     # ------------------------------------------------------------ messages
 
     def _handle(self, state: MemberState, message: FromMember, now: float) -> bool:
-        """Dispatch a message; return whether it shows the program's progress."""
+        """Dispatch a message; return True if it shows the program's progress."""
         commits, member = self.commits, state.member
         match message:
             case wire.Progress():
@@ -328,12 +328,12 @@ class ChannelState:
             case wire.Dropped():
                 state.forget(message.version)
                 self.hosts.release(commits.latest, now, host=state.host)
-            case wire.ReceiveAsk() if state.is_target and state.carries:  # no other member is ever granted one
+            case wire.ReceiveAsk() if state.is_target and state.carries:  # other members are never granted one
                 self.rounds.ask(member, message)
                 self.adoption.asked(state, message)
             case wire.ReceiveCancel():
                 self.rounds.cancel_ask(member, message.ask)
-            case wire.Loaded() if message.version <= commits.latest:  # else it cannot have been loaded
+            case wire.Loaded() if message.version <= commits.latest:  # a later version cannot have been loaded
                 state.load_s = message.load_s
                 self.marks.note(member.group, member.replica, version=message.version)
                 self.rounds.loaded(state, message.version)
@@ -358,7 +358,7 @@ class ChannelState:
         return True
 
     def _report(self, state: MemberState, message: FromMember, now: float) -> None:
-        """Dispatch a report of a member's sidecars, which is no progress by itself."""
+        """Dispatch a report of a member's sidecars; it does not count as progress."""
         member = state.member
         match message:
             case wire.TransferMoved():

@@ -1,12 +1,12 @@
 """Drains: replicas that finish their work in progress and get no new work.
 
 A *draining* replica gets no new version, is not caught up or admitted again, and no new
-round is opened for it, nor for ranks of it that join only now. It is *busy* while it
+round is opened for it, nor for its ranks that join only now. It is *busy* while it
 packs or moves a version of its own, takes part in a transfer (also as a giver), has
-ranks that load a version which others of it have loaded already, or has posted an
-operation that runs or, as it is live, may begin. When it is first not busy,
-:class:`~replicas.core.base.effects.ReplicaIdle` is emitted, once: the supervisor may
-end it then.
+ranks that load a version which its other ranks have loaded already, or has posted an
+operation that runs or, as long as the replica is live, may begin. When it is no longer
+busy, :class:`~replicas.core.base.effects.ReplicaIdle` is emitted once, so that the
+supervisor may end it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Drains:
             self._waiting[group, replica] = generation
 
     def end(self, group: str, replica: int) -> None:
-        """End the drain: members of the replica, and those that join, take part."""
+        """End the drain: the replica's members, present and future, take part again."""
         self._ending.pop((group, replica), None)
         self._waiting.pop((group, replica), None)
         for state in self._ground.roster.replica(group, replica):
@@ -59,7 +59,7 @@ class Drains:
                     self._ground.emit(ReplicaIdle(self._ground.config.name, group, replica, newest))
 
     def busy(self, group: str, replica: int) -> str:
-        """Describe the work in progress of the replica; empty: none."""
+        """Return the replica's work in progress as text; empty if none."""
         name = self._ground.config.name
         states = self._ground.roster.replica(group, replica)
         members = [state.member for state in states]

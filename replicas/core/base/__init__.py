@@ -1,1 +1,5 @@
-"""What the rest of the core builds on: effects, state tables, manifests."""
+"""Values and tables that all other rooms of the core use.
+
+Effects (actions for the engine), the state tables of members, publishes, transfers,
+lanes and rounds, manifests of weights, and dtypes.
+"""

@@ -28,21 +28,21 @@ _DTYPES = {
     "float8_e8m0fnu": (1, "F8_E8M0"),
     "float4_e2m1fn_x2": (1, "F4"),
 }
-"""Bytes of one element and name in safetensors 0.8, which lacks some, by torch's
-names."""
+"""By torch's name: bytes of one element, and the name in safetensors 0.8 (empty if
+safetensors lacks the dtype)."""
 ITEM_NBYTES = {name: nbytes for name, (nbytes, _) in _DTYPES.items()}
 """Bytes of one element, by torch's dtype name without ``torch.``."""
 FILE_CODES = {name: code for name, (_, code) in _DTYPES.items()}
-"""Names of dtypes in safetensors by torch's; empty: it has none."""
+"""safetensors' dtype names by torch's; empty if safetensors lacks the dtype."""
 CODES = {code: name for name, code in FILE_CODES.items() if code}
-"""torch's dtype names by those of safetensors."""
+"""torch's names of dtypes by safetensors' names."""
 PACKED = {"F4": 2}
-"""Numbers in one element of torch, where safetensors counts the numbers: in the last
-dimension."""
+"""Numbers in one element of torch, for dtypes of which safetensors counts the numbers
+(in the last dimension)."""
 
 
 def item_nbytes(dtype: str) -> int:
-    """Return the bytes of one element; raise ManifestMismatch if it cannot be moved."""
+    """Return the bytes of one element. Raise ManifestMismatch for an unknown dtype."""
     try:
         return ITEM_NBYTES[dtype]
     except KeyError:

@@ -1,4 +1,4 @@
-"""Effects: actions that the state machines ask of the shell, as ordered values."""
+"""Effects: actions that the state machines ask of the engine, as ordered values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from replicas.status import SyncRecord
 
 
 class _OnChannel(msgspec.Struct, frozen=True):
-    """What happens on one channel."""
+    """Base of the events of one channel."""
 
     channel: str
 
@@ -27,7 +27,7 @@ class MemberJoined(_OnChannel, frozen=True, tag=True):
 class MemberQuarantined(_OnChannel, frozen=True, tag=True):
     """A member is excluded from process groups, because no group with it works.
 
-    It is served alone, and released once that has worked.
+    It is tried alone, and released once a trial succeeds.
     """
 
     member: Member
@@ -38,8 +38,8 @@ class MemberLost(_OnChannel, frozen=True, tag=True):
     """A member has left a channel, died, or lost its lease.
 
     ``reason``: ``absent`` if it did not come back to a new coordinator in time.
-    ``observes``: it was an observer, which may use the name of a rank without being
-    one; no replica is affected.
+    ``observes``: the member was an observer (which may use the name of a rank), so no
+    replica is affected.
     """
 
     member: Member
@@ -57,18 +57,18 @@ class EpochStarted(_OnChannel, frozen=True, tag=True):
 class SyncEnded(_OnChannel, frozen=True, tag=True):
     """A publish has ended: committed, or failed with the error named in the record.
 
-    Told once, by the coordinator that decided it.
+    Emitted once, by the coordinator that decided it.
     """
 
     record: SyncRecord
 
 
 class CaughtUp(_OnChannel, frozen=True, tag=True):
-    """Members that had missed a version have it now.
+    """Members that had missed a version have received it.
 
-    ``moved_nbytes``: bytes that were sent over the network for it, and ``moved_to``: of
-    them to each replica (``group/replica``). ``pulled``: of them, by the member that
-    pulled and the one that served them. ``seconds``: how long it took.
+    ``moved_nbytes``: bytes sent over the network for that. ``moved_to``: the same by
+    replica (``group/replica``). ``pulled``: the same by the member that pulled and the
+    member that served. ``seconds``: how long it took.
     """
 
     version: int
@@ -80,7 +80,7 @@ class CaughtUp(_OnChannel, frozen=True, tag=True):
 
 
 class WrongBytes(_OnChannel, frozen=True, tag=True):
-    """A member has pulled bytes that are not the published ones, and asked again.
+    """A member has pulled wrong bytes, and asked for them again.
 
     ``holder``: name of the member that served them. ``reason``: which bytes.
     """
@@ -92,10 +92,10 @@ class WrongBytes(_OnChannel, frozen=True, tag=True):
 
 
 class Retried(_OnChannel, frozen=True, tag=True):
-    """A transfer starts another attempt.
+    """A transfer or an operation starts another attempt.
 
-    ``reason``: ``lost``, ``frozen``, ``failed``, ``refused`` or ``store``. ``why``:
-    what is known of a process group that was left.
+    ``reason``: ``lost``, ``frozen``, ``failed``, ``refused`` or ``store``. ``why``: why
+    a process group was abandoned, as text.
     """
 
     reason: str
@@ -103,17 +103,17 @@ class Retried(_OnChannel, frozen=True, tag=True):
 
 
 class SidecarReplaced(_OnChannel, frozen=True, tag=True):
-    """Sidecars of one lane, ``count`` of them, were killed and will be replaced."""
+    """``count`` sidecars of one lane were killed and will be replaced."""
 
     reason: str
     count: int
 
 
 class ReplicaLoaded(_OnChannel, frozen=True, tag=True):
-    """All ranks of a replica have loaded ``version``; 0: they differ.
+    """All ranks of a replica have loaded ``version``; 0 if their versions differ.
 
-    ``load_s``: how long the slowest of them had the update open, in seconds; 0: not
-    known, as they had loaded it when a new coordinator began, which tells it again.
+    ``load_s``: how long the slowest rank had the update open, in seconds. It is 0 if
+    the ranks had loaded the version before this coordinator started.
     """
 
     group: str
@@ -125,8 +125,8 @@ class ReplicaLoaded(_OnChannel, frozen=True, tag=True):
 class LoadFailed(_OnChannel, frozen=True, tag=True):
     """A replica failed to load ``version``.
 
-    ``kept``: it refused the version before anything of it was loaded, and goes on with
-    the one that it has.
+    ``kept``: it refused the version before loading any of it, and still serves its old
+    one.
     """
 
     group: str
@@ -159,8 +159,8 @@ class OperationEnded(_OnChannel, frozen=True, tag=True):
 class StepFell(_OnChannel, frozen=True, tag=True):
     """A committed version has a lower ``meta["step"]`` than an earlier one.
 
-    A trainer that restarts without its checkpoint does that. Told once, until the steps
-    have reached ``before`` again.
+    That happens when a trainer restarts without its checkpoint. Emitted once, until the
+    steps have reached ``before`` again.
     """
 
     version: int
@@ -196,7 +196,7 @@ Event = (
 class CommitDecision(msgspec.Struct, frozen=True):
     """One line of the decision log; as an effect: durable before any later effect.
 
-    ``abort``: the version was under way, and will never be committed.
+    ``abort``: the version was being published, and will never be committed.
     """
 
     kind: Literal["commit", "abort"]
@@ -208,9 +208,9 @@ class CommitDecision(msgspec.Struct, frozen=True):
 
 
 class Past(msgspec.Struct, frozen=True):
-    """What the decision log says of a channel when a coordinator starts.
+    """State of a channel according to the decision log, when a coordinator starts.
 
-    :param decided: number and digest of the newest commit; (0, ""): none.
+    :param decided: number and digest of the newest commit; (0, "") if there is none.
     :param aborted: later numbers that failed.
     :param epoch: the last one that members of an earlier coordinator may have seen.
     """
@@ -237,16 +237,16 @@ class SweepStore(msgspec.Struct, frozen=True):
 
 
 class ReplaceStore(msgspec.Struct, frozen=True):
-    """End the store that listens there and start another: a non-member wrote to it."""
+    """End the store at this address, to which a non-member wrote, and start another."""
 
     host: str
     port: int
 
 
 class Keep(msgspec.Struct, frozen=True):
-    """Hold the memory of ``owner`` with ``version``, and answer at once.
+    """Open ``owner``'s memory with ``version`` in this process, and hold it.
 
-    The answer is the place where it can be opened in this process.
+    The engine answers with the place at which this process holds it.
     """
 
     channel: str
@@ -256,7 +256,7 @@ class Keep(msgspec.Struct, frozen=True):
 
 
 class LetGo(msgspec.Struct, frozen=True):
-    """Stop holding that memory."""
+    """Close the memory held for that member."""
 
     channel: str
     owner: Member
@@ -265,8 +265,8 @@ class LetGo(msgspec.Struct, frozen=True):
 class Read(msgspec.Struct, frozen=True):
     """Decode and join these manifests (:func:`replicas.core.versions.manifests.read`).
 
-    It runs off the event loop, as many tensors take seconds. ``key`` names the result
-    when it is handed in. ``whole``: there is one manifest, already complete.
+    It runs off the event loop, as many tensors take seconds. ``key`` identifies the
+    result. ``whole``: there is only one manifest, already complete.
     """
 
     key: str
@@ -278,7 +278,7 @@ Effect = Send | CommitDecision | SweepStore | ReplaceStore | Keep | LetGo | Read
 
 
 def with_commit(effects: Iterable[Effect], version: int, seconds: float) -> Iterator[Effect]:
-    """Add to the effects that follow a decision how long its record took."""
+    """Add the seconds of recording the decision to the effects that report them."""
 
     def longer(ended: ReceiptData | SyncRecord) -> Any:
         phases = ended.phases | {"commit": seconds}

@@ -1,9 +1,9 @@
-"""Manifests: names, dtypes and shapes of a set of weights, and where each byte is.
+"""Manifests: names, dtypes and shapes of a set of weights, and the offset of each byte.
 
 A slot holds one complete version as a valid safetensors file (an *image*): an 8-byte
 length, a JSON header that is padded with spaces until the data starts on a page, then
 the data. Tensors are packed by falling item size, then in the given order: every tensor
-starts at a multiple of its item size, and there is no gap between two of them, as
+starts at a multiple of its item size, and there is no gap between two tensors, as
 safetensors demands. The header follows from the tensors and aliases alone, so that all
 holders of a version have the same bytes, however the version was assembled.
 
@@ -11,10 +11,10 @@ The header gives a dtype that safetensors lacks under torch's name. Such an imag
 mapped like any other, and every reader of files refuses it
 (:meth:`Manifest.check_file`).
 
-A rank describes its publish by a :class:`PartManifest`. A whole image has
-``pieces = None``. A rank of a source with ``ranks = "all"`` has a *part*: boxes
-(:class:`Piece`) of global tensors, packed one after another. The coordinator makes one
-:class:`Manifest` of all parts (:func:`replicas.core.versions.manifests.merge_parts`).
+A rank describes its publish by a :class:`PartManifest`. A whole image has ``pieces =
+None``. A rank of a source with ``ranks = "all"`` has a *part*: boxes (:class:`Piece`)
+of global tensors, packed one after another. The coordinator makes one :class:`Manifest`
+of all parts (:func:`replicas.core.versions.manifests.merge_parts`).
 
 This module does no I/O, and knows torch's dtypes by name only.
 """
@@ -55,11 +55,11 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def in_file(self) -> tuple[str, tuple[int, ...]]:
-        """Dtype and shape in a safetensors file; torch's, if safetensors has none."""
+        """Return dtype and shape as in a safetensors file, or torch's."""
         code = FILE_CODES[self.dtype]
         if code not in PACKED:
             return code or self.dtype, self.shape
-        # half a byte has no shape
+        # safetensors counts half bytes along the last dimension: a scalar has none
         return (code, (*self.shape[:-1], self.shape[-1] * PACKED[code])) if self.shape else (self.dtype, ())
 
     def __str__(self) -> str:
@@ -125,7 +125,7 @@ class AnyManifest(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def regions(self) -> tuple[tuple[int, int, int], ...]:
-        """Start, end and size of numbers in the data section, as they are packed."""
+        """Start, end and bytes of a number, of each region of the data section."""
         return packed_regions((tensor.dtype, tensor.nbytes) for tensor in self.tensors)
 
     @property
@@ -144,22 +144,21 @@ class AnyManifest(msgspec.Struct, frozen=True, dict=True):
 
 
 class PartManifest(AnyManifest, frozen=True, dict=True):
-    """The manifest of what one rank publishes.
+    """The manifest of one rank's publish.
 
-    :param pieces: None for a whole image; else the boxes that the rank's packed part
-        holds.
+    :param pieces: None for a whole image; else the boxes in the rank's packed part.
     """
 
     pieces: tuple[Piece, ...] | None = None
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of its slot: an image with its header, or a packed part without."""
+        """Bytes of its slot: an image with its header, or a packed part without one."""
         return self.whole.image_nbytes if self.pieces is None else _nbytes(self.pieces, self.tensors)
 
     @cached_property
     def whole(self) -> Manifest:
-        """The manifest of the image that a rank with everything publishes alone."""
+        """The manifest of the image, if this rank publishes all tensors."""
         return Manifest(self.tensors, self.aliases)
 
     @cached_property
@@ -182,7 +181,7 @@ _Size = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class FileEntry(msgspec.Struct):
-    """A tensor in the header of a safetensors file; offsets are from its data on."""
+    """A tensor in the header of a safetensors file; offsets count from its data."""
 
     dtype: str
     shape: tuple[_Size, ...]
@@ -190,7 +189,7 @@ class FileEntry(msgspec.Struct):
 
 
 class Manifest(AnyManifest, frozen=True, dict=True):
-    """One version's tensors and, when several ranks send it, which part owns which box.
+    """One version's tensors and, when several ranks send it, the owner of each box.
 
     :param parts: None when one sender has the whole image; else the pieces to take from
         each part. A piece's ``source_offset`` refers to its owner's packed part.
@@ -230,9 +229,11 @@ class Manifest(AnyManifest, frozen=True, dict=True):
         return len(body).to_bytes(8, "little") + body
 
     def check_file(self) -> None:
-        """Check that safetensors has every dtype, so that the image is a file of it.
+        """Check that safetensors has every dtype, so that the image is a valid file.
 
-        :raises ManifestMismatch: it lacks one, named.
+        :raises ManifestMismatch: safetensors lacks a dtype. 339~name it by characters
+            that UTF-8 can say => use only characters that UTF-8 can encode 340~cannot
+            travel => cannot be sent
         """
         for spec in self.tensors:
             if (code := spec.in_file[0]) not in CODES:

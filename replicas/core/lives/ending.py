@@ -1,15 +1,15 @@
-"""How a generation of a replica ends, and what is asked of the replica, as two tables.
+"""Two tables: how a generation ends, and the pending request to a replica.
 
-:data:`GENERATION` is the way of one generation. *Waiting*: none of its processes is
+:data:`GENERATION` is the course of one generation. *Waiting*: none of its processes is
 started yet. *Running*. *Syncing*: its end was requested, and it finishes its sync.
-*Stopping*: every node was told to stop. *Ended*: every main process is gone, and ranks
-that leave in order, as requested, may still do so. *Sweeping*: the coordinator was told
-that the members are lost, and processes remain. *Over*: no process is left. *Left
-behind*: some did not die before the end of the run.
+*Stopping*: every node was told to stop. *Ended*: every main process is gone, but ranks
+may still leave in order, as requested. *Sweeping*: the coordinator was told that the
+members are lost, and processes remain. *Over*: no process is left. *Left behind*:
+processes remained at the end of the run.
 
-:data:`ASKED` is what is asked of the replica. *Nothing*: it goes on, or ends by itself.
-*Fault*: the restart rules judge its end. *Restart*: a new generation follows, at no
-cost. *Halt*: it rests as drained. *Fail*: it rests as failed, as its group has.
+:data:`ASKED` is the pending request. *Nothing*: the replica runs, or ends without a
+request. *Fault*: the restart rules judge its end. *Restart*: a new generation follows,
+at no cost. *Halt*: it rests as drained. *Fail*: it rests as failed, as its group has.
 *Leave*: it is stopped for good. *End run*: likewise, and processes that do not die in
 time are left behind. *Over*: it was stopped for good, and has settled. Only a stop for
 good cannot be taken back.
@@ -78,10 +78,10 @@ GENERATION_ACTIONS: Mapping[tuple[CourseState, CourseInput], tuple[CourseAction,
 
 Asked = Literal["nothing", "fault", "restart", "halt", "fail", "leave", "end_run", "over"]
 Request = Literal["fault", "restart", "replace", "halt", "fail", "leave", "end_run", "done"]
-"""``replace``: a restart of its group, by a reload, or for its node; it does not excuse
-a fault. ``done``: its generation has ended, or it is settled."""
+"""``replace``: restart it for its group, a reload or its node; this does not excuse a
+fault. ``done``: its generation has ended, or the replica has settled."""
 AskedAction = Literal["note_cause", "end"]
-"""``end``: end its generation; without one, settle."""
+"""``end``: end its generation; without a generation, settle."""
 
 LEAVING: frozenset[Asked] = frozenset({"leave", "end_run", "over"})
 UNWANTED: frozenset[Asked] = LEAVING | {"halt", "fail"}
@@ -90,7 +90,7 @@ _FOR_GOOD: Mapping[Asked, tuple[Request, ...]] = {"leave": ("leave",), "end_run"
 _TO_END: Mapping[Asked, tuple[Request, ...]] = {"halt": ("halt",), "fail": ("fail",), **_FOR_GOOD}
 
 ASKED: Table[Asked, Request] = Table(
-    "what is asked of a replica",
+    "the request to a replica",
     ("nothing",),
     {
         "nothing": {**_DONE, "fault": ("fault",), "restart": ("restart", "replace"), **_TO_END},

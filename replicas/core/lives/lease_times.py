@@ -1,19 +1,19 @@
 """How long the two ends of a lease wait for each other. Pure.
 
-An agent sends a *beat* each second, and the supervisor says that it heard it. From then
-on two clocks run, each on its own machine, so that no clock has to be right, only as
-fast as another:
+An agent sends a *beat* each second, and the supervisor acknowledges it. From then on
+two clocks run, each on its own machine. They need not agree on the time, only on its
+speed:
 
-* the agent may go on until ``lease_s`` after it *sent* the last beat that was heard;
-  then it ends everything of the run, which takes at most :data:`END_S`;
-* the supervisor takes the node for lost, and may start its replicas elsewhere, no
+* the agent may run until ``lease_s`` after it *sent* the last acknowledged beat; then
+  it ends everything of the run, which takes at most :data:`END_S`;
+* the supervisor counts the node as lost, and may start its replicas elsewhere, no
   earlier than ``lease_s + END_S + MARGIN_S`` after it *received* that beat.
 
 The beat was received after it was sent, so the agent has always ended first.
 
-On the supervisor's own machine there is no lease: the end of either process cannot be
-missed there. One that is frozen has not ended, so the shims have a patience of their
-own, :func:`local_patience_s`, for the case that the supervisor dies meanwhile. To a
+On the supervisor's own machine there is no lease: the end of either process is always
+noticed there. A frozen process has not ended, so the shims have a patience of their
+own, :func:`local_patience_s`, for the case that the supervisor dies meanwhile. For a
 supervisor that starts elsewhere they may run for :func:`outlives_s`.
 """
 
@@ -34,22 +34,23 @@ LAST_S = 3.0
 
 
 def local_patience_s(adopt_s: float) -> float:
-    """How long shims of the supervisor's own machine go on without their agent.
+    """Return how long shims of the supervisor's own machine run without their agent.
 
     Longer than a living supervisor takes to replace a frozen agent, and no shorter than
-    they are to outlive a dead one.
+    they must outlive a dead one.
     """
     return max(2 * FROZEN_S, adopt_s)  # twice: the new agent has to start and to find them
 
 
 def outlives_s(adopt_s: float) -> float:
-    """How long processes of the supervisor's own machine may outlive it, in seconds.
+    """Return the seconds that processes of the supervisor's machine may outlive it.
 
-    0: without adoption they hold the run's lock, and are gone when another has it.
+    Return 0 without adoption: they hold the run's lock, and are gone when another
+    process has it.
     """
     return local_patience_s(adopt_s) + LAST_S if adopt_s else 0.0
 
 
 def lost_after_s(lease_s: float) -> float:
-    """How long after a beat the supervisor may start a node's replicas elsewhere."""
+    """Return the seconds after a beat when a node's replicas may start elsewhere."""
     return lease_s + END_S + MARGIN_S

@@ -7,16 +7,15 @@
 of the generation is gone, so that no two generations of one replica ever run at once;
 :func:`after_exit` picks the event.
 
-``starting`` is also the state of a running replica that lost readiness, and ``silent``
-of one with a rank that is frozen or cut off: it may be well, and is ready again when it
-is heard, or ends by a timeout. ``draining`` is
-the state of a replica that is being ended, for any reason: when its end was requested
-it may finish its sync first, when it is sick it may not. It stays draining while a
-process of it does not die, which is no failure of the replica. ``finished`` is done,
-``drained`` stopped on request, and ``failed`` may not be started again, or its group
-has failed. A replica of a program that others start is never started again from here:
-when it has ``LEFT``, it is pending until its program joins again. Times are arguments,
-in seconds of any one monotonic clock.
+``starting`` is also the state of a running replica that lost readiness. ``silent``: a
+rank is frozen or cut off; the replica becomes ready again when the rank is heard, or
+ends by a timeout. ``draining``: the replica is being ended, for any reason. It may
+finish its sync first if its end was requested, but not after a fault. It stays draining
+while one of its processes does not die, which does not count as a failure.
+``finished``: done. ``drained``: stopped on request. ``failed``: it may not be started
+again, or its group has failed. A replica of a program that others start is never
+restarted from here: after ``LEFT`` it is pending until its program joins again. Times
+are arguments, in seconds of any one monotonic clock.
 """
 
 from __future__ import annotations
@@ -34,25 +33,25 @@ class ReplicaEvent(enum.StrEnum):
     """An event of a replica."""
 
     START = "start"  # its processes are being started for the first time
-    ADOPT = "adopt"  # its processes were started by an earlier supervisor, and go on
+    ADOPT = "adopt"  # an earlier supervisor started its processes, and they still run
     READY = "ready"
-    UNREADY = "unready"  # it runs, but is not ready any more
-    SILENT = "silent"  # nothing is heard of a rank or a node of it
+    UNREADY = "unready"  # it runs, but is no longer ready
+    SILENT = "silent"  # no message comes from one of its ranks or nodes
     START_TIMEOUT = "start_timeout"
     HEARTBEAT_TIMEOUT = "heartbeat_timeout"
     PROGRESS_TIMEOUT = "progress_timeout"
     LOAD_TIMEOUT = "load_timeout"  # it did not load a committed version in time
     LOAD_FAILED = "load_failed"  # a part of a version may be in its memory
     RESTART = "restart"  # a new generation was requested
-    HELD_UP = "held_up"  # its programs have ended, or were killed, but a process of it takes long to die
+    HELD_UP = "held_up"  # its programs have ended, or were killed, but one of its processes takes long to die
     STOP = "stop"  # its end was requested
     GROUP_FAILED = "group_failed"  # another replica has failed, and its group with it
     RESET = "reset"  # an operator says that the cause of its failure is fixed
-    FINISHED = "finished"  # gone: done by itself, and not to be started again
+    FINISHED = "finished"  # gone: done, and not to be started again
     RETRY = "retry"  # gone: a new generation follows after a delay
     GIVE_UP = "give_up"  # gone: the restart policy or the budget allows no other generation
     STOPPED = "stopped"  # gone: on request
-    LEFT = "left"  # gone: its program, which others started; they may start it again
+    LEFT = "left"  # gone: the program was started by others, who may start it again
     BACKOFF_ELAPSED = "backoff_elapsed"
 
 
@@ -132,7 +131,7 @@ def after_exit(
 ) -> ReplicaEvent:
     """Return the event for a generation whose last process is gone, not by ``STOP``.
 
-    :param ok: every rank exited with code 0, by itself.
+    :param ok: every rank exited with code 0, without a request.
     :param granted: :class:`~replicas.core.lives.restarts.Restarts` allow a restart.
     :param requested: it is a restart of :data:`FREE_REASONS`.
     """
@@ -150,8 +149,8 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     ``replicas_restarts_total``. ``start_s``: on the first readiness of a generation,
     seconds since its processes were started. ``recovery_s``: when a later generation
     becomes ready, seconds since the replica was last ready. ``nodes``: the node of each
-    of its parts, where it starts or is adopted. ``silent_s``: with ``SILENT``, seconds
-    since it was last heard: the state began then. ``resume_s``: with ``RETRY``, seconds
+    of its parts, when it starts or is adopted. ``silent_s``: with ``SILENT``, seconds
+    since its last message, when the state began. ``resume_s``: with ``RETRY``, seconds
     until the next generation starts.
     """
 
@@ -204,15 +203,15 @@ class Lifecycle:
         return max(0.0, now - self._started_at)
 
     def restore(self, state: Literal["finished", "failed"], reason: str) -> None:
-        """Rest in a settled state in which an earlier supervisor has left it."""
+        """Enter a settled state that an earlier supervisor has saved."""
         self.state, self.reason = state, reason
 
     def launched(self, now: float) -> None:
-        """Start the clock of this start: its processes are started only now."""
+        """Restart the clock of this start: its processes are started only now."""
         self._started_at = now
 
     def forgive(self, pause_s: float) -> None:
-        """Shift the start by ``pause_s``, while the supervisor did not run."""
+        """Do not count ``pause_s``, a pause of the supervisor, as starting time."""
         self._started_at += pause_s
 
     def apply(
@@ -220,10 +219,10 @@ class Lifecycle:
     ) -> Transition:
         """Take one step.
 
-        :param reason: one line for people, until the next step that has one or
-            readiness.
+        :param reason: one line for people, kept until the next step that has a reason
+            or makes the replica ready.
         :param restart_reason: with ``RETRY``, the reason counted in :attr:`restarts`.
-        :param seconds: with ``SILENT``, since it was last heard; with ``RETRY``, until
+        :param seconds: with ``SILENT``, since its last message; with ``RETRY``, until
             the next generation starts.
         :raises replicas.common.table.InvalidStep: ``event`` cannot happen now, and
             nothing has changed.
@@ -242,7 +241,7 @@ class Lifecycle:
         elif event is ReplicaEvent.READY:
             if self._first_ready:
                 start_s = max(0.0, now - self._started_at)
-                # later readiness of a generation is no recovery
+                # later readiness of a generation does not count as a recovery
                 recovery_s = None if self._lost_at is None else max(0.0, now - self._lost_at)
             self._first_ready, self._lost_at = False, None
         elif event is ReplicaEvent.RETRY:

@@ -15,8 +15,8 @@ OVER: frozenset[ReplicaState] = frozenset({"failed", "finished"})
 def start_levels(groups: Mapping[str, GroupConfig]) -> list[list[str]]:
     """Return group names by level: each depends on groups of earlier levels only.
 
-    Groups start in this order, and end in reverse. A dependency on a group that is not
-    given (a reload has removed it) is ignored.
+    Groups start in this order, and end in reverse. A dependency on a missing group (a
+    reload has removed it) is ignored.
 
     :raises replicas.errors.UsageError: the dependencies have a cycle.
     """
@@ -36,7 +36,7 @@ def start_levels(groups: Mapping[str, GroupConfig]) -> list[list[str]]:
 
 
 def enough(min_ready: int | None, replicas: int) -> int:
-    """Return how many replicas must be ready or done: ``min_ready``, else all."""
+    """Return how many replicas must be ready or done: ``min_ready``, or all."""
     return replicas if min_ready is None else min(min_ready, replicas)
 
 
@@ -45,9 +45,9 @@ def is_good(states: Sequence[ReplicaState], min_ready: int | None = None) -> boo
 
 
 def is_done(states: Sequence[ReplicaState], min_ready: int | None = None) -> bool:
-    """Return True if enough replicas have finished, at least one, and the rest failed.
+    """Return True if enough replicas (at least one) have finished, and the rest failed.
 
-    A group that was scaled to none is idle, and not done.
+    A group that was scaled to 0 is idle, not done.
     """
     finished = states.count("finished")
     return is_over(states) and finished >= max(1, enough(min_ready, len(states)))
@@ -56,16 +56,17 @@ def is_done(states: Sequence[ReplicaState], min_ready: int | None = None) -> boo
 def is_over(states: Sequence[ReplicaState]) -> bool:
     """Return True if all replicas have finished or failed.
 
-    A drained one may still be restarted by an operator.
+    A drained replica may still be restarted by an operator.
     """
     return bool(states) and OVER.issuperset(states)
 
 
 def least_left(config: Config, group: GroupConfig) -> int:
-    """Return how many replicas must be left for the run to go on: ``min_ready``.
+    """Return how many replicas must be left so that the run continues.
 
-    Without it one, where a source publishes to the group and each failure ends one
-    replica alone: it would publish to nobody for ever. Otherwise any number, even none.
+    That is ``min_ready``. Without it, 1 where a source publishes to the group and a
+    failure ends only one replica: the source would else publish to no target forever.
+    Otherwise 0.
     """
     if group.min_ready is not None:
         return group.min_ready
@@ -74,7 +75,7 @@ def least_left(config: Config, group: GroupConfig) -> int:
 
 
 def is_lost(states: Sequence[ReplicaState], least: int) -> bool:
-    """Return True if so many have failed that ``least`` cannot be reached again."""
+    """Return True if too many have failed for ``least`` to be reached again."""
     return len(states) - states.count("failed") < min(least, len(states))
 
 
@@ -83,7 +84,7 @@ def unmet(
 ) -> list[str]:
     """Return the dependencies, as in the config, that keep ``group`` from starting.
 
-    :param needed: of every group, how many replicas must be ready or done; None: all.
+    :param needed: for every group, how many replicas must be ready or done; None: all.
     :param states: of every group's replicas.
     """
 
@@ -95,10 +96,10 @@ def unmet(
 
 
 def within(states: Mapping[int, ReplicaState], todo: Sequence[int], max_unavailable: int) -> list[int]:
-    """Return which of ``todo`` a rolling restart may end now.
+    """Return the replicas of ``todo`` that a rolling restart may end now.
 
-    Never more than ``max_unavailable`` are down because of it. Replicas that are down
-    anyway (not ready, not done) come first: ending them costs nothing.
+    At most ``max_unavailable`` are down because of the restart. Replicas that are down
+    already (not ready, not done) come first: ending them costs nothing.
 
     :param states: of all replicas of the group, by index.
     """

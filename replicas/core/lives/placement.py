@@ -1,17 +1,17 @@
-"""Which node each part of a replica runs on, and with which GPUs. Pure.
+"""Choose the node and the GPUs of each part of a replica. Pure.
 
-A *node* is what an agent offers: GPUs, CPUs, memory and labels. A replica of ``nnodes``
-has as many *parts*, each one process tree on one node. :func:`place` finds a node for
-each part of one replica, or says what is missing. It is deterministic: the same offers
-and shares give the same places, so that a history can be repeated.
+An agent *offers* a node: GPUs, CPUs, memory and labels. A replica of ``nnodes`` has as
+many *parts*, each one process tree on one node. :func:`place` finds a node for each
+part of one replica, or says what is missing. It is deterministic: the same offers and
+shares give the same places, so that a history can be repeated.
 
 A node can take a part if it is open, has all labels and as many CPUs as the group asks
 for, and has as many GPUs, and as much memory, as the part needs beyond the shares of
-others. CPUs are shared: what others use of them does not count. Among the nodes that
-fit, ``spread`` takes the one with the fewest parts of the same group, so that the
-loss of a node costs the group little; else the parts are packed: the one that is left
-with the fewest GPUs, so that large replicas find room later. Ties go to the node that
-was offered first.
+others. CPUs are shared: those that others use do not count. Among the nodes that fit,
+``spread`` takes the node with the fewest parts of the same group, so that the loss of a
+node costs the group little. Otherwise the parts are packed: the node that is left with
+the fewest GPUs is taken, so that large replicas find room later. Ties go to the node
+that was offered first.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from replicas.common.sizes import count_text, size_text
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node has for replicas; ``open``: it takes new parts.
+    """Resources that a node offers for replicas; ``open``: it takes new parts.
 
     :ivar gpus: names for ``CUDA_VISIBLE_DEVICES``.
-    :ivar cpus: None: they do not matter.
+    :ivar cpus: None if the number of CPUs does not matter.
     :ivar memory_nbytes: host memory.
     """
 
@@ -40,10 +40,10 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Need(msgspec.Struct, frozen=True, kw_only=True):
-    """What each of the ``parts`` of a replica needs.
+    """Resources that each of the ``parts`` of a replica needs.
 
-    :ivar cpus: how many a node must have; none of them is taken.
-    :ivar memory_nbytes: None: it has no limit, and none is accounted for.
+    :ivar cpus: how many a node must have; they are not reserved.
+    :ivar memory_nbytes: None if it has no limit; no memory is reserved then.
     :ivar spread: prefer nodes with few parts of the same group.
     :ivar per_node: most parts of the group on one node; None: any number.
     """
@@ -58,7 +58,7 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
     per_node: int | None = None
 
     def accepts(self, offer: Offer) -> bool:
-        """Return True if the node has the labels and CPUs that are asked for."""
+        """Return True if the node has the required labels and CPUs."""
         return self.has_labels(offer) and self.has_cpus(offer)
 
     def has_labels(self, offer: Offer) -> bool:
@@ -69,7 +69,7 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):
-    """What one part of a replica of ``group`` has of a node."""
+    """Resources of a node that one part of a replica of ``group`` uses."""
 
     group: str
     node: str
@@ -78,7 +78,7 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Room:
-    """What is left of one node."""
+    """Free resources of one node."""
 
     def __init__(self, offer: Offer, taken: Sequence[Share], group: str) -> None:
         used = {gpu for share in taken for gpu in share.gpus}
@@ -100,9 +100,9 @@ class _Room:
 
 
 def place(need: Need, offers: Sequence[Offer], taken: Sequence[Share]) -> tuple[Share, ...] | str:
-    """A share for each part of a replica, or what is missing, in words.
+    """Return a share for each part of a replica, or a text that says what is missing.
 
-    :param offers: the nodes, in the order in which they are preferred.
+    :param offers: the nodes, in order of preference.
     :param taken: shares of other replicas.
     """
     fitting = [offer for offer in offers if offer.open and need.accepts(offer)]
@@ -139,7 +139,7 @@ def _missing(need: Need, offers: Sequence[Offer], taken: Sequence[Share]) -> str
 
 
 def _wanted(need: Need, rooms: Sequence[_Room], *, named: bool) -> list[str]:
-    """Return what these nodes lack, in words; ``named``: of several nodes."""
+    """Return what these nodes lack, as texts; ``named``: name the nodes."""
     wanted = []
     if need.per_node is not None and sum(max(0, need.per_node - room.parts) for room in rooms) < need.parts:
         wanted.append(f"a node with fewer than {need.per_node} of the group")

@@ -5,17 +5,17 @@ Three rules apply, in this order, each time a generation has ended without a req
 1. **The policy**: ``always``, ``on-failure`` or ``never``.
 2. **Progress**: ``no_progress_cycles`` generations in a row that ended badly, and in
    which the replica reached no new step or version, are a crash loop that no restart
-   fixes. A generation that ran for a whole ``window_s`` is no part of one. A replica on
-   no channel has no steps: this rule does not apply to it.
+   fixes. A generation that ran for a whole ``window_s`` does not count. A replica on no
+   channel has no steps: this rule does not apply to it.
 3. **The budget** of the group: at most ``max_restarts`` in any ``window_s``. The delay
    doubles with each of the *replica's* restarts inside the window, from
    ``initial_delay_s`` to ``max_delay_s``, plus a jitter of up to ``initial_delay_s`` so
    that replicas that died together do not come back together.
 
-With ``strategy = "group"`` one replica that fails takes all others of its group with
-it. That is one *incident*, however many of them die of it: one restart, one cycle, and
-all come back together, after one delay (:meth:`Restarts.resumed`). Times are arguments,
-in seconds of a monotonic clock.
+With ``strategy = "group"`` a failed replica takes all others of its group with it. That
+is one *incident*, however many replicas end: one restart, one cycle, and all come back
+together, after one delay (:meth:`Restarts.resumed`). Times are arguments, in seconds of
+a monotonic clock.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def wants_restart(config: RestartConfig, *, ok: bool) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RestartVerdict:
-    """``delay_s``: seconds until the restart; None: never, because of ``rule``."""
+    """``delay_s``: seconds until the restart, or None if ``rule`` forbids one."""
 
     delay_s: float | None
     rule: str = ""
 
 
 class Restarts:
-    """The rules of one group, and the restarts it has spent.
+    """The rules of one group, and the restarts that it has spent.
 
     :param rng: source of the jitter; a seeded one makes the delays reproducible.
     """
@@ -72,14 +72,15 @@ class Restarts:
     def ended(self, replica: int, *, ok: bool, progressed: bool | None, ran_s: float, now: float) -> RestartVerdict:
         """Judge a generation that has ended without a request.
 
-        :param ok: every rank of it exited with code 0.
-        :param progressed: it reached a new step or version; None: it has none to reach.
+        :param ok: every rank exited with code 0.
+        :param progressed: whether it reached a new step or version; None if it has no
+            steps.
         :param ran_s: how long it ran.
         """
         config = self.config
         if not wants_restart(config, ok=ok):
             return RestartVerdict(None, f"restart policy is {config.policy}")
-        if self._resume_at is not None:  # its incident was counted with the first
+        if self._resume_at is not None:  # the incident was counted when its first replica ended
             return RestartVerdict(max(0.0, self._resume_at - now))
         whose = self.key(replica)
         if ok or progressed is not False or ran_s >= config.window_s:  # None: it has no steps, so it cannot lack them
@@ -96,9 +97,9 @@ class Restarts:
         return RestartVerdict(delay_s)
 
     def take(self, replica: int, *, now: float) -> float | None:
-        """Spend one restart of ``replica`` and return the seconds to wait first.
+        """Spend one restart of ``replica`` and return the seconds to wait before it.
 
-        None: no restart is left, and none is spent.
+        Return None, and spend nothing, if the budget is used up.
         """
         if self.remaining(now) == 0:
             return None
@@ -120,7 +121,7 @@ class Restarts:
         return max(0, self.config.max_restarts - len(self._spent))
 
     def remaining_ratio(self, now: float) -> float:
-        """Return the share of the budget left, from 0 to 1; 1 for a budget of none."""
+        """Return the unspent share of the budget, 0 to 1; 1 for a budget of 0."""
         return self.remaining(now) / self.config.max_restarts if self.config.max_restarts else 1.0
 
     def resumed(self) -> None:
@@ -134,7 +135,7 @@ class Restarts:
         return self.cycles.get(self.key(replica), 0)
 
     def spent(self, now: float) -> bool:
-        """Return True if some of the budget, or a cycle, is spent."""
+        """Return True if any restart in the window, or any cycle, is counted."""
         return bool(self.ages(now) or self.cycles)
 
     def reset(self) -> None:
@@ -147,7 +148,7 @@ class Restarts:
         self.cycles.pop(replica, None)
 
     def restore(self, *, spent: Sequence[tuple[float, int]], cycles: Mapping[int, int], now: float) -> None:
-        """Continue from what an earlier supervisor had spent.
+        """Take over the restarts that an earlier supervisor had spent.
 
         :param spent: as in :meth:`ages`.
         """

@@ -1,12 +1,13 @@
-"""An agent's tenancy: the table of its life, and its end of a lease. Pure.
+"""The agent's side of its lease: the table of its states, and its deadline. Pure.
 
-*Joining*: no supervisor has taken it yet. *Serving*: one has. *Leaving*: its node is
-about to be taken away, and the supervisor moves the replicas. *Ending*: its lease is
-over, so the replicas may be started elsewhere soon, and it ends everything; it must not
-join meanwhile. *Rejoining*: nothing is left, and it offers its node anew. *Over*: it
-ends what is left, and itself.
+*Joining*: no supervisor has taken the agent yet. *Serving*: a supervisor has.
+*Leaving*: the node is about to be taken away, and the supervisor moves the replicas.
+*Ending*: the lease is over, so the replicas may be started elsewhere soon; the agent
+ends everything, and must not join meanwhile. *Rejoining*: nothing is left, and the
+agent offers its node again. *Over*: the agent ends the remaining processes, then
+itself.
 
-An agent that is leaving, or has no lease, does not rejoin: its lease ends it.
+An agent that is leaving, or has no lease, does not rejoin: it ends with its lease.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from replicas.common.table import Table
 
 TenancyState = Literal["joining", "serving", "leaving", "ending", "rejoining", "over"]
 TenancyEvent = Literal["welcome", "leave", "lease_over", "empty", "end"]
-"""``empty``: nothing is left of what ended with the lease. ``end``: an order, a second
-signal, or nobody to serve."""
+"""``empty``: everything that had to end with the lease is gone. ``end``: an order, a
+second signal, or no supervisor to serve."""
 
 TENANCY: Table[TenancyState, TenancyEvent] = Table(
     "the tenancy of an agent",
@@ -34,7 +35,7 @@ TENANCY: Table[TenancyState, TenancyEvent] = Table(
 
 
 class Tenancy:
-    """The agent's end of a lease. Times are seconds of any one monotonic clock.
+    """The agent's side of a lease. Times are seconds of any one monotonic clock.
 
     :ivar state: its place in :data:`TENANCY`.
     """
@@ -42,7 +43,7 @@ class Tenancy:
     def __init__(self) -> None:
         self.state: TenancyState = "joining"
         self.until: float | None = None
-        """Time at which everything must begin to end; None: no limit."""
+        """Time at which everything must begin to end; None if there is no limit."""
         self._lease_s = 0.0
         self._sent: dict[int, float] = {}
         self._number = 0
@@ -53,33 +54,33 @@ class Tenancy:
 
     @property
     def serves(self) -> bool:
-        """True if a supervisor has taken the agent, and its lease has not ended."""
+        """Return True if a supervisor has taken the agent and its lease runs."""
         return self.state in ("serving", "leaving")
 
     @property
     def ended(self) -> bool:
-        """True if the agent ends."""
+        """Return True if the agent ends."""
         return self.state == "over"
 
     @property
     def leased(self) -> bool:
-        """True if the present supervisor has given it a lease."""
+        """Return True if the present supervisor has given the agent a lease."""
         return self._lease_s > 0
 
     def granted(self, lease_s: float, asked_at: float) -> None:
-        """A supervisor has taken the agent, which had asked at ``asked_at``."""
+        """Start the lease from the request at ``asked_at``; 0 means no lease."""
         self._lease_s = lease_s
         self._sent.clear()  # beats to an earlier supervisor prove nothing to this one
         self.until = asked_at + lease_s if lease_s else None
 
     def beat(self, now: float) -> int:
-        """The number of a beat that is sent now."""
+        """Return the number of a beat that is sent now."""
         self._number += 1
         self._sent[self._number] = now
         return self._number
 
     def heard(self, number: int) -> None:
-        """The supervisor has heard this beat."""
+        """Extend the lease: the supervisor has acknowledged this beat."""
         sent_at = self._sent.pop(number, None)
         if sent_at is not None and self._lease_s:
             self.until = max(self.until or 0.0, sent_at + self._lease_s)  # counted from the sending: see lease_times
@@ -87,10 +88,9 @@ class Tenancy:
         self._sent = {other: at for other, at in self._sent.items() if other > number}
 
     def alone(self, now: float, patience_s: float) -> None:
-        """The supervisor is gone: go on for ``patience_s``, at most until the lease
-        ends."""
+        """Without a supervisor, end after ``patience_s``, or earlier with the lease."""
         left = now + patience_s
-        self.until = left if self.until is None else min(self.until, left)  # being alone never lengthens a lease
+        self.until = left if self.until is None else min(self.until, left)  # this never lengthens a lease
 
     def over(self, now: float) -> bool:
         return self.until is not None and now >= self.until

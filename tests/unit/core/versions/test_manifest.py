@@ -231,7 +231,7 @@ def test_a_missing_or_an_overlapping_box_is_found(
 @pytest.mark.parametrize(
     ("tensors", "aliases", "text"),
     [
-        ((TensorSpec("\ud800", "int8", ()),), (), "cannot travel"),
+        ((TensorSpec("\ud800", "int8", ()),), (), "cannot be sent"),
         ((TensorSpec("a", "int8", (-1,)),), (), "negative extent"),
         ((TensorSpec("a", "int8", (1 << 56,)),), (), "add up to"),
         ((TensorSpec("a", "int8", ()),) * 2, (), "'a' appears twice"),
