@@ -65,7 +65,10 @@ function course(model) {
   return `${end} ${duration(model.now - run.started)}${run.exit_code === undefined ? "" : ` with exit code ${run.exit_code}${run.ended_by ? ` (${run.ended_by})` : ""}`}: ${parts.filter(Boolean).join("; ")}.`;
 }
 
-const since = (model, trouble) => (trouble?.since && !model.fixed ? h("span", { class: "muted" }, ` · for ${age(model.now - trouble.since)}${trouble.until > model.now ? `, ${duration(trouble.until - model.now)} at most to come` : ""}`) : null);
+function since(model, trouble) {
+  const parts = [trouble?.since ? `for ${age(model.now - trouble.since)}` : "", trouble?.until > model.now ? `${duration(trouble.until - model.now)} at most to come` : ""].filter(Boolean);
+  return parts.length && !model.fixed ? h("span", { class: "muted" }, ` · ${parts.join(", ")}`) : null;
+}
 
 export function drawnFigures(model) {
   const { doc } = model;

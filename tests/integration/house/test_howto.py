@@ -18,8 +18,11 @@ import torch
 
 import replicas
 from replicas.config.file import parse
+from replicas.config.structs import Config
 from replicas.core.lives.placement import Offer, Share, place
+from replicas.core.members.preflight import sends_by_group
 from replicas.engine import Engine, PauseMode
+from replicas.supervisor.fleet.nodes import lease_of
 from replicas.supervisor.fleet.resources import need_of
 from replicas.testing import FakeRun
 from tests.support.house.pages import blocks, code
@@ -186,13 +189,18 @@ def test_a_gpu_loop_publishes_the_weights_of_each_step(run: FakeRun) -> None:
     assert received == [pytest.approx(weights) for weights in expected]
 
 
-def on_nodes(page: str, offers: list[Offer]) -> dict[str, list[str]]:
-    """The nodes of the replicas of each group of the config on a page."""
+def config_on(page: str) -> Config:
+    """The config on a page."""
     (text,) = [one.text for one in blocks((ROOT / "docs" / "howto" / page).read_text()) if "[run]" in one.text]
     with tempfile.TemporaryDirectory() as folder:
         for program in re.findall(r'command = \["(\w+\.py)"', text):
             (Path(folder) / program).touch()
-        groups = parse(tomllib.loads(text), base=Path(folder)).groups.values()
+        return parse(tomllib.loads(text), base=Path(folder))
+
+
+def on_nodes(page: str, offers: list[Offer]) -> dict[str, list[str]]:
+    """The nodes of the replicas of each group of the config on a page."""
+    groups = config_on(page).groups.values()
     found, taken = dict[str, list[str]](), list[Share]()
     for group in groups:
         for _ in range(group.replicas):
@@ -214,11 +222,15 @@ def test_rollouts_at_two_sites() -> None:
     offers = [Offer(node=site, labels={"site": site}) for site in ("a", "b")]
     placed = on_nodes("two-data-centres.md", offers)
     assert placed == {"trainer": ["a"], "rollout-a": ["a"] * 4, "rollout-b": ["b"] * 4}
+    config = config_on("two-data-centres.md")
+    assert not sends_by_group(config.channels["policy"]), "hosts pull, each from one that has the version"
+    far = config.groups["rollout-b"]
+    assert far.health.heartbeat_timeout_s >= lease_of(config) == 60.0, "the link may be interrupted for as long"
 
 
 def test_a_trainer_that_publishes_each_step(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     published: list[Any] = []
-    run.target("rollout")
+    target = run.target("rollout")
     page = code("fsdp2-to-vllm.md")
 
     def hf(model: Model) -> Model:
@@ -229,6 +241,11 @@ def test_a_trainer_that_publishes_each_step(run: FakeRun, monkeypatch: pytest.Mo
     page.publish_each_step(Model(), train_step, 3)
     assert len(published) == 1
     assert run.status().committed_version == 3
+    eventually(lambda: target.versions[-1:] == [3], "the load of the last version")
+    assert target.weights["weight"][0, 0] == 3, "the server has the weights of the last step"
+    with run.join("rollout", 1) as late, late.receive(deadline=20).wait() as update:
+        assert update.meta["step"] == 2
+    assert target.error is None
 
 
 def test_an_adapter_is_published_at_each_step(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,6 +275,18 @@ def test_an_adapter_is_published_at_each_step(run: FakeRun, monkeypatch: pytest.
     receive(2)
     assert received == [(number + 1, number, "math", '{"r": 8}', "weight") for number in range(3)]
     assert kinds == ["only"]
+
+
+def test_a_sync_that_waits_ends_by_its_deadline_and_names_who_was_missing() -> None:
+    """As the page about stuck syncs promises."""
+    policy = {"sources": [{"group": "trainer", "ranks": "all"}], "targets": ["rollout"]}
+    with FakeRun({"policy": policy}) as run:
+        first, _ = (run.join("trainer", rank=rank, world_size=2) for rank in (0, 1))
+        with pytest.raises(replicas.errors.DeadlineExceeded) as caught:
+            first.publish({"weight": torch.zeros(3)}, deadline=0.3).wait(20)
+        assert "trainer/0/1" in f"{caught.value} {caught.value.members}"
+        with pytest.raises(replicas.errors.DeadlineExceeded, match="receive"):
+            run.join("rollout").receive(deadline=0.2).wait(20)
 
 
 @pytest.mark.parametrize("rollouts", [1, 3])
