@@ -20,7 +20,6 @@ from replicas.common.logs import Log
 from replicas.common.tasks import telling
 from replicas.core.lives.lease_times import lost_after_s
 from replicas.status import RunStatus
-from replicas.supervisor.fleet.awaited import words
 from replicas.supervisor.fleet.causes import FailureReports
 from replicas.supervisor.state.leases import Lease
 from replicas.telemetry.event_log import EventLog
@@ -91,10 +90,6 @@ class Reporting:
             nodes = tuple(dict.fromkeys(one.node for one in unseen))
             seconds = lost_after_s(max(one.lease_s for one in unseen))
             self.emit(LeasesAwaited(nodes=nodes, seconds=seconds))
-            self.say(
-                f"the state does not say what an earlier supervisor has left: each replica waits up to {seconds:.0f} s "
-                f"for {words(nodes)}"
-            )
 
     def count_refused(self, refused: Mapping[str, int], now: float | None = None) -> None:
         """Emit the refused connections since the last look, one event per reason.

@@ -28,6 +28,7 @@ a dead agent.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
@@ -222,8 +223,8 @@ class Agent:
     # ------------------------------------------------------------ the connection
 
     async def _serve(self) -> None:
-        failures, down_at, told, problem = 0, self._loop.time(), False, ""
-        give_up_at = down_at + JOIN_S
+        failures, tell_at, problem = 0, self._loop.time() + WAIT_S, ""
+        give_up_at = self._loop.time() + JOIN_S
         while not self._tenancy.ended:
             await self._may_join.wait()
             began_after, before = self._lease_ended_at, self._welcome
@@ -254,9 +255,9 @@ class Agent:
             if self._welcome is None and now > give_up_at:
                 raise errors.WorldError(f"no supervisor took this node within {JOIN_S:g} s: {problem}")
             if self._welcome is not before:
-                down_at, told = now, False
-            if not told and now - down_at > WAIT_S and not self._tenancy.ended:
-                told = True
+                tell_at = now + WAIT_S
+            if now > tell_at and not self._tenancy.ended:
+                tell_at = math.inf
                 until = self._tenancy.until or (self._lease_ended_at or now) + REJOIN_S
                 left_s = (give_up_at if self._welcome is None else until) - now
                 log.warning("node %s: waiting up to %.0f s for the supervisor: %s", self.node, left_s, problem)

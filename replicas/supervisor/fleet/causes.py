@@ -78,9 +78,8 @@ class Health:
 
     def until(self, config: HealthConfig, life: Lifecycle, now: float) -> float:
         """Return when :meth:`judge` finds its start or load too late; 0: never."""
-        if self.was_ready:
-            return 0.0 if self.left else self.unready_at + config.load_deadline_s
-        return now - life.starting_s(now) + config.start_timeout_s
+        ready_by = 0.0 if self.left else self.unready_at + config.load_deadline_s
+        return ready_by if self.was_ready else now - life.starting_s(now) + config.start_timeout_s
 
     def judge(self, config: HealthConfig, *, ready: bool, starting_s: float, now: float) -> Cause | None:
         """What is wrong by the last :attr:`view`: a timeout; None: nothing."""
@@ -152,7 +151,7 @@ def dropped(group: str, replica: int, generation: int, loss: LogLoss) -> LogLine
     )
 
 
-def line(transition: Transition, *, resume_in_s: float, logs: Path | None) -> str:
+def line(transition: Transition, logs: Path | None) -> str:
     """One line about this transition; empty: it tells nothing new.
 
     :param logs: the folder of the run's logs; None: those of the replica are on another
@@ -176,7 +175,7 @@ def line(transition: Transition, *, resume_in_s: float, logs: Path | None) -> st
         case ReplicaEvent.HELD_UP | ReplicaEvent.SILENT:
             return f"{name}: {reason}"
         case ReplicaEvent.RETRY:
-            when = f"in {resume_in_s:.1f} s" if resume_in_s else "now"
+            when = f"in {transition.resume_s:.1f} s" if transition.resume_s else "now"
             return f"{name}: {reason}; starting again {when}; logs: {folder}"
         case ReplicaEvent.GIVE_UP:
             return f"{name}: failed: {reason}; logs: {folder}"

@@ -182,9 +182,8 @@ class Course:
     @property
     def kill_at(self) -> float:
         """When its processes get SIGKILL at the latest; 0: that is not known."""
-        if self.state == "syncing":
-            return self._drain_by + self._owner.group.stop_timeout_s
-        return self.generation.kill_at
+        late = self._drain_by + self._owner.group.stop_timeout_s
+        return late if self.state == "syncing" else self.generation.kill_at
 
     def forgive(self, pause_s: float) -> None:
         self._drain_by += pause_s

@@ -363,7 +363,7 @@ class Fleet:
         self._unsaved = True
         self._context.emit(self._context.resources.placed(transition))
         logs = self._context.state.logs if replica is None or replica.here else None
-        if text := line(transition, resume_in_s=replica.resume_in_s if replica is not None else 0.0, logs=logs):
+        if text := line(transition, logs):
             self._context.say(text)
         self._context.look()
         if group is not None and transition.event is Step.GIVE_UP and group.config.on_failure == "group":

@@ -182,10 +182,8 @@ class Generation:
     @property
     def ending(self) -> str:
         """When SIGKILL ends it, as in "waits ..."; empty: it is not being ended."""
-        if self.kill_at <= self._loop.time():
-            return ""
         clock = time.strftime("%H:%M:%S", time.localtime(self._kill_time))
-        return f"for its processes to end, until SIGKILL at {clock}"
+        return f"for its processes to end, until SIGKILL at {clock}" if self.kill_at > self._loop.time() else ""
 
     @property
     def look_at(self) -> float | None:

@@ -438,10 +438,6 @@ class Replica:
         return await self._generation.stacks()
 
     @property
-    def resume_in_s(self) -> float:
-        return max(0.0, self._resume_at - self._now())
-
-    @property
     def _cycles(self) -> int:
         """Failures in a row to which the next one would add, by the same rules."""
         long = self.life.starting_s(self._now()) >= self.group.restart.window_s

@@ -190,17 +190,18 @@ def test_lines_name_the_log() -> None:
         before="ready",
         after="backoff",
         reason="rank 0 died",
+        resume_s=1.5,
     )
-    text = line(step, resume_in_s=1.5, logs=Path("/run/logs"))
+    text = line(step, Path("/run/logs"))
     assert text == "a/1: rank 0 died; starting again in 1.5 s; logs: /run/logs/a/1/gen-2"
-    text = line(step, resume_in_s=1.5, logs=None)
+    text = line(step, None)
     assert text == "a/1: rank 0 died; starting again in 1.5 s; logs: replicas logs a/1 -g 2"
 
 
 def test_the_last_word_on_a_healthy_replica_is_that_it_is_ready() -> None:
     life = Lifecycle("a", 1, now=0.0)
     said = [
-        line(life.apply(event, now=1.0, reason=reason), resume_in_s=0.0, logs=Path("/run/logs"))
+        line(life.apply(event, now=1.0, reason=reason), Path("/run/logs"))
         for event, reason in (
             (ReplicaEvent.START, ""),
             (ReplicaEvent.READY, ""),
