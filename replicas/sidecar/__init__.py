@@ -1,9 +1,10 @@
 """Sidecars: killable processes that own a rank's cross-replica process groups.
 
-``forkserver`` forks them. In the sidecar, ``process`` is the main loop, ``mailbox``
-reads the channel, ``meeting`` and ``building`` make the process group, ``groups`` has
-its operations. In the rank, ``rank_side`` controls them. ``wire`` has the messages
-between the two. A sidecar takes its rank's place by :mod:`replicas.linux.place`.
+Rank (``rank_side``) -> ``forkserver`` forks a sidecar -> ``process`` handles requests,
+which ``mailbox`` reads: ``meeting`` and ``building`` make the process group, ``groups``
+has its operations. ``wire`` has the messages. A sidecar gets its rank's environment,
+output and cgroup by :mod:`replicas.linux.place`. It retries nothing: the coordinator
+does.
 
 This file imports nothing, so that the forkserver listens before it loads torch.
 """

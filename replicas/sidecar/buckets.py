@@ -54,8 +54,8 @@ class Bucket:
 class BucketPlan:
     """The buckets in which one member takes part, in order.
 
-    :ivar settled: one entry more than ``buckets``: before the first and after each of
-        them, up to which byte of the image's data nothing will change any more.
+    :ivar settled: end of the image's data that later buckets leave unchanged, in bytes:
+        before the first bucket, then after each.
     """
 
     buckets: tuple[Bucket, ...]
@@ -63,7 +63,7 @@ class BucketPlan:
 
 
 def bucket_limit(nbytes: int, members: int) -> int:
-    """Bucket size for ``nbytes`` through a chain of ``members``, in bytes."""
+    """Return the bucket size in bytes for ``nbytes`` through a chain of ``members``."""
     passing = members - 2
     if passing < 1:
         return MAX_BUCKET_NBYTES
@@ -76,7 +76,7 @@ def make_plan(
     """Plan the buckets of lane rank ``rank``.
 
     :param routes: one route for each part; unless ``by_part``, one for the whole image.
-        Routes without ``rank`` are skipped: it already has the bytes of those parts.
+        Routes without ``rank`` are skipped: this member has the bytes of those parts.
     :param limit: bucket size in bytes on all routes; default :func:`bucket_limit`.
     """
 
@@ -103,7 +103,7 @@ def make_plan(
 
 
 def _mixed(manifest: Manifest, of_part: dict[int, list[Bucket]]) -> tuple[list[int], list[Bucket]]:
-    """Merge the buckets by image offset, each part in its order; return offsets too."""
+    """Merge the buckets by image offset, each part in its order; return both."""
     heap: list[tuple[int, int, int]] = []
 
     def offer(part: int, index: int) -> None:
@@ -141,7 +141,7 @@ def split_piece(piece: Piece, item: int, limit: int) -> Iterator[Piece]:
 
 
 def buckets_of_part(manifest: Manifest, part: int, owner: int, limit: int = MAX_BUCKET_NBYTES) -> list[Bucket]:
-    """Cut one part: each byte that the manifest takes from it is in just one bucket."""
+    """Cut one part into buckets; each byte used by the manifest is in exactly one."""
     assert manifest.parts is not None
     buckets: list[Bucket] = []
     run: list[Piece] = []
@@ -165,7 +165,7 @@ def buckets_of_part(manifest: Manifest, part: int, owner: int, limit: int = MAX_
 
 
 def image_run(manifest: Manifest, bucket: Bucket) -> int | None:
-    """Offset in the data section, if the bucket is one run of bytes there; or None."""
+    """Return the bucket's offset in the data section if it is contiguous, else None."""
     if not bucket.pieces:
         return bucket.start
     first = _image_offset(manifest, bucket.pieces[0])
@@ -175,14 +175,14 @@ def image_run(manifest: Manifest, bucket: Bucket) -> int | None:
             continue
         whole = manifest.tensors[piece.tensor].shape
         axis = next((axis for axis, extent in enumerate(piece.shape) if extent > 1), len(whole))
-        in_one_run = piece.shape[axis + 1 :] == whole[axis + 1 :]  # each later axis is taken whole
+        in_one_run = piece.shape[axis + 1 :] == whole[axis + 1 :]  # all later axes are whole
         if _image_offset(manifest, piece) != expected or not in_one_run:
             return None
     return first
 
 
 def _image_offset(manifest: Manifest, piece: Piece) -> int:
-    """Offset of the piece's first byte in the data section."""
+    """Return the offset of the piece's first byte in the data section."""
     spec = manifest.tensors[piece.tensor]
     index = 0
     for offset, extent in zip(piece.offsets, spec.shape, strict=True):

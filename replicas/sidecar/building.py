@@ -1,9 +1,10 @@
 """Build process groups over a TCPStore; no other module makes one.
 
-The connection to the store is retried until the deadline: nothing has moved yet, and
-the store may be restarting. The rest is tried once, after the members have met
-(:mod:`replicas.sidecar.meeting`). Nothing here is safe against a frozen store or a hung
-device: the owner kills this process when the deadline has passed.
+Connect to the store -> meet -> build -> probe. The connection is retried until the
+deadline: nothing has moved yet, and the store may be restarting. The rest is tried
+once, after the members have met (:mod:`replicas.sidecar.meeting`). Nothing here guards
+against a frozen store or a hung device: the owner kills this process when the deadline
+has passed.
 
 ProcessGroupNCCL without its watchdog
 =====================================
@@ -13,13 +14,13 @@ process's owner enforces the deadlines, and the store is shared by all. So the w
 is off, by torch's own rule for blocking waits (``TORCH_NCCL_BLOCKING_WAIT``). It cannot
 write a dump signal (``exception_dump``, unprefixed: every other process with a group on
 that store would abort minutes later), abort the process, tear down after an error, or
-apply a timeout earlier than ours. The other variables disable its actions, should a
-torch release start one all the same. ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` would turn all
-of that on again, so the level is lowered, in this process only.
+apply a timeout earlier than ours. The other variables disable its actions, in case a
+torch release starts a watchdog nevertheless. ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` would
+turn all of that on again, so the level is lowered, in this process only.
 
-The process group is never destroyed either: that would abort its communicators, wait
-for it up to its timeout, and delay the error that the sidecar has to report. The end of
-the process cleans up.
+The process group is never destroyed: that would abort its communicators, wait up to its
+timeout, and delay the error that the sidecar has to report. The end of the process
+cleans up.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ STORE_CONNECT = Backoff(0.5, 4.0)
 It exceeds a long round trip; torch's client takes up to twice the timeout."""
 PROBE_NBYTES = 64 << 10
 NCCL_TIMEOUT = timedelta(days=30)
-"""ProcessGroupNCCL's own timeout: in effect none, as each ``StartedWork`` has one."""
+"""ProcessGroupNCCL's own timeout, out of reach: each ``StartedWork`` has a deadline."""
 NCCL_ENVIRONMENT = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -69,17 +70,17 @@ NCCL_ENVIRONMENT = {
     "TORCH_NCCL_USE_COMM_NONBLOCKING": "0",
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
 }
-"""Set in every sidecar with NCCL, whatever the rank's own environment says."""
+"""Set in every sidecar with NCCL; overrides the rank's own environment."""
 _never_destroyed: list[Any] = []
 
 
 def build_group(spec: GroupSpec) -> CollectiveGroup:
     """Form the process group of ``spec``; all of its ranks use the same prefix.
 
-    :raises replicas.errors.Preflight: members, which it names, do not agree, or cannot
+    :raises replicas.errors.Preflight: members, which it names, disagree, or cannot
         reach each other.
     :raises replicas.errors.StoreTampered: another client writes into the store.
-    :raises RuntimeError: a peer did not come in time, or the store or the probe failed.
+    :raises RuntimeError: a peer did not join in time, or the store or probe failed.
     """
     deadline = time.monotonic() + spec.timeout_s
     found = accelerator()
@@ -98,13 +99,13 @@ def build_group(spec: GroupSpec) -> CollectiveGroup:
             _probe(group, deadline)
         return group
     except RuntimeError as error:
-        if store.tampered and not isinstance(error, StoreTampered):  # torch has wrapped it in its own error
+        if store.tampered and not isinstance(error, StoreTampered):  # torch has wrapped the error
             raise StoreTampered(store.tampered) from error
         raise
 
 
 def connect_store(host: str, port: int, deadline: float) -> Any:
-    """Connect to the store, retrying until ``deadline``; then RuntimeError."""
+    """Connect to the store, retrying until ``deadline``; raise RuntimeError then."""
     retry = tenacity.Retrying(
         wait=tenacity.wait_exponential(multiplier=0.02, max=0.5) + tenacity.wait_random(0, 0.05),
         stop=tenacity.stop_before_delay(max(deadline - time.monotonic(), 0.0)),
@@ -123,7 +124,7 @@ def connect_store(host: str, port: int, deadline: float) -> Any:
                 return _c10d.TCPStore(host, port, None, False, timeout, wait_for_workers=False)
     except (OSError, RuntimeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise RuntimeError(f"the store at {host}:{port} cannot be reached: {reason}") from error
+        raise RuntimeError(f"cannot reach the store at {host}:{port}: {reason}") from error
     raise AssertionError  # tenacity ends with a result or an error
 
 
@@ -143,7 +144,7 @@ def _build_nccl(store: Any, spec: GroupSpec) -> CollectiveGroup:
     device = accelerator()
     uuid = "" if device is None else device.device()
     if device is None or not uuid or not _c10d.is_nccl_available():
-        raise RuntimeError("the nccl backend needs a GPU and a torch with NCCL, and this process has not both")
+        raise RuntimeError("the nccl backend needs a GPU and a torch with NCCL; this process lacks one of them")
     where = device.torch_device(uuid)
     torch.cuda.set_device(where)
     _allow_shared_device(store, spec, uuid)
@@ -167,7 +168,7 @@ def _probe(group: CollectiveGroup, deadline: float) -> None:
 
 
 def _set_nccl_environment(spec: GroupSpec) -> None:
-    """Turn the watchdog off (see the header); bootstrap uses the lane's address."""
+    """Turn the watchdog off (see the header), and select the interface for NCCL."""
     os.environ.update(NCCL_ENVIRONMENT)
     if hasattr(_c10d, "set_debug_level"):
         _c10d.set_debug_level(_c10d.DebugLevel.OFF)
@@ -188,6 +189,6 @@ def _allow_shared_device(store: Any, spec: GroupSpec, uuid: str) -> None:
         return
     version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and tuple(version[:2]) >= MULTI_RANK_VERSION:
-        return  # such an NCCL takes them as they are
+        return  # such an NCCL allows shared GPUs
     os.environ["NCCL_HOSTID"] = f"replicas-{spec.prefix}-{spec.rank}"
     os.environ["NCCL_IB_DISABLE"] = "1"

@@ -1,9 +1,9 @@
 """Run one collective between peers, on byte buffers for inputs and outputs.
 
 Data moves as bytes, so that every dtype can be moved. Reductions work on the dtype;
-those that the backend cannot reduce are refused on every participant alike, before
-anything is sent. ``inputs`` are only read: after a failure the operation is run again
-from them, in another group.
+every participant refuses dtypes that the backend cannot reduce, before any byte is
+sent. ``inputs`` are only read: after a failure the operation runs again from them, in
+another group.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class _Operation:
                 yield self.group.reduce(tensor, rank, self.spec.reduce_op, self.deadline)
 
     def _reduced(self) -> list[torch.Tensor]:
-        """Every participant's segment in ``outputs``, as typed tensors."""
+        """Return every participant's segment in ``outputs``, as typed tensors."""
         segments = self._one_each(self.spec.me)
         offsets, _ = segment_layout(segments)
         regions = [self._region(self.outputs, offsets[place], _padded(segments[place])) for place in self.places]
@@ -169,14 +169,14 @@ class _Operation:
         return self.spec.lane_ranks[self.spec.root]
 
     def _one_each(self, participant: int) -> tuple[Segment, ...]:
-        """``participant``'s segments, one for each participant of the first attempt."""
+        """Check and return ``participant``'s segments: one per member of attempt 1."""
         segments = self.spec.segments[participant]
         if len(segments) <= max(self.places) or (not self.spec.places and len(segments) != len(self.places)):
             raise ValueError(f"{self.spec.kind} has {len(segments)} segments for {len(self.places)} participants")
         return segments
 
     def _runs(self) -> Iterator[torch.Tensor]:
-        """Own segments in ``outputs``, each run of one dtype as one flat tensor."""
+        """Yield own segments in ``outputs``, each run of one dtype as a flat tensor."""
         segments = self.spec.segments[self.spec.me]
         offsets, total = segment_layout(segments)
         first = 0
@@ -188,12 +188,12 @@ class _Operation:
                 first = index + 1
 
     def _whole(self, memory: torch.Tensor, participant: int) -> list[torch.Tensor]:
-        """The start of ``memory``, as far as a participant has segments; or none."""
+        """Return the region of a participant's segments, unless empty, as a list."""
         _, nbytes = segment_layout(self.spec.segments[participant])
         return [self._region(memory, 0, nbytes)] if nbytes else []
 
     def _gathered(self) -> list[tuple[int, torch.Tensor]]:
-        """Each rank with its part of ``outputs``, unless empty; one's own is filled."""
+        """Fill our part of ``outputs``; return (rank, part) of all non-empty parts."""
         offsets, total = segment_layout([segment for segments in self.spec.segments for segment in segments])
         bounds = [*offsets, total]
         regions: list[torch.Tensor] = []
@@ -207,7 +207,7 @@ class _Operation:
 
     def _region(self, memory: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
         if offset + nbytes > memory.numel():
-            raise ValueError(f"{self.spec.kind} needs {offset + nbytes} bytes, its buffer has {memory.numel()}")
+            raise ValueError(f"{self.spec.kind} needs {offset + nbytes} bytes, but its buffer has {memory.numel()}")
         return memory[offset : offset + nbytes]
 
     def _typed(self, region: torch.Tensor, dtype: str) -> torch.Tensor:

@@ -8,21 +8,21 @@ Theory of operation
 The process loads torch once, without touching CUDA, stays single-threaded, and forks a
 sidecar for each request. With ``--listener`` it serves every process of the same user
 that connects to this inherited socket and presents its secret
-(:class:`replicas.linux.sockets.SocketAddress`): all ranks of a node, whose places their
-sidecars take (:mod:`replicas.linux.place`). A death signal ends it with its parent.
-With ``--fd`` it serves the one process at the other end of that socket, which has
-started it, and ends with it. It waits for no client: one that does not read what it is
-sent is dropped.
+(:class:`replicas.linux.sockets.SocketAddress`): all ranks of a node. A sidecar gets the
+environment, output and cgroup of its rank (:mod:`replicas.linux.place`). A death signal
+ends the forkserver with its parent. With ``--fd`` it serves only its starter, at the
+other end of that socket, and ends with it. It never blocks on a client: a client that
+does not read its messages is dropped.
 
 No sidecar outlives its owner. The forkserver kills a client's sidecars when the
-client's connection ends or its process (pidfd) is dead; the sidecars watch the same two
-themselves; and the kernel kills them when the forkserver dies.
+client's connection ends or its process (pidfd) is dead; the sidecars watch both, too;
+and the kernel kills them when the forkserver dies.
 
-The process that starts the forkserver binds the listening socket and keeps it longer
-than any forkserver. So no other process can take the name, and clients connect at once,
-also between two forkservers, and wait for their first answer. ``--ready`` is a pipe
-that gets one byte when torch is loaded; until then the starter watches the forkserver,
-and replaces it if it freezes.
+The starter of the forkserver binds the listening socket and keeps it longer than any
+forkserver. So no other process can take the name, and clients can always connect, also
+between two forkservers, and wait for their first answer. ``--ready`` is a pipe that
+gets one byte when torch is loaded; until then the starter watches the forkserver, and
+replaces it if it freezes.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ class _Client:
         self.sock = sock
         self.pidfd = -1
         self.place: list[int] = []
-        """Descriptors that describe its place; none: it is that of this process."""
+        """Descriptors of its output and environment; empty to keep this process's."""
         self.children: set[int] = set()
 
 
 class ForkServer:
     """The forkserver's loop. A forked child calls ``run_sidecar(channel, pidfd)``.
 
-    :param listener: where every process of this user that has the ``secret`` is served.
+    :param listener: socket for all processes of this user that know the ``secret``.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class ForkServer:
         assert self._listener is not None
         try:
             sock, _ = self._listener.accept()
-        except ConnectionError:  # the client gave up before it was accepted
+        except ConnectionError:  # the client closed the connection before
             return
         if peer_uid(sock) != os.geteuid():
             sock.close()
@@ -115,7 +115,7 @@ class ForkServer:
                     client.pidfd < 0 and len(rest) in (0, 2) and self._is_ours(secret)
                 ):
                     self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._drop(client))
-                    client.pidfd, client.place = pidfd, rest  # owned only now: register() above may fail
+                    client.pidfd, client.place = pidfd, rest  # owned from now on: register() may have failed
                     fds = []
                     fds = [os.pidfd_open(os.getpid())]
                     frames.write_packet(client.sock, wire.Attached(), fds)
@@ -164,7 +164,7 @@ class ForkServer:
             end_process(code)
 
     def _forget_everything(self, keep: set[int]) -> None:
-        """Close all inherited descriptors; objects first let go of theirs."""
+        """Close all inherited descriptors but ``keep``; detach our objects first."""
         for client in self._clients:
             client.sock.detach()
         if self._listener is not None:
@@ -176,7 +176,7 @@ class ForkServer:
                     os.close(fd)
 
     def _drop(self, client: _Client) -> None:
-        """Forget a client that is gone, and kill its sidecars."""
+        """Close a client's connection, and kill its sidecars."""
         if client not in self._clients:
             return
         self._clients.remove(client)
@@ -210,7 +210,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--ready", type=int, help="inherited pipe that gets a byte as soon as torch is loaded")
     options = parser.parse_args(argv)
     inherited.put_in_order()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the supervisor, which stops its processes in order
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the supervisor stops its processes in order
     name_process("replica-forksrv")
     if options.listener is not None:
         die_with_parent(options.parent)
@@ -228,7 +228,7 @@ def main(argv: list[str] | None = None) -> None:
     gc.collect()
     gc.freeze()
     if options.ready is not None:
-        with contextlib.suppress(BrokenPipeError):  # the starter is gone, and this process follows
+        with contextlib.suppress(BrokenPipeError):  # the starter is dead, and this process will be
             os.write(options.ready, b"1")
         os.close(options.ready)
     server.run()

@@ -2,17 +2,17 @@
 
 Each backend works in place on one kind of memory: Gloo on host memory, NCCL on device
 memory. Tensors of the other kind go through staging memory, so that every lane can move
-everything (Gloo between GPUs that NCCL refuses, NCCL for slots in host memory).
-Operations start at once and end in :meth:`StartedWork.wait`; each has its own deadline.
-Nothing here is safe against a hung device or peer: the owner kills the process when the
-deadline has passed.
+all tensors (Gloo between GPUs that NCCL refuses, NCCL for slots in host memory).
+Operations start when called and end in :meth:`StartedWork.wait`; each has its own
+deadline. Nothing here guards against a hung device or peer: the owner kills the process
+when the deadline has passed.
 
 Order on the device: an NCCL operation starts after the pending work of the caller's
-stream; when its handle was waited for, it is complete for every stream, for other
-processes and for the host. Gloo reads and writes with the CPU: device tensors are
-copied, synchronously, before it starts and after it has ended.
+stream; after the wait it is complete for every stream, for other processes and for the
+host. Gloo reads and writes with the CPU: device tensors are copied, synchronously,
+before the operation starts and after it has ended.
 
-NCCL operations are not waited for by ``Work.wait``. It polls every 10 ms, counts its
+``Work.wait`` is not used to wait for NCCL operations. It polls every 10 ms, counts its
 timeout from the start of the operation, and on an error aborts the communicator, which
 may hang in turn. Here they are polled instead, and on an error the process ends.
 ``Work.wait`` is called only after an operation has succeeded, when it costs nothing:
@@ -60,7 +60,7 @@ def _wait_nccl(work: Any, deadline: float) -> None:
     pause = 0.0
     while not work.is_completed():
         if time.monotonic() >= deadline:
-            raise RuntimeError("an operation of NCCL was not done in time")
+            raise RuntimeError("an NCCL operation did not end in time")
         time.sleep(pause)
         pause = min(PAUSE_S, pause + _PAUSE_STEP_S)
     with contextlib.suppress(TypeError):  # this torch cannot return the exception: wait() raises it
@@ -80,7 +80,7 @@ class StartedWork:
     wait_for: Callable[[Any, float], None] = _wait
 
     def wait(self) -> None:
-        """Wait for the result in the tensors; RuntimeError: it failed, or is late."""
+        """Wait for the results in the tensors; raise RuntimeError on failure."""
         for work in self.works:
             self.wait_for(work, self.deadline)
         self.finish()
@@ -89,14 +89,14 @@ class StartedWork:
 class CollectiveGroup(ABC):
     """Operations of one process group on contiguous, non-empty tensors.
 
-    Each ``deadline`` is of the monotonic clock. ``spreads``: bytes go to several
-    members by :meth:`spread`.
+    Each ``deadline`` is of the monotonic clock. With ``spreads``, :meth:`spread` sends
+    to several members; else versions go along a chain of them.
     """
 
     spreads = False
 
     def __init__(self, backend: Any, spec: GroupSpec, device: Accelerator | None = None) -> None:
-        """:param device: accelerator of device tensors; None if all are on the host."""
+        """:param device: accelerator of device tensors, or None without such ones."""
         self.rank = spec.rank
         self.size = spec.size
         self.backend = spec.backend
@@ -120,7 +120,7 @@ class CollectiveGroup(ABC):
         return self._run(tensor, start, deadline, read=True, write=True)
 
     def reduce(self, tensor: torch.Tensor, root: int, op: str, deadline: float) -> StartedWork:
-        """The root's ``tensor`` gets the result; the others' become scratch."""
+        """Reduce into the root's ``tensor``; those of the others become scratch."""
         options = _c10d.ReduceOptions()
         options.rootRank, options.rootTensor, options.reduceOp = root, 0, _REDUCE_OPS[op]
         start = self._starting(self._backend.reduce, options, deadline)
@@ -133,11 +133,11 @@ class CollectiveGroup(ABC):
         return self._run(tensor, lambda near: self._exchange(near, (), (peer,)), deadline, read=False, write=True)
 
     def spread(self, tensor: torch.Tensor, route: Sequence[int], deadline: float) -> StartedWork:
-        """Send from the first member of ``route`` to the rest at once; each calls this.
+        """Send from the first member of ``route`` to the rest at once; all call this.
 
-        NCCL runs a member's operations one after another. So all members must start the
-        operations that they share in the same order, whoever else takes part: then the
-        first unfinished operation never waits for another.
+        NCCL runs a member's operations one after another. So all members must start
+        their common operations in the same order: then the first unfinished operation
+        never waits for another.
         """
         if len(route) == 1:
             return StartedWork((), deadline)
@@ -150,11 +150,11 @@ class CollectiveGroup(ABC):
 
     @abstractmethod
     def _in_place(self, tensor: torch.Tensor) -> bool:
-        """True if the backend works on this memory directly."""
+        """Return True if the backend works on this memory directly."""
 
     @abstractmethod
     def _near(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
-        """Staging memory like ``tensor`` for the backend, and a function to free it."""
+        """Return staging memory like ``tensor``, and a function to free it."""
 
     def _run(
         self,
@@ -165,7 +165,10 @@ class CollectiveGroup(ABC):
         read: bool,
         write: bool,
     ) -> StartedWork:
-        """:param read: the operation reads ``tensor``. :param write: it changes it."""
+        """Start an operation, in place or in staging memory.
+
+        :param read: it reads ``tensor``. :param write: it changes ``tensor``.
+        """
         if self._in_place(tensor):
             return StartedWork(start(tensor), deadline, wait_for=self._wait_for)
         device = self._device
@@ -187,7 +190,7 @@ class CollectiveGroup(ABC):
 
     @abstractmethod
     def _exchange(self, tensor: torch.Tensor, to: Sequence[int], sources: Sequence[int]) -> list[Any]:
-        """Start to send ``tensor`` to some members, or to receive it from one."""
+        """Start to send ``tensor`` to members, or to receive it from one."""
 
     @staticmethod
     def _starting(operation: Callable[..., Any], options: Any, deadline: float) -> Callable[[torch.Tensor], list[Any]]:

@@ -4,22 +4,22 @@ Theory of operation
 ===================
 
 While the main thread is idle, or waits during a transfer for the progress of an image
-that is still being packed, it reads the channel itself, so that no other thread has to
-hand anything over. While it handles a request it may be stuck inside Gloo, NCCL or a
-store client for any time. So a second thread, the *watch*, checks ten times a second
-whether the main thread has been busy for :data:`BUSY_S`, and then reads the channel in
-its place: it answers each :class:`~replicas.sidecar.wire.Ping` at once and queues every
-other request. When the main thread has finished, it interrupts the watch and reads
-again. A sidecar that has been idle for a while has no periodic wake-ups.
+that is still being packed, it reads the channel itself, without a hand-over between
+threads. While it handles a request it may be stuck inside Gloo, NCCL or a store client
+for any time. So a second thread, the *watch*, checks ten times a second whether the
+main thread has been busy for :data:`BUSY_S`, and then reads the channel in its place:
+it answers each :class:`~replicas.sidecar.wire.Ping` immediately and queues every other
+request. When the main thread has finished, it interrupts the watch and reads again. An
+idle sidecar has no periodic wake-ups.
 
 The watch needs the GIL, so every call of the main thread must release it; calls that do
 not (pre-faulting memory, :func:`replicas.weights.memory.mappings._populate`) are made
 in small steps.
 
-The reading thread ends the process at once when the channel ends or the rank is dead.
-(It also watches the rank's pidfd, because a forked child of the rank may keep the
-channel open.) Both are watched even while a request is half read. There is one ping at
-a time, and replies are small, so that a write never waits for the rank to read.
+The reading thread ends the process as soon as the channel ends or the rank is dead. (It
+also watches the rank's pidfd, because a forked child of the rank may keep the channel
+open.) Both are watched even while a request is half read. There is one ping at a time,
+and replies are small, so that a write never waits for the rank to read.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from replicas.sidecar import wire
 from replicas.sidecar.traffic import Traffic
 
 KEPT_TRANSFERS = 16
-"""Limit for transfers that never began here or have ended, so they do not pile up."""
+"""Limit for transfers that never began here or have ended."""
 BUSY_S = 0.1
 QUIET_LOOKS = 50
 """Idle polls (of 0.1 s) after which the watch sleeps until the next request."""
@@ -49,17 +49,17 @@ _POLL_END = select.POLLHUP | select.POLLRDHUP | select.POLLERR
 
 
 class PackingProgress:
-    """Bytes packed from the start of the data section of each image that is sent.
+    """Bytes packed from the start of the data section, for each transfer.
 
     The rank may pack early: the progress of a transfer that has not begun is kept. A
-    number stands for one transfer in the life of a sidecar.
+    sidecar never reuses a transfer's number.
     """
 
     def __init__(self) -> None:
         self._nbytes: dict[int, int] = {}
 
     def tell(self, transfer: int, nbytes: int) -> None:
-        """Note that the first ``nbytes`` are packed; ignore a smaller late report."""
+        """Record that the first ``nbytes`` are packed; ignore smaller late reports."""
         self._nbytes[transfer] = max(nbytes, self._nbytes.pop(transfer, 0))
         while len(self._nbytes) > KEPT_TRANSFERS:
             del self._nbytes[next(iter(self._nbytes))]
@@ -72,10 +72,10 @@ class PackingProgress:
 
 
 class Mailbox:
-    """Requests in, replies out.
+    """Receives requests and sends replies.
 
     :param pidfd: of the rank at the other end of ``channel``.
-    :ivar traffic: progress of the main thread's current request; each pong reports it.
+    :ivar traffic: progress of the main thread's current request, sent with each pong.
     """
 
     def __init__(self, channel: socket.socket, pidfd: int) -> None:
@@ -118,10 +118,10 @@ class Mailbox:
             self._read_until(lambda: self.progress.of(transfer) >= nbytes, deadline)
         packed = self.progress.of(transfer)
         if packed < nbytes:
-            raise TimeoutError(f"the image was packed up to byte {packed}, not {nbytes}, when the time was up")
+            raise TimeoutError(f"the image was packed up to byte {packed}, not {nbytes}, at the deadline")
 
     def _read_until(self, found: Callable[[], bool], deadline: float = math.inf) -> None:
-        """Make the main thread the reader, until ``found`` or the deadline."""
+        """Main thread: read the channel until ``found()`` or the deadline."""
         if not self._reading.acquire(blocking=False):
             os.eventfd_write(self._interrupt, 1)
             self._reading.acquire()
@@ -140,7 +140,7 @@ class Mailbox:
         return poller
 
     def _read(self, events: list[tuple[int, int]]) -> None:
-        """Handle incoming data; end the process when the rank or the channel ended."""
+        """Handle incoming data; end the process if the rank or the channel is gone."""
         for fd, event in events:
             if fd == self._pidfd or event & _POLL_END:
                 end_process(0)

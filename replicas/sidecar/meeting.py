@@ -4,19 +4,19 @@ Theory of operation
 ===================
 
 To Gloo and NCCL, a wrong address or a peer with another config looks like a slow peer:
-they wait until their timeout. Here each member first puts a *card* into the store with
-what it is about to build and where it listens, and reads the cards of all others.
+they wait until their timeout. Here each member first puts a *card* (rendezvous entry)
+with its group's shape and its listening port into the store, and reads all cards.
 
 If the members have more than one address, each connects to every member with another
-address, which greets with a keyed hash (by the lane's secret, of its rank and port): no
-other listener that has the same port on another machine passes. Each member puts its
+address, which greets with a keyed hash (by the lane's secret, of its rank and port): a
+listener with the same port on another machine cannot pass. Each member puts its
 findings into the store and reads all findings. So all of them reach the same verdict
-within some two seconds, with the same links and the same culprits: the members that
+within about two seconds, with the same links and the same culprits: the members that
 most others could not reach.
 
-A member that cannot bind its own address says so on its card. A missing card is waited
-for until the deadline (the sidecar may be on its way), in steps of half a second, so
-that a disagreement between the present members is found at once.
+If a member cannot bind its own address, its card has the error. Members wait for a
+missing card until the deadline (the sidecar may be starting), in steps of half a
+second, so that they find a disagreement with a present member without that wait.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _Card(msgspec.Struct, frozen=True):
     """A member's entry in the store.
 
     :ivar host: machine and network namespace.
-    :ivar port: where it listens; 0 if nobody connects to it.
+    :ivar port: listening port; 0 if all members have one address.
     :ivar error: why it cannot take part.
     """
 
@@ -83,12 +83,13 @@ _Finding = dict[int, str]
 
 
 def meet(store: SignedStore, spec: GroupSpec, deadline: float) -> None:
-    """Meet all members of the group over ``store``, which has the group's prefix.
+    """Exchange cards and findings with all members of the group over ``store``.
 
+    :param store: has the group's prefix.
     :raises replicas.errors.Preflight: they cannot work together; its ``members`` are at
         fault.
     :raises replicas.errors.StoreTampered: another client writes into the store.
-    :raises RuntimeError: one did not come by the deadline, or the store failed.
+    :raises RuntimeError: a member did not join by the deadline, or the store failed.
     """
     several = len(set(spec.addresses)) > 1
     host = f"{boot_id()}/{namespace('net')}"
@@ -132,20 +133,20 @@ def _check_hosts(cards: Iterable[_Card]) -> None:
             raise Preflight(
                 f"{first.name} and {card.name} have the same address {card.address} on two machines or network namespaces",
                 members=(first.name, card.name),
-                hint="let them join by an address of the coordinator that is not local to one machine",
+                hint="join with an address of the coordinator that is not local to one machine",
             )
 
 
 def _collect(
     store: SignedStore, spec: GroupSpec, what: str, kind: type[_T], deadline: float, check: Callable[[_T], None]
 ) -> dict[int, _T]:
-    """Every member's value of ``what`` in the store, checked as soon as it arrives."""
+    """Wait for every member's ``what`` in the store, and check each as it arrives."""
     found: dict[int, _T] = {}
     while missing := [rank for rank in range(spec.size) if rank not in found]:
         remaining = deadline - time.monotonic()
         if remaining <= 0:
             names = ", ".join(spec.name(rank) for rank in missing)
-            raise RuntimeError(f"{names} did not come to the group (no {what} within the deadline)")
+            raise RuntimeError(f"{names} did not join the group (no {what} by the deadline)")
         store.set_timeout(timedelta(seconds=max(0.01, min(store.slice_s, remaining))))
         try:
             values = store.multi_get([f"{what}/{rank}" for rank in missing])
@@ -163,7 +164,7 @@ def _collect(
 
 @contextmanager
 def _listening(spec: GroupSpec, *, listen: bool) -> Iterator[tuple[int, str]]:
-    """Bind, and greet every caller until the end; yield the port and the bind error."""
+    """Bind, and greet all callers in the block; yield the port and the bind error."""
     with ExitStack() as stack:
         try:
             listener = stack.enter_context(tcp_socket(spec.address))
@@ -188,7 +189,7 @@ def _listening(spec: GroupSpec, *, listen: bool) -> Iterator[tuple[int, str]]:
 
 
 def _greeting(spec: GroupSpec, rank: int, port: int) -> bytes:
-    """Greeting that proves the member with this rank, at this port."""
+    """Return the greeting that identifies the member with this rank, at this port."""
     words = f"greeting {rank} {port}".encode()
     return hashlib.blake2b(words, digest_size=_GREETING_NBYTES, key=spec.secret).digest()
 
@@ -203,12 +204,12 @@ def _greet(listener: socket.socket, words: bytes) -> None:
             caller.setblocking(False)
             try:
                 caller.send(words)
-            except OSError:  # the caller is gone; its finding says why
+            except OSError:  # the caller is gone, and reports that in its finding
                 continue
 
 
 async def _reach(spec: GroupSpec, mine: _Card, cards: dict[int, _Card]) -> _Finding:
-    """Connect to all members with another address at once; failures by rank."""
+    """Connect to all members with another address; return failures by rank."""
     others = [rank for rank, card in cards.items() if rank != spec.rank and card.address != mine.address]
     calls = [_call(cards[rank], _greeting(spec, rank, cards[rank].port)) for rank in others]
     reasons = await asyncio.gather(*calls)
@@ -216,7 +217,7 @@ async def _reach(spec: GroupSpec, mine: _Card, cards: dict[int, _Card]) -> _Find
 
 
 async def _call(card: _Card, greeting: bytes) -> str:
-    """Connect to a member, and hear its greeting; return why that fails, or empty."""
+    """Connect to a member and check its greeting; return the failure, or ""."""
     loop = asyncio.get_running_loop()
     began, heard = loop.time(), b""
     awaited, limit_s = "connection", CONNECT_S
@@ -240,9 +241,9 @@ async def _call(card: _Card, greeting: bytes) -> str:
 
 
 def blame(edges: set[tuple[int, int]]) -> list[int]:
-    """Ranks at fault, given pairs of (caller, unreachable).
+    """Return the ranks at fault, given pairs of (caller, unreachable).
 
-    Again and again those that most others failed to reach.
+    Greedy: blame the ranks that most others failed to reach, drop their pairs, repeat.
     """
     left, guilty = set(edges), set[int]()
     while left:
@@ -267,7 +268,7 @@ def _verdict(edges: dict[tuple[int, int], str], cards: dict[int, _Card]) -> None
     error = Unreachable(
         "; ".join(parts),
         members=tuple(cards[rank].name for rank in guilty),
-        hint="open all TCP ports between these machines, and let each join by an address that the others can reach",
+        hint="open all TCP ports between these machines, and join each by an address that the others can reach",
     )
     found = {tuple(sorted((cards[one].address, cards[other].address))) for one, other in edges}
     error.links = tuple((one, other) for one, other in sorted(found))

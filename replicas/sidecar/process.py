@@ -2,15 +2,16 @@
 
 The main thread takes a request, handles it and answers it. It may be stuck inside Gloo,
 NCCL or a store client at any time; therefore it has a process of its own. When its
-group has failed it answers so and exits, which closes its connections: peers that wait
-for it elsewhere fail at once too. A second thread (:mod:`replicas.sidecar.mailbox`)
-answers pings meanwhile, and ends the process with the rank or the channel.
+group has failed the sidecar answers Failed and exits, which closes its connections:
+peers that wait for it fail immediately, too. A second thread
+(:mod:`replicas.sidecar.mailbox`) answers pings meanwhile, and ends the process with the
+rank or the channel.
 
 Buffers may be in the memory of the rank's GPU, the only one that this process uses; the
-first request that names it selects it. The sidecar works on its own stream. The rank's
-pending work on a buffer is waited for before the buffer is read, and an answer is sent
+first request that names the GPU selects it. The sidecar works on its own stream. It
+waits for the rank's pending work on a buffer before it reads the buffer, and answers
 only when no work of the request is pending on any stream. So the rank needs no event of
-the sidecar: the answer, or the sidecar's death, tells it that the memory is its own
+the sidecar: after the answer, or the sidecar's death, the memory belongs to the rank
 again. (An event recorded by a killed process might never complete, and a stream that
 waits for it would hang.)
 """
@@ -54,7 +55,7 @@ class SidecarProcess:
         self._manifest: tuple[bytes, Manifest] | None = None
 
     def handle(self, request: wire.Request, fds: list[int]) -> wire.Reply | None:
-        """Handle ``request``; return its reply, if it has one. Takes over ``fds``."""
+        """Handle ``request``; return its reply, or None. Takes ownership of ``fds``."""
         match request:
             case wire.MapBuffer(key=key, device=device):
                 (fd,) = fds
@@ -80,7 +81,7 @@ class SidecarProcess:
         self._began = False
         try:
             return do()
-        except Exception as error:  # noqa: BLE001  # every failure is an answer; after a broken group this process ends
+        except Exception as error:  # noqa: BLE001  # answer every failure; after a broken group this process ends
             refused = isinstance(error, (ValueError, ReplicasError)) and not isinstance(
                 error, Preflight | StoreTampered
             )
@@ -147,7 +148,7 @@ class SidecarProcess:
         return wire.Probed(request.id, seen)
 
     def _map(self, key: int, fd: int, device: str) -> None:
-        """Map a buffer; an error is reported by the request that needs it."""
+        """Map a buffer; keep an error for the request that uses the buffer."""
         try:
             if device:
                 self._choose(device)
@@ -196,20 +197,20 @@ class SidecarProcess:
         return self._group
 
     def _decoded(self, manifest: bytes) -> Manifest:
-        """Decode and check the manifest, cached: most versions have the same one."""
+        """Decode and check the manifest; cache it, as most versions have the same."""
         if self._manifest is None or self._manifest[0] != manifest:
             self._manifest = (manifest, Manifest.decode(manifest))
         return self._manifest[1]
 
 
 def _summary(error: Exception) -> str:
-    """First line of the error, without Gloo's source position and advice."""
+    """Return the first line of the error, without Gloo's source position and advice."""
     lines = str(error).splitlines() or [type(error).__name__]
     return re.sub(r"^\[\S+:\d+\] ", "", lines[0]).partition(". This is typically")[0]
 
 
 def run(channel: socket.socket, rank_pidfd: int) -> None:
-    """Serve the rank at the other end of ``channel`` until it closes it or dies."""
+    """Serve the rank at the other end of ``channel`` until it closes that or dies."""
     torch.set_num_threads(1)
     mailbox = Mailbox(channel, rank_pidfd)
     sidecar = SidecarProcess(mailbox)

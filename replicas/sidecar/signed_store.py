@@ -1,18 +1,18 @@
-"""Store with signed values: detects values that no member of the lane has written.
+"""Store with signed values: detects values not written by a member of the lane.
 
 Theory of operation
 ===================
 
 torch's TCPStore has no users: every process that reaches its port reads, writes and
 deletes every key. A process group trusts the values, above all the addresses of its
-members. So each value is stored behind a tag, the keyed BLAKE2b (RFC 7693) of its key
-and itself. The secret comes from the coordinator with the lane, over the member's
+members. So each value is stored behind a tag, the keyed BLAKE2b (RFC 7693) of key and
+value. The secret comes from the coordinator with the lane, over the member's
 authenticated session, and is never in the store.
 
 A value without its tag is *tampered with*. So is a key of this member that was deleted
-or overwritten; as others would wait for it in vain, this is checked twice a second
-while a member waits. Either way the lane fails with
-:class:`replicas.errors.StoreTampered`, which names no member: no member did it.
+or overwritten; other members would wait for the key until their deadline, so each
+waiting member checks its own keys twice a second. In both cases the lane fails with
+:class:`replicas.errors.StoreTampered`, which names no member, as none is at fault.
 
 An older value cannot be replayed: each lane has its own prefix and secret, and no key
 of a lane is written twice. Counters and appended values cannot be signed; no process
@@ -34,9 +34,9 @@ from replicas.errors import StoreTampered
 SECRET_NBYTES = 32
 TAG_NBYTES = 16
 LOOK_S = 0.5
-"""Interval of the checks of own keys while others are waited for, in seconds."""
+"""Interval of the checks of own keys while waiting for other members, in seconds."""
 _SLICE_TRIPS = 4.0
-"""Minimum of that interval in round trips: with less, no answer would come in time."""
+"""Minimum of that interval in round trips: an answer must fit in it."""
 
 _T = TypeVar("_T")
 _c10d: Any = dist  # torch's own annotations leave out most of the names below
@@ -47,7 +47,7 @@ class SignedStore(_c10d.Store):  # type: ignore[misc]  # torch leaves its stores
 
     :param inner: the store, with the lane's prefix.
     :param secret: shared by all members of the lane.
-    :ivar tampered: what was found, or empty. An error raised by torch may hide it.
+    :ivar tampered: description of the tampering, or empty; torch may replace our error.
     """
 
     def __init__(self, inner: Any, secret: bytes) -> None:
@@ -85,7 +85,7 @@ class SignedStore(_c10d.Store):  # type: ignore[misc]  # torch leaves its stores
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """:raises torch.distributed.DistStoreError: a key is missing after the timeout.
 
-        :raises replicas.errors.StoreTampered: the keys can no longer be expected.
+        :raises replicas.errors.StoreTampered: an own key was deleted or overwritten.
         """
         self._patiently(lambda: self._inner.wait(list(keys)), self._timeout if timeout is None else timeout)
 
@@ -118,7 +118,7 @@ class SignedStore(_c10d.Store):  # type: ignore[misc]  # torch leaves its stores
 
     @property
     def slice_s(self) -> float:
-        """Timeout of one wait for the store: long enough for a long round trip."""
+        """Timeout of one request to the store: several measured round trips."""
         if not self._slice_s:
             asked = time.monotonic()
             self._inner.set_timeout(self._timeout)
@@ -144,7 +144,7 @@ class SignedStore(_c10d.Store):  # type: ignore[misc]  # torch leaves its stores
 
     def _found(self, what: str) -> None:
         self.tampered = what
-        raise StoreTampered(f"somebody else writes into the store: {what}")
+        raise StoreTampered(f"another client writes into the store: {what}")
 
     def _tag(self, key: str, data: bytes) -> bytes:
         name = key.encode()

@@ -4,20 +4,20 @@ Theory of operation
 ===================
 
 A process group does not report progress: Gloo reports only the end of an operation, and
-one of a few megabytes takes minutes on a slow link. The kernel counts the bytes of each
-TCP connection that the peer has acknowledged (``TCP_INFO``), which tells a slow link
-from a broken one. A thread that is not stuck in the group reads those counts with each
-sign of life (:mod:`replicas.sidecar.mailbox`).
+an operation of a few megabytes takes minutes on a slow link. The kernel counts the
+bytes of each TCP connection that the peer has acknowledged (``TCP_INFO``), which tells
+a slow link from a broken one. A thread that is not stuck in the group reads those
+counts for each pong (:mod:`replicas.sidecar.mailbox`).
 
-Traffic outside TCP (GPU memory, RDMA) and work beside the network (digests) are
-reported by the code that does it. While a member waits for anything else it is
+Code that moves bytes outside TCP (GPU memory, RDMA) or works beside the network
+(digests) reports its progress itself. While a member waits for anything else it is
 *paused*.
 
 A peer *holds up* this process when bytes for it are queued and one of two things is
-true. Either it has acknowledged nothing through several retransmissions, or for most of
-the time the connection was limited by the network, and not by the reader at its end or
-a lack of data at ours. In a chain of members one slow or broken link stops all of them;
-only the member in front of that link reports that it is held up.
+true. Either the peer has acknowledged nothing through several retransmissions, or the
+network limited the connection for most of the time, not the reader at its end or a lack
+of data at ours. In a chain of members one slow or broken link stops all of them; only
+the member in front of that link reports that it is held up.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from replicas.sidecar.wire import Moved
 TRIES = 2
 """Unanswered retransmissions in a row that mark a connection as held up."""
 SHARE = 0.5
-"""Share of the time between two looks in which the network was the limit."""
+"""Minimum share of the time between two readings in which the network is the limit."""
 MIN_LOOK_S = 0.2
-"""Shortest interval between two looks, in seconds, whose shares mean anything."""
+"""Shortest interval between two readings, in seconds, with meaningful shares."""
 _INET = (socket.AF_INET, socket.AF_INET6)
 _NBYTES = 256
 _INFO = struct.Struct("<xxBB20xI40xI48xQQ8xI20xQQ")
@@ -61,7 +61,7 @@ class _Connection(NamedTuple):
 
 
 class Traffic:
-    """Traffic of the current request. Thread-safe."""
+    """Measures the traffic of the current request. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -69,7 +69,7 @@ class Traffic:
         self._paused = 0
         self._worked = 0
         self._sockets: dict[int, _Key] = {}
-        """Sockets at the last look, cached: to list all is slower than a barrier."""
+        """Sockets at the last reading; listing them takes longer than a barrier."""
         self._first: dict[_Key, tuple[int, int]] = {}
         self._last: dict[_Key, _Connection] = {}
         self._seen: tuple[int, int, int] | None = None
@@ -78,7 +78,7 @@ class Traffic:
 
     @contextlib.contextmanager
     def of_request(self) -> Iterator[None]:
-        """Context in which bytes go to and from peers."""
+        """Context manager: measure while bytes go to and from peers."""
         now = time.monotonic()
         with self._lock:
             self._last = self._read() if self._sockets else self._find()
@@ -93,7 +93,7 @@ class Traffic:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Context in which this member waits for something other than the network."""
+        """Context manager: this member waits for something other than the network."""
         with self._lock:
             self._paused += 1
         try:
@@ -105,10 +105,10 @@ class Traffic:
 
     def worked(self, nbytes: int) -> None:
         """Count ``nbytes`` as moved outside TCP, or processed."""
-        self._worked += nbytes  # not atomic: a lost count does not hide progress
+        self._worked += nbytes  # not atomic: losing a count does not hide progress
 
     def look(self) -> Moved | None:
-        """Progress so far; None while no bytes are to move."""
+        """Read the counts; return the progress so far, or None without TCP traffic."""
         with self._lock:
             if not self._active:
                 return None
@@ -133,7 +133,7 @@ class Traffic:
         return self._read()
 
     def _read(self) -> dict[_Key, _Connection]:
-        """Counts of the known connections; the next look notices a closed one."""
+        """Return the counts of the known connections, without those just closed."""
         read = ((key, _counts(fd, key)) for fd, key in self._sockets.items())
         return {key: counts for key, counts in read if counts is not None}
 
@@ -155,7 +155,7 @@ def _descriptors() -> Iterator[int]:
 
 @contextlib.contextmanager
 def _borrowed(fd: int, family: int = -1, kind: int = -1) -> Iterator[socket.socket]:
-    """A socket object for the group's descriptor, which stays open."""
+    """Context manager: a socket object for a descriptor, which stays open."""
     sock = socket.socket(family, kind, -1, fd)
     try:
         yield sock
@@ -164,7 +164,7 @@ def _borrowed(fd: int, family: int = -1, kind: int = -1) -> Iterator[socket.sock
 
 
 def _ends(fd: int) -> _Key | None:
-    """Both ends of a TCP connection; None for any other socket."""
+    """Return both ends of a TCP connection, or None for any other socket."""
     with contextlib.suppress(OSError), _borrowed(fd) as sock:  # a listening socket has no peer
         if sock.family in _INET and sock.type == socket.SOCK_STREAM:
             return sock.getsockname(), sock.getpeername()
@@ -172,7 +172,7 @@ def _ends(fd: int) -> _Key | None:
 
 
 def _counts(fd: int, ends: _Key) -> _Connection | None:
-    """Counts of a connection; None if it was closed or the kernel has no counts."""
+    """Return a connection's counts, or None if closed or without counts."""
     try:
         with _borrowed(fd, socket.AF_INET, socket.SOCK_STREAM) as sock:  # for its options only: any family
             info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _NBYTES)

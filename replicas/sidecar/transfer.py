@@ -4,31 +4,31 @@ Theory of operation
 ===================
 
 Each part (an image is one part) has a *route*: lane ranks, the owner first. The bytes
-go along it as through a chain: each member receives a bucket
-(:mod:`replicas.sidecar.buckets`) from its predecessor while it sends the previous one
-to its successor. So every link carries the bytes once each way, however many members
-there are. A member outside the route does not handle that part.
+go along it as a chain: each member receives a bucket (:mod:`replicas.sidecar.buckets`)
+from its predecessor while it sends the previous one to its successor. So every link
+carries the bytes once each way, for any number of members. A member outside the route
+does not handle that part.
 
-A receiver takes a bucket straight into the image if it is one run of bytes there too,
-else into staging memory, from which its pieces are scattered.
+A receiver takes a bucket straight into the image if it is contiguous there, too, else
+into staging memory, from which its pieces are scattered.
 
 Each member starts its receives and sends in the order of the buckets, which is the same
 for all, and before it waits for anything later in that order. Therefore the first
 unfinished bucket never waits for a later one: there is no deadlock, whatever the routes
 are, and between two members bytes arrive in the order in which they were sent.
 
-A second thread digests what has arrived (and scatters what was staged) while the next
-buckets are moving. It goes through the image from start to end, up to where nothing
-will change any more, so that little is left to do after the last bucket.
+A second thread digests arrived buckets (and scatters staged ones) while the next
+buckets are moving. It proceeds through the image from start to end, up to the first
+byte that may still change, so that little is left to do after the last bucket.
 
 A *streaming* sender starts while its rank still packs the image: before it sends a
 bucket it waits until the rank has reported the image packed up to the bucket's end. It
 digests nothing, as the rank digests beside the copy. Receivers do not notice.
 
 Nothing is retried here: a failed or late operation ends the group. (When a peer has
-died, Gloo fails operations queued to or from it at once, but not the one that was half
-done: that ends at its timeout, or when the sidecar is killed because the coordinator
-has dropped the lane.)
+died, Gloo immediately fails operations queued to or from it, but not a half-done one:
+that ends at its timeout, or when the sidecar is killed because the coordinator has
+dropped the lane.)
 
 Why a chain
 -----------
@@ -40,16 +40,16 @@ of one flat buffer they take three times as long, by a binary tree twice
 NCCL pipelines its own broadcast, and runs the operations of one member one after
 another: a chain would wait in circles. So each bucket goes from its owner to all others
 of the route at once (:meth:`replicas.sidecar.groups.CollectiveGroup.spread`), in the
-one order of all members. These buckets are larger, as an operation costs more than its
+same order on all members. These buckets are larger, as an operation costs more than its
 bytes.
 
 On a GPU
 --------
 
-The image may be in device memory: NCCL and everything else work on it in place. All
-members then use the digests of :mod:`replicas.weights.copies.digest`. An
-operation that was waited for is complete for every stream. The second thread waits for
-the work on its own stream before other threads use that memory, and before the answer.
+The image may be in device memory: NCCL and the digests work on it in place. All members
+then use the device digests of :mod:`replicas.weights.copies.digest`. After its wait an
+operation is complete for every stream. The second thread waits for the work on its own
+stream before other threads use that memory, and before the answer.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ from replicas.weights.copies.digest import DeviceDigest, Digest
 from replicas.weights.loading import piece_pairs
 
 WaitPacked = Callable[[int, float], None]
-"""Waits until so many bytes of the image's data are packed.
+"""Waits until this number of bytes of the image's data is packed.
 
-Raises :class:`TimeoutError` at a deadline (monotonic)."""
+Raises :class:`TimeoutError` at the deadline (monotonic)."""
 
 WINDOW = 4
 """Buckets in flight on each side: as many receives as sends."""
@@ -91,7 +91,7 @@ def scatter(staged: torch.Tensor, bucket: Bucket, data: torch.Tensor, manifest: 
 
 
 def check_routes(spec: TransferSpec, manifest: Manifest, size: int) -> None:
-    """Check that each part has a route in a group of ``size``; else ValueError."""
+    """Raise ValueError unless each part has a route in a group of ``size``."""
     parts = 1 if spec.mode == "image" else len(manifest.parts or ())
     if len(spec.routes) != parts:
         raise ValueError(f"{len(spec.routes)} routes do not fit {parts} part(s)")
@@ -174,7 +174,7 @@ class _Checker:
         end = self.plan.settled[number]
         while (start := self._image.nbytes) < end:
             self._image.update(self.data[start : min(end, start + DIGEST_NBYTES)])
-            if self.device is None:  # else it is only enqueued
+            if self.device is None:  # else the digest is only queued
                 self.worked(self._image.nbytes - start)
 
     def _stream(self) -> AbstractContextManager[None]:
@@ -203,7 +203,7 @@ class _Mover:
         self._hashes = self._receives or not (spec.digest or spec.streaming)
         holds_image = self._receives or spec.mode == "image"
         if holds_image and memory.numel() != manifest.image_nbytes:
-            raise ValueError(f"the slot has {memory.numel()} bytes, the image {manifest.image_nbytes}")
+            raise ValueError(f"the slot has {memory.numel()} bytes, but the image {manifest.image_nbytes}")
         self._memory = memory[manifest.data_offset :] if holds_image else memory
         by_part = spec.mode == "parts"
         limit = SPREAD_NBYTES if group.spreads else None
@@ -216,7 +216,7 @@ class _Mover:
         self.checker = _Checker(self._plan, manifest, self._memory, device, worked, by_part)
 
     def run(self, thread: ThreadPoolExecutor) -> None:
-        """Run until nothing moves any more; ``thread`` may still be digesting."""
+        """Move all buckets; ``thread`` may still be digesting on return."""
         if self._receives:
             self._checks.append(thread.submit(self.checker.begin))
         arriving: deque[_Flight] = deque()
@@ -231,7 +231,7 @@ class _Mover:
         self._checks.append(thread.submit(self.checker.end))
 
     def finish(self, *, all_bytes: bool = True) -> None:
-        """Wait until all bytes, or those checked by now, are in their places."""
+        """Wait for all checks on the second thread, or collect those already done."""
         while self._checks and (all_bytes or self._checks[0].done()):
             self._checks.popleft().result()
 
@@ -283,7 +283,7 @@ class _Mover:
             self._wait_packed(bucket.start + bucket.nbytes, self._deadline)
 
     def _place(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Memory to send from or receive into, and the staging memory around it."""
+        """Return memory to send from or receive into, and staging memory or None."""
         if bucket.owner == self._group.rank:
             if bucket.start + bucket.nbytes > self._memory.numel():
                 raise ValueError(f"the slot has {self._memory.numel()} bytes, less than its part of the manifest")
@@ -310,7 +310,7 @@ def run_transfer(
     """Send or receive one version.
 
     :param memory: uint8: an image slot, or the packed part of a sender in mode
-        ``"parts"``. A sender's may be read-only.
+        ``"parts"``. A sender's memory may be read-only.
     :param wait_packed: called by a streaming sender before it sends.
     :param device: of ``memory``; None for host memory.
     :param worked: called with each number of bytes moved or digested.
@@ -334,7 +334,7 @@ def run_transfer(
 
 
 def _digests(rank: int, spec: TransferSpec, mover: _Mover) -> tuple[str, dict[int, str]]:
-    """Digests of the image and of each part by owner, where this member has them."""
+    """Return the digests that this member has: of the image, and of parts by owner."""
     if spec.role == "receive":
         seen = {route[0] for route in spec.routes if rank in route} if spec.mode == "parts" else set()
         return mover.checker.image_digest(), {owner: mover.checker.part_digest(owner) for owner in seen}

@@ -12,9 +12,9 @@ Packets and frames are those of :mod:`replicas.linux.frames`.
 * Rank and sidecar: SOCK_STREAM, frames. Requests carry an ``id`` and are handled one
   after another; each is answered by exactly one reply with the same ``id``. Buffers are
   sent once (:class:`MapBuffer`) and named by a key from then on. A sidecar whose group
-  has failed says so (:class:`Failed`, ``over``) and exits; its closed connections
-  usually tell its peers. A :class:`Ping` is answered, and a :class:`TransferProgress`
-  noted, at once, whatever request is being handled.
+  has failed sends :class:`Failed` with ``over`` and exits; its peers usually notice its
+  closed connections. :class:`Ping` and :class:`TransferProgress` are handled
+  immediately, during any request.
 
 The end of either socket, or of the rank's process, ends the sidecar.
 """
@@ -37,14 +37,14 @@ class GroupSpec(msgspec.Struct, frozen=True):
     :param prefix: new key prefix on the store, the same for all ranks and never reused.
     :param rank: of this sidecar in the group of ``size``.
     :param address: IP address to bind.
-    :param timeout_s: if the group is not formed by then, the sidecar is killed.
-    :param device: UUID of the one GPU to use, for NCCL and for buffers; empty: NCCL
-        uses the current one.
-    :param names: of the members by rank, for messages; empty: their rank numbers.
-    :param addresses: of the members by rank; empty: all have ``address``.
+    :param timeout_s: limit in seconds to form the group; then the sidecar is killed.
+    :param device: UUID of the only GPU to use, for NCCL and for buffers; if empty, NCCL
+        uses the current GPU.
+    :param names: of the members by rank, for messages; if empty, their rank numbers.
+    :param addresses: of the members by rank; if empty, all have ``address``.
     :param probe: move and verify a few bytes each way before the group counts as
         formed.
-    :param nccl_env: NCCL_* variables to use (NCCL only); None: the forkserver's.
+    :param nccl_env: NCCL_* variables to use (NCCL only), or None for the forkserver's.
     :param secret: shared by the members; signs their values in the store.
     """
 
@@ -72,16 +72,16 @@ class TransferSpec(msgspec.Struct, frozen=True):
 
     :param role: of this member. A sender's buffer is read, a receiver's is an image
         slot to fill.
-    :param mode: ``"image"``: the one owner has the whole image. ``"parts"``: each owner
+    :param mode: ``"image"`` if one owner has the whole image, ``"parts"`` if each owner
         has a packed part.
     :param manifest: :meth:`replicas.core.base.manifest.Manifest.encode`.
-    :param routes: for each part (one for mode ``"image"``) the lane ranks that it goes
-        through, its owner first. A member outside a part's route does not handle it (a
-        receiver has its bytes already); a route may be empty.
+    :param routes: for each part (one for mode ``"image"``) the lane ranks on its way,
+        its owner first. A member outside a part's route does not handle it (a receiver
+        has its bytes already); a route may be empty.
     :param part: index of this sender's part in mode ``"parts"``.
-    :param digest: of the bytes to send, if known; it is then not computed again.
+    :param digest: of the bytes to send, or empty to compute it.
     :param streaming: this sender's image is still being packed: bytes may be sent only
-        as far as :class:`TransferProgress` reports. The rank that packs it digests it.
+        as far as :class:`TransferProgress` reports. The packing rank digests it.
     """
 
     transfer: int
@@ -113,9 +113,9 @@ class TransferResult(msgspec.Struct, frozen=True):
 
 
 class CollectiveSpec(msgspec.Struct, frozen=True):
-    """One operation.
+    """One operation to run within the group.
 
-    :param segments: those that each participant posted.
+    :param segments: the posted segments of each participant.
     :param me: index of this participant.
     :param root: index of the root, or -1.
     :param places: index of each participant among those of the first attempt; empty if
@@ -134,10 +134,10 @@ class CollectiveSpec(msgspec.Struct, frozen=True):
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True):
-    """First packet, answered by :class:`Attached`. The rank's sidecars die with it.
+    """First packet, answered by :class:`Attached`. The sidecars of a rank die with it.
 
-    Descriptors: a pidfd of the rank; of a rank that has not started the forkserver
-    itself, also what :func:`replicas.linux.place.describe` returns.
+    Descriptors: a pidfd of the rank; unless the rank started the forkserver, also those
+    of :func:`replicas.linux.place.describe`.
 
     :param secret: of the forkserver's
         :class:`replicas.linux.sockets.SocketAddress`; empty on the rank's own socket.
@@ -149,20 +149,20 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
 
 
 class Attached(msgspec.Struct, frozen=True, tag=True):
-    """The forkserver is ready to fork; descriptor: a pidfd of it.
+    """The forkserver is ready to fork. Descriptor: its pidfd.
 
-    The socket's peer credentials tell who bound it, not who serves it.
+    (The socket's peer credentials are those of the process that bound it.)
     """
 
 
 class OtherRelease(msgspec.Struct, frozen=True, tag=True):
-    """The forkserver does not serve the rank: its sidecars have other messages."""
+    """The forkserver refuses the rank: their releases have different messages."""
 
     release: str
 
 
 class _Numbered(msgspec.Struct, frozen=True):
-    """A request, or the reply with its number."""
+    """A request, or the reply with the request's number."""
 
     id: int
 
@@ -186,7 +186,10 @@ ForkserverReply = Attached | OtherRelease | Forked | ForkFailed
 
 
 class MapBuffer(msgspec.Struct, frozen=True, tag=True):
-    """Descriptor: the buffer named ``key`` from now on. ``device``: UUID of its GPU."""
+    """Name a buffer ``key`` from now on. Descriptor: the buffer.
+
+    :param device: UUID of the buffer's GPU; empty for host memory.
+    """
 
     key: int
     device: str = ""
@@ -212,9 +215,9 @@ class RunTransfer(_Numbered, frozen=True, tag=True):
 
 
 class TransferProgress(msgspec.Struct, frozen=True, tag=True):
-    """The first ``nbytes`` of the data section to send are packed; finally all.
+    """The first ``nbytes`` of the data section are packed, finally all.
 
-    It has no answer, and may come before :class:`RunTransfer`.
+    It has no reply, and may come before :class:`RunTransfer`.
     """
 
     transfer: int
@@ -228,7 +231,7 @@ class RunCollective(_Numbered, frozen=True, tag=True):
 
 
 class Ping(_Numbered, frozen=True, tag=True):
-    """Answered by :class:`Pong` at once, before earlier requests."""
+    """Answered by :class:`Pong` immediately, before earlier requests."""
 
 
 class Moved(msgspec.Struct, frozen=True):
@@ -238,8 +241,7 @@ class Moved(msgspec.Struct, frozen=True):
     :ivar received: bytes over TCP.
     :ivar still_s: seconds without progress while waiting for the network.
     :ivar rtt_s: the longest round trip to a peer.
-    :ivar held_up: addresses of peers whose queued bytes the network does not take, or
-        takes slower than they are ready.
+    :ivar held_up: addresses of peers whose link is broken, or slower than the data.
     """
 
     sent: int
@@ -250,7 +252,7 @@ class Moved(msgspec.Struct, frozen=True):
 
 
 class Pong(_Numbered, frozen=True, tag=True):
-    """:ivar moved: None while no bytes are to move."""
+    """:ivar moved: traffic of the current request, or None without traffic."""
 
     moved: Moved | None = None
 
@@ -278,8 +280,8 @@ class Failed(_Numbered, frozen=True, tag=True):
 
     :ivar over: True if the group is unusable, and the sidecar exits; False if the
         request was refused, and nothing moved.
-    :ivar kind: class name of an error of :mod:`replicas.errors`, which ``members`` and
-        ``hint`` belong to; empty for any other error.
+    :ivar kind: class name of an error of :mod:`replicas.errors`, with its ``members``
+        and ``hint``; empty for any other error.
     :ivar links: pairs of addresses between which members could not connect.
     """
 

@@ -372,7 +372,7 @@ class SimMember:
                 pair = frozenset(message.names)
                 cut = self.world.cuts_between(message.addresses)
                 if self.world.tampering:
-                    error = wire.WireError("StoreTampered", "somebody else writes into the store")
+                    error = wire.WireError("StoreTampered", "another client writes into the store")
                     self.outbox.append(wire.LaneFailed(message.lane, error))
                 elif self.world.refused_by_store:
                     error = wire.WireError("SyncError", "the store cannot be reached")

@@ -1,10 +1,10 @@
 """Check at join that a sidecar can open the device memory of its rank.
 
-The rank allocates a little memory in the same way as slots and writes a nonce there; a
-sidecar forked for this purpose opens it and returns the bytes. So a container that
-forbids CUDA IPC, a ``CUDA_VISIBLE_DEVICES`` that hides the rank's GPU from its
-sidecars, or an unusable driver is found at join and not in the first transfer. (The
-configuration of torch's allocator does not matter: it does not allocate slots.)
+The rank allocates a small buffer in the same way as slots and writes a nonce into it; a
+sidecar forked for this purpose opens the buffer and returns the bytes. So join finds a
+container that forbids CUDA IPC, a ``CUDA_VISIBLE_DEVICES`` that hides the rank's GPU
+from its sidecars, or an unusable driver, before the first transfer. (The configuration
+of torch's allocator does not matter: it does not allocate slots.)
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _HINT = (
     "give all processes of a replica the same CUDA_VISIBLE_DEVICES; in a container use --ipc=host and one PID namespace"
 )
 _proven: set[tuple[int, str]] = set()
-"""(pid, GPU) pairs that passed the check; they are not checked again."""
+"""(pid, GPU) pairs that have passed the check."""
 
 
 async def prove_device(forkserver: Forkserver, uuid: str, *, timeout_s: float) -> None:
-    """Check that a sidecar can open this process's memory on GPU ``uuid``; cached.
+    """Check once that a sidecar can open this process's memory on GPU ``uuid``.
 
-    :raises Preflight: it cannot within ``timeout_s``.
-    :raises NoCapacity: the GPU has not even this little memory left.
+    :raises Preflight: the sidecar cannot, within ``timeout_s``.
+    :raises NoCapacity: the GPU has too little memory left for the check.
     """
     if (os.getpid(), uuid) in _proven:
         return
@@ -49,7 +49,7 @@ async def prove_device(forkserver: Forkserver, uuid: str, *, timeout_s: float) -
     except SidecarFailed as error:
         raise _refusal(uuid, str(error), error.hint or _HINT) from error
     except (SidecarDied, TimeoutError) as error:
-        reason = str(error) or f"it took longer than {timeout_s:g} s"
+        reason = str(error) or f"the check took longer than {timeout_s:g} s"
         raise _refusal(uuid, reason, _HINT) from error
     finally:
         if sidecar is not None:
@@ -58,7 +58,7 @@ async def prove_device(forkserver: Forkserver, uuid: str, *, timeout_s: float) -
         if buffer is not None:
             buffer.close()
     if seen != nonce:
-        raise _refusal(uuid, "the sidecar sees other bytes there than its rank has written", _HINT)
+        raise _refusal(uuid, "the sidecar does not read the bytes that its rank has written", _HINT)
     _proven.add((os.getpid(), uuid))
 
 

@@ -6,9 +6,9 @@ Theory of operation
 A :class:`Forkserver` is the connection to a forkserver, the node's or a helper process
 of the rank's own, and makes :class:`~replicas.sidecar.rank_side.sidecar_handle.Sidecar`
 objects; a sidecar has one process group. All run on the asyncio loop of the session
-thread. Requests and replies are matched by number, so that a reply that comes after its
-caller gave up is dropped and never taken for another's. The end of a sidecar is
-detected by its pidfd, which no inherited socket delays.
+thread. Requests and replies are matched by number, so that a late reply, whose caller
+gave up, is dropped. The end of a sidecar is detected by its pidfd, which no inherited
+socket delays.
 
 **Hung and frozen.** A sidecar whose group hangs still answers pings. It may be in
 native code without a timeout, so it is killed when it has not answered a request one
@@ -16,9 +16,9 @@ second after its deadline. A frozen sidecar answers no ping: it is killed after 
 seconds (:class:`~replicas.linux.helper_process.Pulse`), long before any
 deadline, and its lane is replaced.
 
-**Ahead of need.** After :meth:`Forkserver.prefork`, a forkserver connection has one
-spare sidecar, so that a lane does not wait for the fork. ``ps`` calls it
-``replica-spare`` until it builds a group.
+**Spare.** After :meth:`Forkserver.prefork`, a forkserver connection has one spare
+sidecar, so that a lane does not wait for the fork. ``ps`` shows it as ``replica-spare``
+until it builds a group.
 
 Memory is sent to a sidecar once, as a descriptor, and is unmapped there when its buffer
 is closed here. A slot that a sidecar may be writing is safe to reuse only after
@@ -55,15 +55,15 @@ logger = Log("replicas.sidecar")
 
 FORK_TIMEOUT_S = 4.0
 """A fork takes milliseconds: a forkserver that is silent and idle for 4 s is frozen,
-and is killed. One that works serves other ranks of the node first."""
+and is killed. A busy forkserver serves other ranks of the node first."""
 BUSY_TIMEOUT_S = 20.0
-"""How long one may work without an answer."""
+"""Seconds for which a busy forkserver may give no answer."""
 UNBOUND_S = 0.2
-"""How long a rank waits for somebody to bind the forkserver's socket, in seconds."""
+"""Seconds for which a rank waits until the forkserver's socket is bound."""
 REAP_TIMEOUT_S = 5.0
-"""How long to wait for a killed process to end, in seconds; then it is left."""
+"""Seconds to wait for the end of a killed process."""
 HELPER_TRIES = 3
-"""Helper processes to start, one after another, until one is ready."""
+"""Number of helper processes to start, one after another, until one is ready."""
 
 
 class Squatted(SidecarDied):
@@ -71,7 +71,7 @@ class Squatted(SidecarDied):
 
 
 class Unbound(SidecarDied):
-    """Nobody has bound the forkserver's socket."""
+    """The forkserver's socket is not bound."""
 
 
 class OtherRelease(SidecarDied):
@@ -107,14 +107,15 @@ class Forkserver:
 
     @classmethod
     async def connect(cls, door: str, *, timeout_s: float = 30.0) -> Forkserver:
-        """Connect to the forkserver at ``door``, and wait until it can fork.
+        """Connect to the forkserver at socket ``door``, and wait until it can fork.
 
-        If one ends before it has answered (it froze while it started, and was killed),
-        its successor is waited for.
+        If the forkserver ends before it has answered (it froze while it started, and
+        was killed), wait for its successor.
 
-        :raises SidecarDied: after ``timeout_s``, none can fork; after ``UNBOUND_S``,
-            nobody has bound the socket; or, at once, another user's process listens.
-        :raises OtherRelease, Unbound: there will be none for this rank.
+        :raises SidecarDied: no forkserver could fork within ``timeout_s``.
+        :raises Unbound: the socket was not bound within ``UNBOUND_S``.
+        :raises Squatted: another user's process listens.
+        :raises OtherRelease: the forkserver does not serve this release.
         """
         address = SocketAddress.parse(door)
         return await cls._retrying(
@@ -129,10 +130,10 @@ class Forkserver:
     async def spawn(cls, *, timeout_s: float = 60.0) -> Forkserver:
         """Start a helper process, which dies with this one, and wait until it can fork.
 
-        That takes 1.5-5 s: it loads torch. A helper that freezes or dies while it
-        starts is replaced, up to ``HELPER_TRIES`` processes in all.
+        That takes 1.5-5 s, as the helper loads torch. A helper that freezes or dies
+        while it starts is replaced, up to ``HELPER_TRIES`` processes in all.
 
-        :raises SidecarDied: none was ready within ``timeout_s``.
+        :raises SidecarDied: no helper was ready within ``timeout_s``.
         """
         return await cls._retrying(
             lambda: cls(*_start_helper()),
@@ -144,7 +145,7 @@ class Forkserver:
 
     @staticmethod
     async def _retrying(make: Callable[[], Forkserver], timeout_s: float, **policy: Any) -> Forkserver:
-        """Make connections until one can fork, as long as tenacity's policy lets."""
+        """Make connections until one can fork, by tenacity's ``policy``; return it."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         async for attempt in tenacity.AsyncRetrying(reraise=True, **policy):
@@ -161,16 +162,16 @@ class Forkserver:
             owner, us = peer_uid(sock), os.geteuid()
             if owner != us:  # nothing is sent yet: a forkserver gets writable weights
                 raise Squatted(
-                    f"the forkserver's socket {door.name!r} is of user {owner}, and this rank runs as user {us}: nothing "
-                    "was sent to it; run the supervisor and its ranks as one user"
+                    f"the forkserver's socket {door.name!r} belongs to user {owner}, but this rank runs as user {us}: "
+                    "nothing was sent; run the supervisor and its ranks as one user"
                 )
             return cls(sock, secret=door.secret)
         except ConnectionRefusedError:
             sock.close()
             raise Unbound(
-                f"nobody listens on {door.name!r}: the agent of this node is gone, or the address old"
+                f"no process listens on {door.name!r}: the agent of this node is gone, or the address is out of date"
             ) from None
-        except (ConnectionError, BlockingIOError):  # its backlog is full
+        except (ConnectionError, BlockingIOError):  # the backlog is full
             sock.close()
             raise SidecarDied(f"no forkserver listens on {door.name!r} after {timeout_s:g} s") from None
         except BaseException:
@@ -178,7 +179,7 @@ class Forkserver:
             raise
 
     async def _attached(self, remaining_s: float, timeout_s: float) -> Forkserver:
-        """Wait for the first answer, watching an own helper (agents watch others)."""
+        """Wait for the first answer; kill our own helper if it stalls."""
         watch = None if self._process is None else StallWatch(self._process.pid, self._loop.time())
         try:
             async with asyncio.timeout(remaining_s):
@@ -201,11 +202,11 @@ class Forkserver:
         return not self._closed
 
     async def fork(self, *, timeout_s: float = FORK_TIMEOUT_S) -> Sidecar:
-        """Return the spare sidecar if there is one, or a new one.
+        """Return the spare sidecar if there is one, else a new one.
 
         :raises SidecarDied: the forkserver is gone, or has not answered for
-            ``timeout_s`` (it is killed then, also if a cancelled call began that wait).
-        :raises SidecarFailed: the system has no process left.
+            ``timeout_s`` (it is then killed, also if a cancelled call began that wait).
+        :raises SidecarFailed: the system allows no more processes.
         """
         spare, self._spare = self._spare, None
         if spare is not None and spare.usable and not self._closed:
@@ -224,7 +225,7 @@ class Forkserver:
             self._spare = await self._fork(FORK_TIMEOUT_S, kill=False)
             self._spare.on_exit = lambda reason: logger.info("a spare sidecar ended: %s", reason)
         except (SidecarDied, SidecarFailed) as error:  # a later fork() raises its own error
-            logger.info("no spare sidecar: %s", error)
+            logger.info("cannot fork a spare sidecar: %s", error)
         finally:
             self._preforking = None
 
@@ -268,7 +269,7 @@ class Forkserver:
             before = self._work()
             await asyncio.wait((future,), timeout=due - self._loop.time())
             now = self._loop.time()
-            paused_s = PauseClock(due).look(now)  # and the forkserver perhaps, too
+            paused_s = PauseClock(due).look(now)  # perhaps of the forkserver, too
             last += paused_s
             if future.done() or not (paused_s or self._work() != before) or due >= last:
                 return
@@ -280,7 +281,7 @@ class Forkserver:
         return work_of(pid_of(self._pidfd)) if self._pidfd >= 0 else ()
 
     async def aclose(self) -> None:
-        """Close the connection; kill its sidecars and an own helper. Idempotent."""
+        """Close the connection; kill its sidecars and our own helper. Idempotent."""
         self._close("the forkserver connection was closed")
         if self._preforking is not None:
             await asyncio.wait((self._preforking,))
@@ -301,7 +302,7 @@ class Forkserver:
 
     @property
     def fds(self) -> set[int]:
-        """Its descriptors: in a forked child they would hide the rank's end."""
+        """Descriptors that would hide the rank's end if a forked child kept them."""
         own = {self._sock.fileno(), self._pidfd} - {-1}
         return own if self._spare is None else own | self._spare.fds
 
@@ -320,7 +321,7 @@ class Forkserver:
         self._unanswered_since = None
         if isinstance(reply, wire.OtherRelease):
             if not self._ready.done():
-                text = f"the node's forkserver is of release {reply.release} of replicas, this rank's of {__version__}"
+                text = f"the node's forkserver is of release {reply.release} of replicas, this rank of {__version__}"
                 self._ready.set_exception(OtherRelease(text))
             return
         if isinstance(reply, wire.Attached):
@@ -332,11 +333,11 @@ class Forkserver:
             return
         future = self._pending.pop(reply.id, None)
         if future is None or future.done():
-            frames.close_all(fds)  # too late: our end of its channel is closed, so it exits
+            frames.close_all(fds)  # too late: the sidecar exits, as our end of its channel is closed
         elif isinstance(reply, wire.Forked):
             future.set_result((reply.pid, fds[0]))
         else:
-            told = wire.Failed(reply.id, f"a sidecar could not be forked: {reply.error}")
+            told = wire.Failed(reply.id, f"cannot fork a sidecar: {reply.error}")
             future.set_exception(SidecarFailed(told))
 
     def _close(self, reason: str) -> None:
@@ -374,10 +375,10 @@ def _start_helper() -> tuple[socket.socket, subprocess.Popen[bytes]]:
 
 
 def _may_come(state: tenacity.RetryCallState) -> bool:
-    """Whether to try again to connect.
+    """Return True if a failed connection should be tried again.
 
-    An agent binds its socket before ranks start, and holds it until it ends. It has
-    another one then, so its ranks must not keep the others waiting.
+    An agent binds its socket before ranks start, and holds it until it ends; the next
+    agent has another socket. So a rank does not wait long for an unbound socket.
     """
     error = state.outcome.exception() if state.outcome is not None else None
     if isinstance(error, Unbound):
@@ -388,11 +389,11 @@ def _may_come(state: tenacity.RetryCallState) -> bool:
 def _tell(state: tenacity.RetryCallState) -> None:
     assert state.outcome is not None
     error, number = state.outcome.exception(), state.attempt_number + 1
-    logger.warning("%s; starting another one (try %d of %d)", error, number, HELPER_TRIES)
+    logger.warning("starting another forkserver (try %d of %d): %s", number, HELPER_TRIES, error)
 
 
 async def _reap(process: subprocess.Popen[bytes]) -> None:
-    """Wait for a killed process without a thread: at interpreter exit there is none."""
+    """Wait for a killed process without a thread, which cannot start at exit."""
     if process.poll() is not None:
         return
     ended = asyncio.Event()
@@ -401,7 +402,7 @@ async def _reap(process: subprocess.Popen[bytes]) -> None:
     loop.add_reader(pidfd, ended.set)
     try:
         if not await is_set_within(ended, REAP_TIMEOUT_S):
-            logger.warning("process %d was killed and has not ended within %g s", process.pid, REAP_TIMEOUT_S)
+            logger.warning("leaving process %d, which did not end within %g s of its kill", process.pid, REAP_TIMEOUT_S)
     finally:
         loop.remove_reader(pidfd)
         os.close(pidfd)

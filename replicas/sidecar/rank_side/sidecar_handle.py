@@ -1,7 +1,7 @@
-"""One sidecar, as its rank uses it: requests, signs of life, errors, and its end.
+"""The rank's handle of one sidecar: requests, pings, errors, and its end.
 
-:mod:`replicas.sidecar.rank_side.forkserver_client` has the theory of operation.
-Signs of life are those of any helper (:mod:`replicas.linux.helper_process`).
+:mod:`replicas.sidecar.rank_side.forkserver_client` has the theory of operation,
+:mod:`replicas.linux.helper_process` the pings.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class SidecarDied(HelperDied):
 class Sidecar(HelperProcess):
     """One sidecar process, with at most one process group: a method for each request.
 
-    :ivar on_moved: called on the loop, about twice a second while it handles a request
-        that moves bytes.
+    :ivar on_moved: called on the loop, about twice a second during a request that moves
+        bytes.
     """
 
     died, decode, ping = SidecarDied, staticmethod(wire.decode_reply), wire.Ping
@@ -62,7 +62,7 @@ class Sidecar(HelperProcess):
     async def build(self, spec: GroupSpec) -> float:
         """Form the process group; return the duration in seconds.
 
-        :raises SidecarFailed: a peer did not come, or an address is wrong.
+        :raises SidecarFailed: a peer did not join, or an address is wrong.
         :raises SidecarDied: it died, or was killed ``KILL_GRACE_S`` after the timeout.
         """
         if spec.backend == "nccl":
@@ -73,7 +73,7 @@ class Sidecar(HelperProcess):
     async def transfer(self, spec: TransferSpec, buffer: Buffer) -> TransferResult:
         """Move one version from or into ``buffer``.
 
-        Errors as of :meth:`build`; after one, a receiver's slot is undefined.
+        Errors as of :meth:`build`; a receiver's slot is then undefined.
         """
         request = wire.RunTransfer(next(self._numbers), buffer.key, spec)
         return (await self._ask_with(request, (buffer,), spec.timeout_s, wire.Transferred)).result
@@ -86,8 +86,8 @@ class Sidecar(HelperProcess):
     def progress(self, transfer: int, nbytes: int) -> None:
         """Report the first ``nbytes`` of a streaming ``transfer``'s data as packed.
 
-        Never waits. A report before :meth:`transfer` is kept; one after its end, or the
-        sidecar's, is ignored.
+        Never blocks. A report before :meth:`transfer` is kept; a report after the end
+        of the transfer or sidecar is ignored.
         """
         if self.usable:
             self._send(wire.TransferProgress(transfer, nbytes))
@@ -100,7 +100,7 @@ class Sidecar(HelperProcess):
         return (await self._ask_with(request, buffers, spec.timeout_s, wire.Collected)).seconds
 
     def buffer_closed(self, key: int) -> None:
-        """Have the sidecar unmap a buffer that was closed here (on any thread)."""
+        """Any thread: have the sidecar unmap a buffer that was closed here."""
         with contextlib.suppress(RuntimeError):  # the loop is closed, so the sidecar has ended
             self._loop.call_soon_threadsafe(self._forget, key)
 
@@ -143,7 +143,7 @@ class Sidecar(HelperProcess):
 
 
 def _of_this_process(spec: GroupSpec) -> GroupSpec:
-    """Use this process's GPU and NCCL variables: the forkserver's may be older."""
+    """Add this process's GPU and NCCL variables; the forkserver's may be outdated."""
     changes: dict[str, Any] = {}
     if not spec.device and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch leaves it untyped
         found = accelerator()

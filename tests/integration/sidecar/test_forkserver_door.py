@@ -52,7 +52,7 @@ async def test_a_forkserver_of_another_user_is_told_nothing() -> None:
 
     with stranger(squat) as squatter:
         assert squatter.recv() == "listens"
-        with pytest.raises(SidecarDied, match=rf"is of user {ATTACKER}"):
+        with pytest.raises(SidecarDied, match=rf"belongs to user {ATTACKER}"):
             await Forkserver.connect(str(door), timeout_s=30.0)
         assert squatter.poll(30.0)
         assert squatter.recv() == b""
@@ -140,7 +140,7 @@ async def test_a_rank_of_another_release_is_told_so_and_starts_one_of_its_own(
     """The supervisor's code was replaced under it, or the rank's environment has an
     older one."""
     monkeypatch.setattr(wire, "Attach", functools.partial(wire.Attach, release="0.0.7"))
-    ours = f"is of release {__version__} of replicas, this rank's of"
+    ours = f"is of release {__version__} of replicas, this rank of"
     with pytest.raises(OtherRelease, match=ours):
         await Forkserver.connect(kept.address, timeout_s=60.0)
     monkeypatch.undo()

@@ -278,7 +278,7 @@ async def test_parts_of_two_owners_make_the_image_of_a_receiver(server: str) -> 
 async def test_a_slot_of_another_size_is_refused(server: str) -> None:
     manifest, other = Manifest((TensorSpec("x", "float32", (4,)),)), Manifest((TensorSpec("x", "float32", (5,)),))
     async with lane(1, server) as alone:
-        with pytest.raises(SidecarFailed, match="the slot has 4116 bytes, the image 4112"):
+        with pytest.raises(SidecarFailed, match="the slot has 4116 bytes, but the image 4112"):
             await send_image(alone, manifest, slots_for(other, 1))
         with pytest.raises(SidecarFailed, match="malformed manifest"):
             spec = TransferSpec(1, "send", "image", b"\xc1", ((0,),), None, 5.0)

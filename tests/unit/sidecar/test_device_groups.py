@@ -170,7 +170,7 @@ def test_nccl_is_waited_for_without_its_own_wait() -> None:
     assert work.waited, "torch keeps the tensors until then"
     with pytest.raises(RuntimeError, match="NCCL: remote process exited"):
         handle(NcclWork(2, RuntimeError("remote process exited")), time.monotonic() + 5.0).wait()
-    with pytest.raises(RuntimeError, match="not done in time"):
+    with pytest.raises(RuntimeError, match="did not end in time"):
         handle(NcclWork(1 << 40), time.monotonic() + 0.005).wait()
 
 
