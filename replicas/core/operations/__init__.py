@@ -1,1 +1,5 @@
-"""Operations between peers: posts, pairing, attempts and verdicts."""
+"""Operations between peers: posts, pairing, attempts and verdicts.
+
+Post -> `Pairing` matches posts to an `Operation` -> `Operations` runs attempts in lanes
+-> OperationEnd to all participants. Pure state machines: no I/O, no clock, no tensors.
+"""

@@ -22,10 +22,10 @@ ATTEMPT_MIN_S = 0.2
 
 @dataclass(slots=True, eq=False)
 class Post:
-    """One member's part.
+    """One member's call of an operation.
 
-    :ivar view: the live members of its domain when it came.
-    :ivar missed: the others went on without it: its verdict, once it may be told.
+    :ivar view: the live members of its domain at the call.
+    :ivar missed: the error to reply, when it is due: the others ran without this call.
     """
 
     member: Member
@@ -45,10 +45,10 @@ class Post:
 class Operation:
     """One operation, from the moment when it can start.
 
-    Its life is the table :data:`replicas.core.base.membership.OPERATION`.
+    Its states are the table :data:`replicas.core.base.membership.OPERATION`.
 
     :ivar posts: of the current participants.
-    :ivar root_post: None: it has no root.
+    :ivar root_post: the root's post, or None without a root.
     :ivar first: the members that the posts expect, in order.
     :ivar number: of the current attempt. ``ref`` names the operation.
     :ivar left_out: reasons by name.
@@ -80,12 +80,12 @@ class Operation:
     posted_at: float = field(init=False)
 
     def __post_init__(self) -> None:
-        # the verdict is common: the first limit is everyone's
+        # the verdict is common: the earliest deadline counts for all
         self.deadline = min(post.deadline for post in self.posts)
         self.posted_at = min(post.posted_at for post in self.posts)
 
     def step(self, event: OperationEvent) -> None:
-        """Change its state by the table."""
+        """Change the state by the table."""
         self.state = OPERATION.next(self.state, event)
 
     @property
@@ -107,7 +107,7 @@ class Operation:
 
     @property
     def root(self) -> int:
-        """Index of the root among the posts; -1: it has none, or runs without it."""
+        """Index of the root among the posts, or -1 without a root."""
         return self.posts.index(self.root_post) if self.root_post in self.posts else -1
 
     @property
@@ -124,7 +124,7 @@ class Operation:
         members = self.participants
         segments = tuple(post.message.segments for post in self.posts)
         if self.pairwise:
-            segments = (self.posts[self.root].message.segments,) * 2  # a recv may name none
+            segments = (self.posts[self.root].message.segments,) * 2  # a recv may have no segments
         return OperationGo(
             post=post.message.post,
             operation=self.number,
@@ -137,7 +137,7 @@ class Operation:
             deadline_s=max(0.0, self.deadline - now),
             ref=self.ref,
             attempt=self.attempt,
-            # as the callers count: some may have been left out since
+            # indices in the first attempt: members may have been left out since
             places=tuple(self.first.index(member) for member in members),
         )
 
@@ -149,7 +149,7 @@ class Operation:
             "run": now - self.ran_at,
         }
         if self.attempt > 1 or self.left_out:
-            phases["retry"] = self.attempt_at - self.started_at  # what the earlier attempts took
+            phases["retry"] = self.attempt_at - self.started_at  # the earlier attempts
         return ReceiptData(
             epoch=epoch,
             members=self.participants,
@@ -179,24 +179,24 @@ class Operation:
         )
 
     def overdue(self) -> errors.ReplicasError:
-        """Return the error of a passed deadline: the phase, and the missing members."""
+        """Return the error of a passed deadline, with phase and missing members."""
         what, answered = "did not end", self.done
         if self.state != "running":
             what = "had no process group"
             answered = self.lane.formed_by if self.lane is not None else set()
         missing = [member.name for member in self.participants if member not in answered]
-        before = f"; the attempt before failed: {self.problem}" if self.problem else ""
+        before = f"; the previous attempt failed: {self.problem}" if self.problem else ""
         text = f"{what} by its deadline: no answer from {', '.join(missing)}{before}"
         return self.error(errors.DeadlineExceeded, text, members=missing)
 
 
 class Faults:
-    """Decide what follows when an operation fails while all its members are alive."""
+    """Decides how to continue when an operation fails with all its members alive."""
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
         self._proven: set[Member] = set()
-        """Members that ever worked in a collective."""
+        """Members that took part in a successful collective."""
 
     def succeeded(self, operation: Operation) -> None:
         if not operation.pairwise and len(operation.posts) > 1:
@@ -223,8 +223,8 @@ class Faults:
 
         ``final``: another attempt with the same group would fail in the same way.
 
-        :returns: what follows, and the error to end with: ``again``: another lane;
-            ``stuck``: find the culprit, or end; ``end``: end at once.
+        :returns: (next step, error to end with). ``again`` tries another lane,
+            ``stuck`` finds the culprit or ends, ``end`` ends.
         """
         refused = isinstance(error, (errors.UsageError, errors.WorldError)) or error.phase == "go"
         parted = lane is not None and isinstance(error, errors.Preflight) and self._parted(operation, lane, error)
@@ -237,7 +237,7 @@ class Faults:
         if parted:
             return "stuck", error
         if operation.failures > 1 or (final and not operation.pairwise):
-            times = "twice" if operation.failures > 1 else "and was not tried again,"
+            times = "twice" if operation.failures > 1 else "and was not retried,"
             text = f"failed {times} with all its members alive: {error.message}"
             kind = errors.InternalError if isinstance(error, errors.InternalError) else errors.SyncError
             return "stuck", operation.error(kind, text, phase=error.phase, hint=error.hint)
@@ -246,7 +246,7 @@ class Faults:
     def _parted(self, operation: Operation, lane: Lane, error: errors.ReplicasError) -> bool:
         """Return True if members of the lane can no longer reach each other.
 
-        A group that never worked is an error of set-up instead.
+        A group that never worked is a configuration error instead.
         """
         if operation.pairwise or {member.name for member in lane.members}.isdisjoint(error.members):
             return False

@@ -1,4 +1,4 @@
-"""Pairing: which posts of peers form an operation together.
+"""Pairing: match the posts of peers that form one operation.
 
 Theory of operation
 ===================
@@ -7,28 +7,28 @@ A *domain* is the set of peers that form one process group: all leaders
 (``ranks = "leader"``), all ranks of one number (``"each"``) or all ranks (``"all"``).
 Each member's posts form one ordered stream. A collective is due when it is the oldest
 unstarted post of every live member of the domain, they agree on it, and every peer that
-the config promises has joined at least once. ``send`` and ``recv`` are due when the
-oldest unstarted ones of that pair meet; those to or from different peers do not wait
-for each other, but none overtakes a collective.
+the config promises has joined at least once. ``send`` and ``recv`` are due when each is
+the oldest unstarted one of that pair; those to or from different peers do not wait for
+each other, but none overtakes a collective.
 
-``step`` tags: a collective pairs equal tags only. A member that posts a tag that the
+``step`` tags: a collective matches equal tags only. A member that posts a tag that the
 stream has passed gets ``Gone``; members that post different new tags get
 ``RanksDisagree``.
 
-A member that is behind or quarantined is not waited for; with ``on_lost = "drop"``
-neither is a silent one while all the others wait for its call
-(:meth:`Pairing.held_up_by`). It misses the operations that the others run without it:
-its own post for that, or else its next one without a tag, gets ``Gone``, once, and
-pairs with nothing. After that it pairs with the others' next operation. So no earlier
-post is ever paired with a later one of the others.
+The others do not wait for a member that is behind or quarantined; with ``on_lost =
+"drop"`` nor for a silent member when they all wait for its call
+(:meth:`Pairing.held_up_by`). The member misses the operations that the others run
+without it: its own post for them, or else its next post without a tag, gets ``Gone``,
+once. Its post after that is matched with the others' next operation. So no earlier post
+is ever matched with a later post of the others.
 
 Before a collective starts, operations that ended for a member without a verdict are
 *settled*, by the ``unsettled`` and ``applied`` of all its posts
-(:mod:`replicas.messages`): one counts as applied if this coordinator gave that verdict
-itself, or if any participant has applied it. Otherwise no member has, and none ever
-will: its coordinator is gone. That is certain only when every earlier member has
-posted. A member that has missed a result must not go on without it: its post is refused
-with ``Gone``, which names the earlier operation, and the others wait for its next post.
+(:mod:`replicas.messages`): an operation counts as applied if this coordinator gave that
+verdict itself, or if any participant has applied it. Otherwise no member has or ever
+will, because its coordinator is gone. That is certain only when every earlier member
+has posted. The post of a member that missed a result is refused with ``Gone``, which
+names the earlier operation, and the others wait for the member's next post.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ from replicas.messages.identity import Member
 KEPT_VERDICTS = 256
 POSTS_MAX = 4096
 SEGMENTS_MAX = 500_000
-"""Calls of one member that wait, and the tensors in them."""
+"""Limits for the waiting calls of one member, and for the tensors in them."""
 
 
 class Pairing:
     """The posts of one channel of peers.
 
-    :param reply: ends a post that never started.
-    :param running: tells whether the operation with this ref runs.
+    :param reply: sends the error of a post that never started.
+    :param running: returns True if the operation with this ref runs.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Pairing:
         return [s for s in self._roster if s.is_peer and s.carries and self.domain_of(s.member) == domain]
 
     def _awaited(self, domain: int) -> list[str]:
-        """Return names promised by the config in this domain that never joined."""
+        """Return the peers of the config in this domain that have never joined."""
         names: list[str] = []
         for party in self._roster.config.peers if self._expects else ():
             shape = self._roster.shape(party.group)
@@ -103,11 +103,11 @@ class Pairing:
         return [name for name in names if name not in self._roster.history.joined]
 
     def expect_nobody(self) -> None:
-        """Stop waiting for first joins: under another coordinator there was time."""
+        """Stop waiting for first joins: an earlier coordinator has waited for them."""
         self._expects = False
 
     def _meant(self, message: OperationPost, member: Member) -> OperationPost:
-        """Complete the root's name by a rank, as other members may give it in full."""
+        """Complete the root's name by a rank, so that all members' names are equal."""
         if not message.root or message.root.count("/") >= 2:  # a whole name: group/replica/rank
             return message
         rank = member.rank if self._ranks == "each" else 0
@@ -120,16 +120,16 @@ class Pairing:
         return bool(self._streams.get(member))
 
     def may_run(self, state: MemberState) -> bool:
-        """Return True if an operation of the member runs, or may begin as it is now."""
+        """Return True if an operation of the member runs, or may begin now."""
         return any(post.started or state.live for post in self._streams.get(state.member, ()))
 
     def post(self, state: MemberState, message: OperationPost, now: float) -> None:
-        """Take a member's next call."""
+        """Add a member's next call to its stream, or refuse it."""
         member = state.member
         view = tuple(peer.member for peer in self.live(self.domain_of(member)))
         post = Post(member, self._meant(message, member), now, now + message.deadline_s, view)
         error = self._problem(state, post)
-        if error is not None and not isinstance(error, errors.Gone):  # Gone has its own time: _tell_missed()
+        if error is not None and not isinstance(error, errors.Gone):  # _tell_missed() sends Gone when it is due
             self._reply(post, error)
             return
         post.missed = error
@@ -140,28 +140,28 @@ class Pairing:
         message, waiting = post.message, self._streams.get(post.member, ())
         if len(waiting) >= POSTS_MAX or sum(len(one.message.segments) for one in waiting) > SEGMENTS_MAX:
             text = f"{len(waiting)} calls of {post.member} wait for the other peers"
-            return errors.Busy(text, phase="wait", hint="wait for their ends before you call more")
+            return errors.Busy(text, phase="wait", hint="wait for some of them before the next call")
         if not state.carries:
             return errors.UsageError(
-                f"{post.member} takes no part in operations of this channel: only leaders do",
+                f"{post.member} cannot take part in operations of this channel: only leaders do",
                 hint='set ranks = "each" or "all" for the peers of the channel',
             )
         if post.pairwise:
             return self._peer_problem(post)
         missed = self._missed.pop(post.member, None)  # told once
         if message.step is not None:
-            return self._step_problem(post)  # a tag alone says which one it is
+            return self._step_problem(post)  # the tag identifies the operation
         return _gone(post.member, missed) if missed else None
 
     def _step_problem(self, post: Post) -> errors.ReplicasError | None:
         step, passed = post.message.step, self._steps.get(self.domain_of(post.member), -1)
         if step is None or step > passed:
             return None
-        hint = "bring this peer to the present state, then go on with the others' next step"
+        hint = "resynchronise this peer, then continue with the others' next step"
         return errors.Gone(f"step {step} has passed: the others have done step {passed}", phase="wait", hint=hint)
 
     def passed(self, domain: int, step: int | None) -> None:
-        """Note a tag that is done, and refuse posts with tags that have passed.
+        """Record a tag as done, and refuse posts with tags that have passed.
 
         A collective that failed may be tried again with the same tag.
         """
@@ -178,11 +178,11 @@ class Pairing:
         if root == post.member.name:
             return errors.UsageError(f"{kind}: {root} is this member itself")
         if not any(root.startswith(f"{party.group}/") for party in self._roster.config.peers):
-            return errors.UsageError(f"{kind}: {root!r} names no peer of this channel")
+            return errors.UsageError(f"{kind}: {root!r} is not a peer of this channel")
         if root in self._roster.history.joined and self._roster.holder_of(root) is None:
-            hint = "it can be reached when it has joined again"
+            hint = "call again when it has joined again"
             return errors.PeersLost(f"{root} is lost", phase="wait", members=[root], hint=hint)
-        return None  # one that never joined is waited for
+        return None  # wait for a peer that has never joined
 
     def end(self, post: Post) -> None:
         """Remove a post that has its verdict."""
@@ -195,10 +195,10 @@ class Pairing:
         self._reply(post, error)
 
     def _tell_missed(self, post: Post, now: float) -> None:
-        """Refuse the call of a peer without which the others went on, if it is time.
+        """Refuse a call that the others did not wait for, when that is due.
 
         A program may join again at each ``Gone``: behind the same broken link it would
-        hear the next one at once, and so without end.
+        get the next ``Gone`` immediately, in an endless loop.
         """
         state = self._roster.get(post.member)
         if post.missed is not None and (state is None or now >= state.told_from):
@@ -213,10 +213,10 @@ class Pairing:
     # ------------------------------------------------------------ due operations
 
     def due(self, now: float, *, collective_runs: bool) -> Iterator[Operation]:
-        """Yield and mark what can start; at most one collective of each domain."""
+        """Start and yield due operations; at most one collective of each domain."""
         for domain in sorted({self.domain_of(member) for member in self._streams}):
             yield from self._due_pairs(domain)
-            if not (collective_runs and self._roster.waiting(now)):  # they are admitted once no collective runs
+            if not (collective_runs and self._roster.waiting(now)):  # newcomers are admitted once no collective runs
                 yield from self._due_collective(domain, now)
 
     def _pairable(self, member: Member) -> list[Post]:
@@ -275,17 +275,17 @@ class Pairing:
         yield Operation(kind, tuple(heads), root_post, domain, first, self._roster.config.name)
 
     def settled(self, ref: str, applied: bool) -> None:
-        """Note the verdict of an operation."""
+        """Record the verdict of an operation."""
         self._verdicts[ref] = applied
         if len(self._verdicts) > KEPT_VERDICTS:
             self._verdicts.popitem(last=False)
 
     def _settled(self, heads: Sequence[Post]) -> bool:
-        """Settle unknown outcomes of earlier operations; False: not ready to start."""
+        """Settle unknown earlier outcomes; return True if the operation can start."""
         if any(self._running(ref) for post in heads for ref in post.message.unsettled):
-            return False  # its verdict is about to come
+            return False  # the verdict will come
         ready = True
-        written = {ref for post in heads for ref in post.message.applied}  # one has it, so it has succeeded
+        written = {ref for post in heads for ref in post.message.applied}  # a member has applied it: it has succeeded
         found = {
             post.member: {
                 ref: self._verdicts.get(ref, True if ref in written else None) for ref in post.message.unsettled
@@ -297,7 +297,7 @@ class Pairing:
             return False  # a member of an earlier coordinator has not called
         for post in heads:
             answers = found[post.member]
-            for ref, applied in answers.items():  # None: no member has it, and none ever will
+            for ref, applied in answers.items():  # None: no member has applied it or ever will
                 self._ground.send(post.member, OperationSettled(ref, bool(applied)))
             missed = [ref for ref, applied in answers.items() if applied]
             if missed:
@@ -320,20 +320,20 @@ class Pairing:
         )
 
     def _reckoned(self, heads: Sequence[Post], root: int) -> tuple[Member, ...]:
-        """Return the members that the callers expect: those live when the root called.
+        """Return the members that the callers expect: those live at the root's call.
 
-        Without a root, the first caller counts.
+        Without a root, those at the first caller's.
         """
         members = tuple(post.member for post in heads)
         decisive = heads[max(root, 0)]
         if decisive.message.kind in ("scatter", "reduce_scatter") and len(decisive.message.segments) == len(heads):
-            return members  # already cut for who is here
-        return decisive.view if set(members) <= set(decisive.view) else members  # else somebody has joined since
+            return members  # one tensor for each present member
+        return decisive.view if set(members) <= set(decisive.view) else members  # else a member has joined since
 
     # ------------------------------------------------------------ losses and deadlines
 
     def lost(self, member: Member, why: str) -> None:
-        """Remove a lost member's posts; refuse posts that cannot do without it."""
+        """Remove a lost member's posts; refuse posts that need the member."""
         self._streams.pop(member, None)
         self._missed.pop(member, None)
         raising = self._roster.config.on_lost == "raise"
@@ -349,7 +349,7 @@ class Pairing:
     def tick(self, now: float) -> None:
         for posts in list(self._streams.values()):
             for post in [post for post in posts if not post.started and now > post.deadline]:
-                self._refuse(post, post.missed or self._late(post, now))  # a miss says more
+                self._refuse(post, post.missed or self._late(post, now))
             for post in list(posts):
                 self._tell_missed(post, now)
 
@@ -367,7 +367,7 @@ class Pairing:
             if not waiting or len(waiting) < len(posts) or self._awaited(domain):
                 continue
             roots = {post.message.root for post in waiting}
-            found += [state for state in silent if state.member.name not in roots]  # nothing goes on without the root
+            found += [state for state in silent if state.member.name not in roots]  # the root cannot be left out
         return found
 
     def _late(self, post: Post, now: float) -> errors.ReplicasError:
@@ -395,20 +395,20 @@ class Pairing:
 
 def _gone(member: Member, what: str) -> errors.ReplicasError:
     return errors.Gone(
-        f"the others went on without {member} ({what})",
+        f"the others continued without {member} ({what})",
         phase="wait",
         members=[member.name],
-        hint="bring this peer to the present state; its next call pairs with the others' next one",
+        hint="resynchronise this peer; its next call is matched with the others' next call",
     )
 
 
 def _missed(name: str, refs: Iterable[str]) -> errors.ReplicasError:
     listed = ", ".join(refs)
     return errors.Gone(
-        f"an earlier operation of {name} ({listed}), whose outcome was unknown there, did succeed for the others",
+        f"an earlier operation of {name} ({listed}) of unknown outcome did succeed for the others",
         phase="wait",
         members=[name],
-        hint="wait for its Pending again: its results are kept; or bring this peer to the present state; then call again",
+        hint="wait for its Pending again, which has the results, or resynchronise this peer; then call again",
     )
 
 

@@ -3,11 +3,11 @@
 Theory of operation
 ===================
 
-:mod:`replicas.core.operations.pairing` decides which posts pair. A due operation runs
-in a lane of its members, in *attempts*. Each attempt has a number of its own, so that
-late answers to an earlier one are dropped, and starts from the posted inputs: results
-are written only after the common verdict, which makes a retry safe. Nothing is ever run
-again inside the same lane. ::
+:mod:`replicas.core.operations.pairing` matches posts. A due operation runs in a lane of
+its members, in *attempts*. Each attempt has a number of its own, so that late answers
+to an earlier one are dropped, and starts from the posted inputs: results are written
+only after the common verdict, which makes a retry safe. A retry never uses the same
+lane. ::
 
     due ──▶ forming ──▶ running ──▶ done: all are told to write
               ▲  │         │
@@ -16,34 +16,34 @@ again inside the same lane. ::
               └──────┴─────┘
 
 **A member is lost** before it has reported *done*: with ``on_lost = "drop"`` the others
-run it again without it, unless it was its root, or one of a pair; with ``"raise"`` it
-ends in ``PeersLost``. A member that had reported *done* has given all that the others
-need: they only have to end. The same holds for members that are quarantined, and (with
-``"drop"``) for members that are silent for longer than the suspicion time: these become
-*behind*, get ``Gone`` for it, and stay members.
+run the operation again without it, unless it is the root, or one of a pair; with
+``"raise"`` the operation ends in ``PeersLost``. The others need nothing more from a
+member that has reported *done*. The same holds for members that are quarantined, and
+(with ``"drop"``) for members that are silent for longer than the suspicion time: these
+become *behind*, get ``Gone`` for the operation, and stay members.
 
 **A lane fails** while all members are alive: its operations run again once, in a new
-lane. One that fails twice, or once in a way that would repeat (members that have worked
-together can no longer reach each other, or no byte moves:
-:mod:`replicas.core.moving.pace`), is *stuck*. It is *parked* while pairs of its members
-are probed, and the fewest members that explain the bad pairs are quarantined: of the
-two ends of one bad link the less important one, which is neither the root nor one that
-had worked before when the other had not. Then it runs again over the others; without a
-culprit it runs once more. After some probes it ends with the error. **A member
-refuses** (a tensor that does not fit, no memory), or members that never worked cannot
-reach each other: a retry cannot help, and all get that error. Operations that share a
-lane with one that failed, or ended too late, are retried without counting a failure.
+lane. An operation that fails twice, or once in a way that would repeat (members that
+have worked together can no longer reach each other, or no byte moves:
+:mod:`replicas.core.moving.pace`), is *stuck*. It waits while pairs of its members are
+probed, and the fewest members that explain the bad pairs are quarantined: of the two
+ends of one bad link the less important one, never the root, and rather a member that
+has not worked before. Then the operation runs again over the others; without a culprit
+it runs once more. After :data:`~replicas.core.moving.lanes.MAX_PROBES` probes it ends
+with the error. **A member refuses** (a tensor that does not fit, no memory), or members
+that never worked cannot reach each other: a retry cannot help, and all get that error.
+Operations that share a lane with one that failed, or ended too late, are retried
+without counting a failure.
 
-**A pair** (``send`` and ``recv``) is a broadcast between two members that can do
-without neither. It runs in any lane that has formed with both; else in a lane of the
-two, which third members and their links do not concern. It has no culprit to find:
-its failure is the verdict of the two.
+**A pair** (``send`` and ``recv``) is a broadcast between two members that needs both.
+It runs in any lane that has formed with both; else in a lane of the two, independent of
+other members and their links. There is no culprit to find: its failure is the verdict
+of the two.
 
-**Lanes** are kept for the next operations. One with members that are not live, or that
-are all in a larger one that has formed, is closed when nothing runs in it.
+**Lanes** are kept for the next operations. An idle lane is closed if it has members
+that are not live, or if a larger formed lane has all of its members.
 
-A verdict goes to all participants, the same to all. Members that were left out have had
-theirs.
+All participants get the same verdict. Members that were left out have had theirs.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ from replicas.messages.identity import Member
 LATE_S = 1.0
 """Sidecars end a process group at its deadline; the coordinator this much later."""
 TRIAL_PAIRS = 8
-"""A member is tried with up to this many of the others, evenly spread."""
+"""Number of other members in a trial, evenly spread."""
 TRIAL_MIN_S = 1.0
 TRIAL_MAX_S = 30.0
 TRIAL_PART = 0.1
-"""Interval between trials, as a part of the time since its quarantine."""
+"""Interval between trials, as a part of the time since the quarantine."""
 
 
 class Operations:
@@ -90,7 +90,7 @@ class Operations:
     # ------------------------------------------------------------ starting
 
     def advance(self, now: float) -> None:
-        """Start all that is due."""
+        """Start due operations, and send Go where a lane has formed."""
         for due in self.pairing.due(now, collective_runs=self.running_collective):
             due.number = number = next(self._ground.ids)
             due.ref = f"{self._ground.term}.{number}"  # unique across coordinators, too
@@ -101,12 +101,12 @@ class Operations:
             self._run(operation, now)
 
     def _run(self, operation: Operation, now: float) -> None:
-        """Send the attempt into its lane, once that has formed."""
+        """Get a lane for the attempt, and send Go once it has formed."""
         if operation.state != "forming":
             return
         if operation.lane is None:
             operation.lane = self._lane_for(operation, now)
-            if operation.lane.opened_at == now:  # a new one, which may replace others
+            if operation.lane.opened_at == now:  # a new lane may replace others
                 self._close_idle_lanes()
         lane = operation.lane
         if lane.state != "formed":
@@ -118,7 +118,7 @@ class Operations:
             self._ground.send(post.member, operation.go(post, lane, now))
 
     def _lane_for(self, operation: Operation, now: float) -> Lane:
-        """Return a lane of its participants; for a pair also a formed larger one."""
+        """Return a lane of the participants, for a pair also a formed larger one."""
         lanes, roster, members = self._ground.lanes, self._roster, operation.participants
         wanted = roster.states(members)
         backend = self._backend(operation, wanted)
@@ -128,7 +128,7 @@ class Operations:
             within = formed and set(members) <= set(lane.members) <= there  # a lane with a lost member is about to fail
             if lane.backend == backend and (lane.members == members or within):
                 return lane
-        # its deadline may have passed since the last tick
+        # the deadline may have passed since the last tick
         timeout_s = form_timeout(max(0.001, operation.deadline - now))
         return lanes.open(wanted, backend, self, now, timeout_s, grace_s=LATE_S)
 
@@ -153,7 +153,7 @@ class Operations:
     def done(self, member: Member, number: int, now: float) -> None:
         if operation := self._attempt(member, number):
             operation.done.add(member)
-            if len(operation.done) == len(operation.posts):  # posts: of those that still take part
+            if len(operation.done) == len(operation.posts):  # posts of the current participants
                 self._finish(operation, None, now)
 
     def failed(self, member: Member, number: int, error: errors.ReplicasError, now: float) -> None:
@@ -161,9 +161,8 @@ class Operations:
             self._broken(operation.lane, [operation], error, now)
 
     def _attempt(self, member: Member, number: int) -> Operation | None:
-        """Return the operation whose current attempt this is."""
+        """Return the operation with this current attempt, or None for a past one."""
         operation = self._running.get(number)
-        # else it answers an attempt that is over
         known = operation is not None and operation.state == "running" and member in operation.participants
         return operation if known else None
 
@@ -171,7 +170,7 @@ class Operations:
         self._broken(lane, [op for op in self.running if op.lane is lane], error, now)
 
     def lane_formed(self, lane: Lane, now: float) -> None:
-        """Not used: :meth:`advance` runs what waits for it."""
+        """Do nothing: :meth:`advance` runs the operations of a formed lane."""
 
     def lane_void(self, lane: Lane, now: float) -> None:
         self.close_lane(lane, "store", now)
@@ -188,8 +187,8 @@ class Operations:
 
         ``final``: another attempt would fail in the same way.
         """
-        # Counted before the lane is closed: that starts them again, and clears the
-        # count if a member was lost.
+        # Count before the lane is closed: closing starts the operations again, and
+        # clears the count if a member was lost.
         for operation in blamed:
             operation.failures += 1
             operation.problem = error.message
@@ -203,15 +202,15 @@ class Operations:
                 self._end(operation, last, now)
 
     def _probe(self, operation: Operation, error: errors.ReplicasError, now: float) -> bool:
-        """Probe for the culprit; False: tried too often, or no pairs to compare."""
+        """Start to probe pairs for the culprit; return False if that cannot help."""
         few = operation.pairwise or len(operation.participants) < 2
-        # a bug here is no member's fault
+        # for a bug here no member is at fault
         if isinstance(error, errors.InternalError) or few or operation.probes >= MAX_PROBES:
             return False
         if operation.probe is not None:
             operation.probe.abandon()
         operation.probes += 1
-        members = self.faults.by_weight(operation)  # of two ends of a bad link the later is blamed
+        members = self.faults.by_weight(operation)  # of the two ends of a bad link, the later is blamed
         backend = self._backend(operation, self._roster.states(operation.participants))
         operation.probe = Probe(self._ground.lanes, members, backend, now, partial(self._probed, operation))
         return not operation.probe.over
@@ -222,7 +221,7 @@ class Operations:
         self.resume(operation)  # also without a culprit: the link may have healed
 
     def resume(self, operation: Operation) -> None:
-        """Let an operation that was stuck run again, as if it had never failed."""
+        """Reset the failures of an operation, and run it again if it was stuck."""
         operation.failures = 0
         if operation.state == "probing":
             operation.step("again")
@@ -239,29 +238,29 @@ class Operations:
             self._again(operation, now)
 
     def _again(self, operation: Operation, now: float) -> None:
-        """Start another attempt, with a new number, over the members that are left."""
+        """Start another attempt, with a new number, over the remaining members."""
         del self._running[operation.number]
         operation.number = next(self._ground.ids)  # answers to the old number are dropped from now on
         self._running[operation.number] = operation
-        operation.attempt += operation.state == "running"  # one that only formed has not been tried
+        operation.attempt += operation.state == "running"  # an attempt counts from its Go
         operation.step("again")
         operation.lane, operation.attempt_at = None, now
         operation.done.clear()
         for member in operation.participants:
             state = self._roster.get(member)
-            if not operation.ended and (state is None or not state.live):  # the one before may have ended it
+            if not operation.ended and (state is None or not state.live):  # an earlier member may have ended it
                 why = state.note if state is not None else self._vanished.get(member, "it was lost")
                 self._do_without(operation, member, why, now)
 
     def _do_without(self, operation: Operation, member: Member, why: str, now: float) -> None:
-        """Go on without a participant whose post has no verdict yet."""
+        """Leave out a participant, and send it Gone; or end the operation."""
         if self._roster.config.on_lost == "raise" or not operation.can_do_without(member):
-            # the root's data is nowhere else
+            # only the root has its data
             error = operation.error(errors.PeersLost, f"cannot end without {member}: {why}", members=[member.name])
             self._end(operation, error, now)
             return
         operation.left_out[member.name] = why
-        self.resume(operation)  # the failures may have been this member's
+        self.resume(operation)  # the member may have caused the failures
         post = next(post for post in operation.posts if post.member == member)
         operation.posts = tuple(kept for kept in operation.posts if kept is not post)
         self.pairing.end(post)
@@ -269,19 +268,19 @@ class Operations:
             f"the others ended the {operation.kind} without {member} ({why})",
             phase=operation.phase,
             members=[member.name],
-            hint="bring this peer to the present state; its next call pairs with the others' next one",
+            hint="resynchronise this peer; its next call is matched with the others' next call",
         )
         self.reply(post, gone)
 
     # ------------------------------------------------------------ ends
 
     def _end(self, operation: Operation, error: errors.ReplicasError, now: float) -> None:
-        """End it with an error; its lane, in which bytes may have moved, is closed.
+        """End an operation with an error, and close its lane, which may be half used.
 
         Other operations in that lane start again.
         """
         lane = operation.lane
-        self._finish(operation, error, now)  # first: closing the lane starts again all that it has left
+        self._finish(operation, error, now)  # first: closing the lane restarts all operations still in it
         if lane is not None:
             self.close_lane(lane, "failed" if not isinstance(error, errors.PeersLost) else "lost", now)
 
@@ -303,7 +302,7 @@ class Operations:
         outcome = "ok" if error is None else type(error).__name__
         self._ground.emit(OperationEnded(self._roster.config.name, operation.kind, outcome, seconds))
         if not self._running:
-            self._vanished.clear()  # only running operations ask for these
+            self._vanished.clear()  # needed only for running operations
 
     def reply(self, post: Post, error: errors.ReplicasError | None = None, receipt: ReceiptData | None = None) -> None:
         if post.member in self._roster:
@@ -321,25 +320,25 @@ class Operations:
         self.pairing.lost(member, why)
 
     def set_aside(self, member: Member, why: str, now: float, *, reason: str = "failed") -> None:
-        """Go on without a member that is no longer live: behind, or quarantined."""
+        """Leave out a lost, behind or quarantined member; restart its operations."""
         for operation in self.running:
-            if member in operation.awaited and not operation.ended:  # one that is done has given all it had
+            if member in operation.awaited and not operation.ended:  # no more is needed after its done
                 lane = operation.lane
                 self._do_without(operation, member, why, now)
                 if lane is not None:
                     self.close_lane(lane, reason, now)
         for lane in {op.lane.name: op.lane for op in self.running if op.lane is not None}.values():
-            if member in lane.members and lane.state == "forming":  # one that has formed works without it
+            if member in lane.members and lane.state == "forming":  # a formed lane works without it
                 self.close_lane(lane, reason, now)
 
     def _leave(self, state: MemberState, now: float) -> None:
-        """Leave behind a silent member, which may come back, and go on without it."""
+        """Mark a silent member, which may return, as behind, and leave it out."""
         why = f"silent for {now - state.last_seen:.0f} s"
         self._roster.leave_behind(state, why)
         self.set_aside(state.member, why, now, reason="frozen")
 
     def tick(self, now: float) -> None:
-        """Check deadlines, and leave silent members behind."""
+        """Check deadlines, silent members and stalled lanes; close idle lanes."""
         for operation in self.running:
             if not operation.ended and now > operation.deadline:
                 self._end(operation, operation.overdue(), now)
@@ -361,7 +360,7 @@ class Operations:
             self._broken(lane, [operation], errors.SyncError(text, phase="transfer"), now, final=True)
 
     def _leave_silent(self, now: float) -> None:
-        """Leave behind silent members that a collective waits for."""
+        """Leave out silent members that a collective waits for."""
         if self._roster.config.on_lost == "raise":
             return
         busy = {operation.domain for operation in self.running if not operation.pairwise}
@@ -379,19 +378,19 @@ class Operations:
 
 
 class Trials:
-    """Tests of quarantined peers beside the others.
+    """Tests of quarantined peers, independent of the operations of the others.
 
-    A quarantined peer is not readmitted to see whether it works now: the others would
-    pay for each failure. It is tried beside them, in pairs with each of them, and
-    released when all pairs work. Trials come at growing intervals: a part of the time
-    since its quarantine. One that proved nothing is tried again at once.
+    A quarantined peer is not readmitted for a test, as the others would pay for each
+    failure. It is tested in pairs with each of them, and released when all pairs work.
+    Trials come at growing intervals: a part of the time since the quarantine. A trial
+    without a result is repeated without a pause.
     """
 
     def __init__(self, ground: Ground, pairing: Pairing) -> None:
         self._ground = ground
         self._pairing = pairing
         self._since: dict[Member, float] = {}
-        """When each peer was quarantined."""
+        """Time of the quarantine of each peer."""
         self._trials: dict[Member, Probe] = {}
 
     def look(self, now: float) -> None:
@@ -409,7 +408,7 @@ class Trials:
 
     def _try(self, state: MemberState, now: float) -> None:
         live = self._pairing.live(self._pairing.domain_of(state.member))
-        # a silent one would fail the trial
+        # a silent member would fail the trial
         live = [other for other in live if not self._ground.roster.suspect(other, now)]
         # every k-th of them, rounded up: at most TRIAL_PAIRS
         tried = [*live[:: -(-len(live) // TRIAL_PAIRS) or 1], state]
@@ -425,5 +424,5 @@ class Trials:
         if culprits:
             state.note = next(iter(culprits.values()))
             state.not_before = now + min(TRIAL_MAX_S, max(TRIAL_MIN_S, TRIAL_PART * (now - self._since[state.member])))
-        elif culprits is not None:  # None: it proved nothing
+        elif culprits is not None:  # None: the trial had no result
             self._ground.roster.release(state)

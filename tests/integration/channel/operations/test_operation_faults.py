@@ -173,7 +173,7 @@ async def test_a_frozen_peer_is_left_behind_and_learns_of_it_when_it_wakes() -> 
         await victim.ask("post", value=3, numel=4)
         answer = await victim.ask("wait")
         assert answer["error"] == "Gone"
-        assert "the others went on without peer/2/0 (all_reduce, as it is behind: silent for " in answer["text"]
+        assert "the others continued without peer/2/0 (all_reduce, as it is behind: silent for " in answer["text"]
         await one_good_operation(channels, victim)
 
 

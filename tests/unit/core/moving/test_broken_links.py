@@ -337,7 +337,7 @@ def test_an_overdue_operation_says_what_went_wrong_before(monkeypatch: pytest.Mo
     error = sims[0].ends[posts[0]].error
     assert error is not None
     assert error.kind == "DeadlineExceeded"
-    assert "the attempt before failed: no byte has moved for" in error.message
+    assert "the previous attempt failed: no byte has moved for" in error.message
 
 
 def test_under_a_new_coordinator_too_the_others_go_on() -> None:
