@@ -89,6 +89,9 @@ class ByToken:
         return self._tokens().watched(request.headers, end)
 
 
+Right = Callable[[Callable[[], None]], AbstractContextManager[None]]
+
+
 class Lasting(StreamingResponse):
     """A stream that is cut when its right ends, as when a token is revoked.
 
@@ -98,12 +101,7 @@ class Lasting(StreamingResponse):
     :param held: ``held(end)`` is the right, for a block: it calls ``end`` when it ends.
     """
 
-    def __init__(
-        self,
-        parts: AsyncIterator[bytes],
-        held: Callable[[Callable[[], None]], AbstractContextManager[None]],
-        **options: Any,
-    ) -> None:
+    def __init__(self, parts: AsyncIterator[bytes], held: Right, **options: Any) -> None:
         super().__init__(parts, **options)
         self._held = held
 

@@ -36,7 +36,7 @@ from replicas.core.draining import Drains
 from replicas.core.members.hosts import Hosts, Keeping, Place
 from replicas.core.members.member_state import MemberState
 from replicas.core.members.roster import GroupShape, Roster
-from replicas.core.members.servers import Servers, refusal
+from replicas.core.members.servers import others_of_server, refusal, server_of
 from replicas.core.members.views import Views
 from replicas.core.moving.ground import Ground
 from replicas.core.moving.lanes import Lanes
@@ -89,7 +89,6 @@ class ChannelState:
         self.out: list[Effect] = []
         self.roster = Roster(config, groups, epoch=past.epoch)
         self.roster.carry_port = carry_port
-        self.servers = Servers()
         self.hosts = Hosts(self.roster, self.out, here)
         self.keeping = Keeping(config.name, self.roster, self.hosts, self.out)
         self.lanes = Lanes(self.roster, self.out, run=run, term=term, store=store, secret=secret)
@@ -122,18 +121,18 @@ class ChannelState:
         :raises errors.ReplicasError: the Hello is refused; nothing has changed.
         """
         state, older = self.roster.add(hello, address, now)
-        followers = self.servers.others(state)
-        for other in followers:
-            if self.roster.hears(other, now):
+        state.server = server_of(hello) if state.is_target else None
+        silent = others_of_server(state, self.roster)
+        for other in silent:
+            if not other.cut_at and not self.roster.suspect(other, now):
                 raise refusal(state, other, self.config.name)
         if older is not None:
             self.lose(older.member, "fenced", now)
-        for other in (*self.roster.outlived(hello), *followers):  # before insert(): the new rank must not meet them
+        for other in (*self.roster.outlived(hello), *silent):  # before insert(): the new rank must not meet them
             self.lose(other.member, "replaced", now)
         member = state.member
         self.drains.joined(state)
         self.roster.insert(state)
-        self.servers.insert(state)
         if state.is_source:
             self.commits.publishes.joined(member, hello.process, self.roster.life(member))
         self.hosts.joined(state, now)
@@ -169,7 +168,6 @@ class ChannelState:
         state = self.roster.remove(member, in_order=reason == "left")
         if state is None:
             return
-        self.servers.remove(state)
         self.keeping.lost(state)
         self.hosts.lost(state)
         state.note = LOSS_WORDS.get(reason, reason)

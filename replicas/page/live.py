@@ -19,7 +19,6 @@ import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -57,15 +56,6 @@ class Watched(Protocol):
     def last_event(self) -> int: ...
 
 
-@dataclass(eq=False)
-class _Place:
-    """What a viewer holds: ``end`` takes it away."""
-
-    address: str
-    trusted: bool
-    end: Callable[[], None]
-
-
 class Places:
     """The places of viewers, :data:`VIEWERS` at most.
 
@@ -76,7 +66,7 @@ class Places:
     """
 
     def __init__(self) -> None:
-        self._taken: list[_Place] = []
+        self._taken: dict[Callable[[], None], tuple[bool, str]] = {}
 
     def full(self, address: str, trusted: bool) -> bool:
         """Return True if there is no place for this newcomer."""
@@ -86,22 +76,21 @@ class Places:
     def take(self, address: str, trusted: bool, end: Callable[[], None]) -> Iterator[None]:
         """Hold a place in the block. ``end``: called when it goes to another viewer."""
         if len(self._taken) >= VIEWERS and (loser := self._loser(address, trusted)) is not None:
-            self._taken.remove(loser)
-            loser.end()
-        place = _Place(address, trusted, end)
-        self._taken.append(place)
+            del self._taken[loser]
+            loser()
+        self._taken[end] = trusted, address
         try:
             yield
         finally:
-            if place in self._taken:
-                self._taken.remove(place)
+            self._taken.pop(end, None)
 
-    def _loser(self, address: str, trusted: bool) -> _Place | None:
-        below = [one for one in self._taken if one.trusted < trusted]
-        places = below or [one for one in self._taken if one.trusted == trusted]
-        counts = Counter(one.address for one in places)
-        oldest = max(places, key=lambda one: counts[one.address], default=None)  # the first of equals
-        fair = oldest is not None and (below or counts[oldest.address] > counts[address] + 1)
+    def _loser(self, address: str, trusted: bool) -> Callable[[], None] | None:
+        """Return ``end`` of the place that a newcomer gets; None: it gets none."""
+        below = any(theirs < trusted for theirs, _ in self._taken.values())
+        places = {end: one for end, (theirs, one) in self._taken.items() if theirs == (trusted and not below)}
+        counts = Counter(places.values())
+        oldest = max(places, key=lambda end: counts[places[end]], default=None)  # the first of equals
+        fair = oldest is not None and (below or counts[places[oldest]] > counts[address] + 1)
         return oldest if fair else None
 
 

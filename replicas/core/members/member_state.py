@@ -128,6 +128,8 @@ class MemberState:
     :ivar places: of the slots that it has filled for a publish, by version.
     :ivar lent: versions in its own memory that others of its host may have mapped.
     :ivar carrier_port: where its carrier listens; 0: it has none yet.
+    :ivar server: the server that it loads versions into
+        (:mod:`replicas.core.members.servers`); None: unknown, or it is no target.
     :ivar certificate_hash: of the certificate that its carrier shows, if it has one.
     """
 
@@ -149,6 +151,7 @@ class MemberState:
     lent: set[int] = field(default_factory=set)
     carrier_port: int = 0
     certificate_hash: str = ""
+    server: object = None
     carries: bool = True
     held: Held = field(default_factory=Held)
     parts: set[int] = field(default_factory=set)

@@ -412,10 +412,6 @@ class Roster:
         cut = state.cut_at > 0.0 and now - state.cut_at > CUT_S
         return cut or now - state.last_seen > self._heartbeats.patience_s
 
-    def hears(self, state: MemberState, now: float) -> bool:
-        """Return True if the member is connected, and not suspect."""
-        return not state.cut_at and not self.suspect(state, now)
-
     def expired(self, now: float) -> list[MemberState]:
         shortest_s = self.shortest_lease_s
         # spares most of them the look-up of their group
