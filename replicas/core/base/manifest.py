@@ -231,9 +231,7 @@ class Manifest(AnyManifest, frozen=True, dict=True):
     def check_file(self) -> None:
         """Check that safetensors has every dtype, so that the image is a valid file.
 
-        :raises ManifestMismatch: safetensors lacks a dtype. 339~name it by characters
-            that UTF-8 can say => use only characters that UTF-8 can encode 340~cannot
-            travel => cannot be sent
+        :raises ManifestMismatch: safetensors lacks a dtype.
         """
         for spec in self.tensors:
             if (code := spec.in_file[0]) not in CODES:
@@ -337,8 +335,8 @@ def check_tensors(tensors: Sequence[TensorSpec], aliases: Sequence[tuple[str, st
     total = 0
     for spec in tensors:
         if not spec.name.isascii() and not encodable(spec.name):
-            hint = "name it by characters that UTF-8 can say"
-            raise ManifestMismatch(f"tensor name {spec.name!a} cannot travel", hint=hint)
+            hint = "use only characters that UTF-8 can encode"
+            raise ManifestMismatch(f"tensor name {spec.name!a} cannot be sent", hint=hint)
         nbytes = item_nbytes(spec.dtype)
         for extent in spec.shape:
             if extent < 0:

@@ -1,4 +1,4 @@
-"""One attempt of a transfer: its plan, messages and replies, and what it moves."""
+"""One attempt of a transfer: its plan, its messages and replies, and the version."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Payload:
     :ivar encoded: its manifest, as it is sent.
     :ivar digest: empty until a member with the whole image has computed it.
     :ivar part_digests: of the parts, in order; empty where they are not known.
-    :ivar filling: the member still filling its slot with it while it is already sent.
+    :ivar filling: the member that sends the version while still filling its own slot.
     """
 
     version: int
@@ -47,9 +47,10 @@ class Payload:
 class Attempt:
     """One attempt.
 
-    :ivar number: in every message of it; replies to an earlier one are ignored.
-    :ivar offered_at: when a member was last offered something.
-    :ivar mapping: members that map or pull, and have neither done so nor failed.
+    :ivar number: part of each of its messages; replies to an earlier attempt are
+        ignored.
+    :ivar offered_at: time of the last offer to a member.
+    :ivar mapping: members that map or pull, and have neither finished nor failed.
     :ivar concerned: all its members.
     """
 
@@ -64,7 +65,7 @@ class Attempt:
     mapping: set[Member] = field(init=False)
     concerned: frozenset[Member] = field(init=False)
     waiting: Counter[int] = field(init=False)
-    """How many members of each host wait until another one of it has the version."""
+    """By host: how many members wait until another member there has the version."""
 
     def __post_init__(self) -> None:
         self.offered_at = self.began_at
@@ -73,7 +74,7 @@ class Attempt:
 
     @property
     def movers(self) -> tuple[Member, ...]:
-        """Members that move bytes together: a failure of one fails them all."""
+        """Members that move bytes together: if one fails, all fail."""
         return (*self.plan.senders, *self.plan.receivers)
 
     @property
@@ -86,12 +87,12 @@ class Attempt:
 
     @property
     def at_work(self) -> list[Member]:
-        """Members of its lane that have not reported done."""
+        """Members of its lane that have not reported that they are done."""
         return [member for member in self.plan.lane if member not in self.done]
 
     @property
     def needed(self) -> set[Member]:
-        """Members without which it cannot go on: movers, and lenders still read."""
+        """Members that must not be lost: movers, and lenders that are being read."""
         lenders = {lender for member, lender in self.plan.maps.items() if member in self.mapping}
         parts = {self.plan.owners[part] for parts in self.plan.local.values() for part in parts}
         return {*self.movers, *lenders, *parts}
@@ -115,7 +116,7 @@ class Attempt:
         self.ground.out.extend(Send(member, message) for member, message in offers if member in roster)
 
     def offer_map(self, member: Member, lender: Member, remaining_s: float, now: float) -> None:
-        """Offer a member that waited the memory of one that has got it meanwhile."""
+        """Offer a waiting member the memory of a member that now has the version."""
         self.offered_at = now
         self.plan.maps[member] = lender
         self.mapping.add(member)
@@ -140,7 +141,7 @@ class Attempt:
         )
 
     def go(self, go: TransferGo, lane: Lane | None) -> None:
-        """Tell the members, all ready now, to move the bytes."""
+        """Send the movers, all ready now, the order to move the bytes."""
         for member in self.movers:
             places = self.local_places(member)
             own = msgspec.structs.replace(go, places=places) if places else go
@@ -149,7 +150,7 @@ class Attempt:
             self.ground.send(member, own)
 
     def withdraw(self, members: Iterable[Member]) -> None:
-        """Cancel it at these members, which do not map any more."""
+        """Send these members a cancel, and stop waiting for those that map."""
         cancel, roster = TransferCancel(self.number), self.ground.roster
         members = sorted(members)
         self.mapping.difference_update(members)
@@ -160,11 +161,11 @@ class Attempt:
         return state.places.get(self.payload.version) if state is not None else None
 
     def local_places(self, member: Member) -> tuple[SlotPlace, ...]:
-        """Return where the parts lie that this member copies on its own host."""
+        """Return the slots of the parts that this member copies on its own host."""
         return tuple(self._part(number) for number in self.plan.local.get(member, ()))
 
     def _part(self, number: int) -> SlotPlace:
         place = self._place(self.plan.owners[number])
         if place is None:
-            raise errors.InternalError(f"part {number} of version {self.payload.version} lies nowhere")
+            raise errors.InternalError(f"part {number} of version {self.payload.version} has no known slot")
         return msgspec.structs.replace(place, part=number)

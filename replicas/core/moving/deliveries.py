@@ -1,26 +1,26 @@
-"""Deliveries: one version to the hosts that pull it, as a table for each of them.
+"""Deliveries: one version to the hosts that pull it, as a table for each host.
 
 Theory of operation
 ===================
 
 A leader (:mod:`replicas.core.moving.paths`) pulls a version through its carrier, from
-the first of its holders that works (:mod:`replicas.carry.pull`). Nothing is agreed
-before: it is told who serves the version and by which secret, and the holder is told to
-serve it; a carrier that is asked a moment too early waits for that. So each delivery
-goes its own way::
+the first of its holders that works (:mod:`replicas.carry.pull`). The two ends need no
+handshake: the leader is told the addresses of the holders and a secret, and each holder
+is told to serve; a carrier that is asked too early lets the request wait. So each
+delivery takes its own course::
 
     due ──its holder listens──▶ offered ──slot reserved──▶ taking ──▶ came ──▶ held
      ▲                             └──────────── failed ◀─────┘ no holder left   │
      └───────────────────────────────── wrong bytes ─────────────────────────────┘
 
-*Came*: all bytes are there, and their digest is told; *held*: it is that of the
-version, which may be known only later, as the publisher digests while it sends. What
-came and is wrong is offered once more with the digest: the carrier finds out which
-blocks are wrong, and asks for those elsewhere. What failed is offered again in the next
-attempt, perhaps from another holder.
+*Came*: all bytes have arrived, and their digest was reported. *Held*: it is the digest
+of the version, which may be known only later, as the publisher digests while it sends.
+If it is another digest, the delivery is offered once more with the right one: the
+carrier finds out which blocks are wrong, and asks another holder for those. A failed
+delivery is offered again in the next attempt, perhaps from another holder.
 
 A member serves from its *serve* or *pull* offer on until its cancel: so every member of
-an attempt is told when that is over, also those that are done.
+an attempt is told when the attempt is over, also members that are done.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from replicas.messages import HolderAddress, PartPull, TransferCancel, TransferD
 from replicas.messages.identity import Member
 
 STILL_S = 5.0
-"""A delivery of which no byte moved for so long stands still."""
+"""A delivery stands still if no byte has moved for so many seconds."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,8 +44,8 @@ class Delivery:
     """The version on its way to one host.
 
     :ivar received: bytes so far. :ivar moved_at: when that grew.
-    :ivar told_at: when it last said so. :ivar rates: bytes a second before the last two
-        times.
+    :ivar told_at: time of the last report. :ivar rates: bytes a second before each of
+        the last two reports.
     """
 
     member: Member
@@ -57,20 +57,21 @@ class Delivery:
     rates: tuple[float, float] = (0.0, 0.0)
     reply: TransferDone | None = None
     judged: bool = False
-    """The carrier knew the digest of what it pulls."""
+    """Whether the offer named the digest, so that the carrier compares it."""
 
     @property
     def holders(self) -> frozenset[Member]:
-        """Return all from whom any part may come."""
+        """Return all members from which any part may come."""
         return frozenset(holder for holders in self.pulls.values() for holder in holders)
 
     def step(self, event: DeliveryEvent) -> None:
         self.state = DELIVERY.next(self.state, event)
 
     def rate(self) -> float:
-        """Return its bytes a second lately; 0: unknown, as it began, or stood still.
+        """Return its recent bytes a second; 0 if unknown.
 
-        It may be on its way to a better holder.
+        A delivery that has just begun or stood still may be switching to a better
+        holder.
         """
         return max(self.rates) if all(self.rates) else 0.0
 
@@ -85,7 +86,7 @@ class Deliveries:
         self._base = _newest_base(attempt)
         self._closed = False
         self._silent: set[Member] = set()
-        """Holders that said that they cannot serve it."""
+        """Holders that reported that they cannot serve the version."""
 
     def __bool__(self) -> bool:
         return bool(self._all)
@@ -102,7 +103,7 @@ class Deliveries:
     # ------------------------------------------------------------ messages
 
     def begin(self, now: float) -> None:
-        """Have the holders serve, and offer what can be pulled at once."""
+        """Send the serve offers, and offer each delivery whose holders listen."""
         attempt, ground = self._attempt, self._attempt.ground
         streams = attempt.payload.filling
         for member in self._served:
@@ -113,7 +114,7 @@ class Deliveries:
         self.offer_due(now)
 
     def offer_due(self, now: float) -> None:
-        """Offer the deliveries of which holders listen now, one for each part."""
+        """Offer the due deliveries that have a listening holder for each part."""
         attempt, ground = self._attempt, self._attempt.ground
         for one in self.of("due"):
             pulls = {part: self._listening(holders, now) for part, holders in one.pulls.items()}
@@ -137,13 +138,13 @@ class Deliveries:
                 ground.out.append(Send(one.member, message))
 
     def _base_of(self, member: Member) -> int:
-        """Return the version to which this member makes, or takes, deltas; 0: none."""
+        """Return the base version of this member's deltas; 0 if it uses none."""
         version, digest = self._base
         state = self._attempt.ground.roster.get(member)
         return version if state is not None and version and state.held.get(version) == digest else 0
 
     def _listening(self, holders: Iterable[Member], now: float) -> tuple[HolderAddress, ...]:
-        """Return where these holders are pulled from, without those that are silent."""
+        """Return the addresses of the holders that listen and are not silent."""
         ground = self._attempt.ground
         return tuple(
             HolderAddress(state.member.name, state.address, state.carrier_port, state.certificate_hash)
@@ -180,7 +181,7 @@ class Deliveries:
             one.step("gave_up")
 
     def hopeless(self) -> list[Delivery]:
-        """Return deliveries that have not begun, and have no holder that will serve."""
+        """Return deliveries that have not begun, and of which no holder will serve."""
         roster, version = self._attempt.ground.roster, self._attempt.payload.version
         hoping = self.of("due", "offered")
         holders = (state for one in hoping for state in roster.states(one.holders))
@@ -196,15 +197,15 @@ class Deliveries:
         return hoping
 
     def cannot_serve(self, member: Member) -> None:
-        """A holder will not listen in this attempt."""
+        """Note that a holder will not serve in this attempt."""
         self._silent.add(member)
 
     def gets_on(self, now: float) -> bool:
-        """Return whether a byte has moved lately."""
+        """Return whether a byte has moved in the last seconds."""
         return any(now - one.moved_at < STILL_S for one in self.of("offered", "taking"))
 
     def close(self) -> None:
-        """Nothing of this attempt is served or pulled any more."""
+        """Cancel the attempt at all members that serve or pull; safe to repeat."""
         if self._closed:
             return
         self._closed = True
@@ -222,8 +223,9 @@ class Deliveries:
 
 
 def _newest_base(attempt: Attempt) -> tuple[int, str]:
-    """Return the newest version, with its digest, that the first holder still has, as
-    one of those that pull does: who has missed a version takes a delta to an older one.
+    """Return the newest older version that the first holder and a puller both hold.
+
+    It is the base of deltas, with its digest; (0, "") if there is none.
     """
     first = attempt.plan.servers[0] if attempt.plan.mode == "image" and attempt.plan.servers else None
     state = attempt.ground.roster.get(first) if first is not None else None

@@ -6,13 +6,13 @@ and *dead* for good after the first failure or loss: a new attempt is a new lane
 (:data:`replicas.core.base.membership.LANE`). A *probe* is a lane that only shows
 whether its members can form one.
 
-What opens a lane *owns* it (:class:`LaneOwner`), and is told of its end. A report about
-a lane that is forming over a store that has ended is no failure of the lane or its
-members: the owner opens another over the next store. A store that a non-member writes
-to is ended and replaced.
+The object that opens a lane *owns* it (:class:`LaneOwner`), and is told of its end. A
+failure report is ignored while the lane forms over a store that has ended: the owner
+opens another lane over the next store. A store to which a non-member writes is ended
+and replaced.
 
-Lanes that publishes had to leave *rest*, all of the channel: versions are pulled
-meanwhile, so that no publish waits for what has not worked just before.
+After a publish had to abandon a lane, the channel's lanes *rest*: versions are pulled
+meanwhile, so that no publish waits for a transport that has just failed.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from replicas.messages.identity import Member
 SECRET_NBYTES = 32
 FORM_TIMEOUT_S = 20.0
 FORM_TRIPS = 25.0
-"""Forming takes this many round trips one after another (peers and the store)."""
+"""Round trips, one after another, that forming takes (to peers and the store)."""
 MAX_PROBES = 3
-"""Of one transfer or operation."""
+"""Per transfer or operation."""
 PROBE_TIMEOUT_S = 4.0
 REST = Backoff(1.0, 300.0)
-"""For so long no version is sent over a lane after one was left, longer each time."""
+"""How long versions are not sent over lanes after a lane was abandoned."""
 ALL_PAIRS = 5
 
 
 def form_timeout(remaining_s: float, rtt_s: float = 0.0) -> float:
-    """Return the time to form a lane, as a part of the deadline's remainder.
+    """Return how many of the remaining seconds a lane may take to form.
 
-    It is long enough for a forkserver that is still starting, short enough to try
+    It is long enough for a forkserver that is still starting, and short enough to try
     again.
 
     :param rtt_s: round-trip time to the farthest member.
@@ -58,24 +58,24 @@ def form_timeout(remaining_s: float, rtt_s: float = 0.0) -> float:
 
 
 class LaneOwner(Protocol):
-    """Whoever works in a lane: told of its events as long as it is not dead."""
+    """The user of a lane, which is told of its events until the lane is dead."""
 
     def lane_formed(self, lane: Lane, now: float) -> None:
-        """Every member has formed its part."""
+        """Every member has formed the lane."""
 
     def lane_failed(self, lane: Lane, error: errors.ReplicasError, now: float) -> None:
-        """It failed, or did not form in time, while all its members are alive."""
+        """The lane failed, or did not form in time, while all its members are alive."""
 
     def lane_void(self, lane: Lane, now: float) -> None:
-        """It never forms, through no fault of its members: its store is gone."""
+        """The lane cannot form because its store is gone; no member is at fault."""
 
 
 @dataclass(slots=True, eq=False)
 class Lane:
     """One process group.
 
-    :ivar deadline: it must have formed by then.
-    :ivar store: where it forms.
+    :ivar deadline: time by which it must have formed.
+    :ivar store: address of the store over which it forms.
     :ivar pace: progress of its current work.
     """
 
@@ -121,7 +121,8 @@ class Lanes:
         store: Callable[[], tuple[str, int]],
         secret: bytes = b"",
     ) -> None:
-        """``secret``: the coordinator's own; the lanes' secrets derive from it."""
+        """:param secret: the coordinator's secret, from which the lanes' secrets
+        derive."""
         self.roster = roster
         self._out = out
         self._base = f"{run}/{roster.config.name}/{term}"
@@ -132,7 +133,7 @@ class Lanes:
         self._lanes: dict[str, Lane] = {}
         self._kept: Lane | None = None
         self._left = 0
-        """Lanes in a row that publishes have left."""
+        """Lanes that publishes have abandoned since one last worked."""
         self._rest_until = 0.0
 
     def __len__(self) -> int:
@@ -143,7 +144,7 @@ class Lanes:
         return [lane for lane in self._lanes.values() if lane.owner is owner]
 
     def backend(self, states: Sequence[MemberState], *, on_device: bool) -> Backend:
-        """Return ``nccl`` if configured, or if all can use it for tensors on GPUs.
+        """Return ``nccl`` if configured, or if all members can use it for GPU tensors.
 
         :param on_device: the tensors are on CUDA devices.
         """
@@ -163,9 +164,9 @@ class Lanes:
         grace_s: float = 0.0,
         probe: bool = False,
     ) -> Lane:
-        """Ask every member to form a process group of them all, in this order.
+        """Ask every member to form a process group of all of them, in this order.
 
-        :param grace_s: the owner is told so much after the members' deadline.
+        :param grace_s: seconds from the members' deadline until the owner is told.
         """
         self._count += 1
         epoch = self.roster.epoch
@@ -198,14 +199,14 @@ class Lanes:
         return lane
 
     def pull_secret(self, number: int) -> bytes:
-        """Return the secret of those who pull in one attempt of a transfer."""
+        """Return the secret with which members pull in one attempt of a transfer."""
         return self._secret_of(f"{self._base}/pull/{number}")
 
     def _secret_of(self, what: str) -> bytes:
         return hashlib.blake2b(what.encode(), digest_size=SECRET_NBYTES, key=self._secret).digest()
 
     def formed(self, member: Member, name: str, now: float) -> None:
-        """Note that a member has formed its part."""
+        """Note that a member has formed the lane; after the last one tell the owner."""
         lane = self._lanes.get(name)
         if lane is None or lane.state != "forming" or member not in lane.ranks:
             return
@@ -216,9 +217,9 @@ class Lanes:
             lane.owner.lane_formed(lane, now)
 
     def failing(self, member: Member, name: str, error: errors.ReplicasError) -> Lane | None:
-        """Return the lane that a member reports as failed, unless by its store.
+        """Return the lane that a member reports as failed; None if its store failed.
 
-        Its store is replaced if others wrote to it.
+        A store to which others wrote is replaced.
         """
         lane = self._lanes.get(name)
         if lane is None or member not in lane.ranks:
@@ -231,7 +232,7 @@ class Lanes:
         return None
 
     def fail(self, lane: Lane, error: errors.ReplicasError, now: float) -> None:
-        """Tell the lane's owner; a lane that is kept is closed."""
+        """Tell the owner that the lane failed; close it if it is a kept lane."""
         if lane is self._kept:
             self.close(lane)
         else:
@@ -246,11 +247,11 @@ class Lanes:
                 lane.owner.lane_failed(lane, lane.overdue(), now)
 
     def store_lost(self) -> None:
-        """The store has ended: lanes that are forming wait for the next one."""
+        """Note that the store has ended: forming lanes wait for the next store."""
         self._lost = self._store()
 
     def store_moved(self, now: float) -> None:
-        """Note that a new store has replaced it: lanes over the old one never form."""
+        """Tell the owners of forming lanes that a new store replaces theirs."""
         self._lost = None
         for lane in list(self._lanes.values()):
             if lane.state == "forming":
@@ -269,7 +270,7 @@ class Lanes:
     def close(self, lane: Lane, reason: str = "") -> None:
         """Kill the lane's sidecars and sweep its keys.
 
-        ``reason``: why it must be replaced; empty when its work was done.
+        ``reason``: why it must be replaced; empty if its work was done.
         """
         if lane.state == "dead":
             return
@@ -286,7 +287,7 @@ class Lanes:
     # ------------------------------------------------------------ between two transfers
 
     def keep(self, lane: Lane | None) -> None:
-        """Keep this lane for the next transfer; close the one kept before."""
+        """Keep this lane for the next transfer; close the lane that was kept before."""
         kept = self._kept
         if kept is not None and kept is not lane:
             self.close(kept)
@@ -295,16 +296,16 @@ class Lanes:
             self._left = 0
 
     def left(self, now: float) -> None:
-        """A publish has left a lane that did not work: the next ones try none."""
+        """Let lanes rest: a publish has abandoned a lane that did not work."""
         self._left += 1
         self._rest_until = now + REST.after(self._left)
 
     def rest(self, now: float) -> bool:
-        """Return whether a lane was left a short time ago."""
+        """Return whether lanes rest because one was abandoned recently."""
         return now < self._rest_until
 
     def take(self, members: tuple[Member, ...], backend: Backend, owner: LaneOwner) -> Lane | None:
-        """Return the kept lane, if it has exactly these members."""
+        """Return the kept lane if it has exactly these members and this backend."""
         kept = self._kept
         if kept is None or (kept.members, kept.backend) != (members, backend):
             return None
@@ -321,18 +322,18 @@ class Lanes:
 
 
 class Probe:
-    """One round of pairs: finds the faulty member of a group whose members are alive.
+    """Find the faulty member of a group whose members are all alive, by trying pairs.
 
     Pairs of members form lanes of two, all at the same time, and move a few bytes
     through them. A pair that has not succeeded within :data:`PROBE_TIMEOUT_S` is *bad*.
     Up to :data:`ALL_PAIRS` members every pair is tried, beyond that each member with
-    the next two in a ring: still four pairs for each, enough to tell a member that
-    fails with all others from one that failed with that member only. A pair with a lost
-    member proves nothing; nor does any pair when the store is replaced meanwhile.
+    the next two in a ring: still four pairs for each member, enough to tell a member
+    that fails with all others from a member that failed with that one only. A pair with
+    a lost member proves nothing; nor does any pair if the store is replaced meanwhile.
 
-    :param pairs: those to try; None: chosen from ``members``.
-    :param on_end: called once as ``on_end(culprits, now)``, with the reason by member;
-        None: nothing was proved.
+    :param pairs: pairs to try; None: chosen from ``members``.
+    :param on_end: called once as ``on_end(culprits, now)``, with the reason by member,
+        or None if nothing was proved.
     """
 
     def __init__(
@@ -404,9 +405,9 @@ def culprits(members: Sequence[Member], bad: Mapping[tuple[Member, ...], str]) -
     """Return the fewest members that explain the bad pairs, each with a reason.
 
     As long as bad pairs are left, the member in most of them is a culprit, and its
-    pairs are explained. A tie (a single bad pair) goes to the member that is later in
-    ``members``: receivers come after the sender there, and losing one receiver costs
-    less than losing the sender.
+    pairs are explained. In a tie (a single bad pair) the culprit is the member that is
+    later in ``members``: receivers come after the sender there, and losing a receiver
+    costs less.
     """
     left = dict(bad)
     found: dict[Member, str] = {}

@@ -1,14 +1,14 @@
-"""Links between hosts: which of them do not work, and when they are used again.
+"""Links between hosts: which do not work, and when they are used again.
 
-A link is a pair of addresses, and the link is bad, not a member: both ends may work
-with all others. Members with one address have no link between them.
+A link is a pair of addresses. A fault belongs to the link, not to a member: both ends
+may work with all others. Members with one address have no link between them.
 
 A link is *in doubt* when members could not connect over it, or a transfer stood still
-while bytes were under way over it: other links are used as long as there are any, so
-bytes go over a member that reaches both ends (:mod:`replicas.core.moving.paths`). Each
-time the doubt lasts longer. A publish that other members wait for does not try a link
-in doubt: catch-up does, which delays nobody. Versions that went over the link end the
-doubt.
+while bytes were under way over it. Other links are then used as long as there are any,
+so bytes go over a member that reaches both ends (:mod:`replicas.core.moving.paths`).
+The doubt lasts longer each time. A publish that other members wait for does not try a
+link in doubt; catch-up does, which delays no other member. A version that arrived over
+the link ends the doubt.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Links:
         return "; ".join(dict.fromkeys(found))
 
     def doubt(self, pairs: Pairs, why: str, now: float) -> None:
-        """Mark links doubtful: no connection, or no byte, got over them."""
+        """Mark links doubtful: no connection was made, or no byte moved, over them."""
         for link in _links(pairs):
             fault = self._faults.setdefault(link, _Fault())
             if now >= fault.doubt_until:
@@ -63,12 +63,12 @@ class Links:
             fault.why, fault.doubt_until = why, now + DOUBT.after(fault.count)
 
     def proved(self, pairs: Pairs) -> None:
-        """Clear the doubt of links that a version has gone over."""
+        """Clear the doubt of links over which a version has arrived."""
         for link in _links(pairs) & self._faults.keys():
             del self._faults[link]
 
     def tick(self) -> None:
-        """Forget links to addresses that are gone."""
+        """Forget links to addresses of which no member is left."""
         if self._faults:
             there = {state.address for state in self._roster}
             self._faults = {link: fault for link, fault in self._faults.items() if link <= there}

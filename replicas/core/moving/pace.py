@@ -1,9 +1,9 @@
-"""Progress of a process group, from what its members report while they move bytes.
+"""Progress of a process group, from the reports of its members while they move bytes.
 
-Every member reports about once a second what it has moved
+Every member reports about once a second which bytes it has moved
 (:class:`~replicas.messages.LaneMoved`). A group *stands still* when all members that
-are not done have reported lately that nothing moves, for longer than a link may take to
-recover. Slow bytes are no failure, and a member that reports nothing proves nothing.
+are not done have reported recently that nothing moves, for longer than a link may take
+to recover. Slow bytes are not a failure, and a member without reports proves nothing.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ STILL_S = 3.0
 TCP resends a lost packet after 0.2, 0.6 and 1.4 s.
 """
 STILL_TRIPS = 3.0
-"""On a link with long round trips: this many of them."""
+"""On a link with long round trips: without progress for this many of them."""
 FRESH_S = 2.5
-"""Older reports prove nothing."""
+"""Older reports are ignored, in seconds."""
 
 
 class Pace:
@@ -43,12 +43,12 @@ class Pace:
         return bool(awaited) and all(one is not None and _still(one) for one in map(self._fresh(now).get, awaited))
 
     def gets_on(self, awaited: Iterable[Member], now: float) -> bool:
-        """Return whether any awaited member reports progress."""
+        """Return whether any awaited member has recently reported progress."""
         fresh = self._fresh(now)
         return any(member in fresh and not _still(fresh[member]) for member in awaited)
 
     def held_up(self) -> set[tuple[Member, str]]:
-        """Return (member, peer address) where bytes under way are held up."""
+        """Return (member, peer address) of connections on which bytes are held up."""
         return {(member, address) for member, (_, last) in self._reports.items() for address in last.held_up}
 
     def still_s(self) -> float:

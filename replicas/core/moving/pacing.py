@@ -1,21 +1,21 @@
-"""Pacing: find a lane that stands still, or is late, and leave out far or slow members.
+"""Pacing: abandon a lane that stands still or is late; leave out far or slow members.
 
 Theory of operation
 ===================
 
-*A lane* is a chain, so one broken or slow link stops or slows all of its members. It is
-not found out which: a lane in which nothing moves, or that has not moved everything in
-half of the time, is left, and its members pull the version
+*A lane* is a chain, so one broken or slow link stops or slows all of its members. The
+culprit is not searched: a lane in which nothing moves, or that has not delivered
+everything in half of the time, is abandoned, and its members pull the version
 (:mod:`replicas.core.moving.deliveries`), each at its own pace. Links on which bytes
 were held up become doubtful (:mod:`replicas.core.moving.links`).
 
-*Slow members* are waited for, but with ``on_lost = "drop"`` no longer than some
-multiple of the time that the others took. They are caught up at their own pace, and
-rejoin the others after a delay that grows each time; until an attempt in which they
-were fast enough, they get attempts of their own.
+*Slow members* are waited for, but with ``on_lost = "drop"`` no longer than a multiple
+of the time that the others took. They are caught up at their own pace, and rejoin the
+others after a delay that grows each time; until an attempt in which they were fast
+enough, they get attempts of their own.
 
 *Far members* would delay the others before a byte moves: forming a process group takes
-some twenty round trips. They are left out before an attempt with a lane, by the
+about twenty round trips. They are left out before an attempt with a lane, by the
 round-trip times that the kernel reports for their sessions.
 """
 
@@ -32,7 +32,7 @@ from replicas.core.moving.lanes import Lane
 from replicas.messages.identity import Member
 
 FAR_TRIP_S = 0.25
-"""Above this round trip a member is far, and left out of a publish's attempts.
+"""A member with a longer round trip is far, and left out of a publish's attempts.
 
 It is caught up in attempts that have the time.
 """
@@ -44,7 +44,7 @@ SLOW = Backoff(2.0, 300.0)
 
 
 class Paced(Protocol):
-    """What a transfer and its :class:`Pacing` share."""
+    """The attributes of a transfer that its :class:`Pacing` reads and writes."""
 
     payload: Payload
     attempt: Attempt
@@ -67,7 +67,7 @@ class Pacing:
         self._transfer = transfer
 
     def tick(self, now: float) -> str:
-        """Return why the lane of this attempt is to be left; "": it is not."""
+        """Return why the lane of this attempt must be abandoned, or ""."""
         transfer = self._transfer
         lane, attempt = transfer.lane, transfer.attempt
         if transfer.state != "moving" or lane is None:
@@ -75,7 +75,7 @@ class Pacing:
         if lane.pace.stands_still(attempt.at_work, now):
             return self._stood_still(lane, now)
         if transfer.drops and now > attempt.began_at + (transfer.deadline - attempt.began_at) / 2:
-            return "its process group took half of the time, and did not bring it"
+            return "the process group had not delivered the version at half of the deadline"
         return ""
 
     def _stood_still(self, lane: Lane, now: float) -> str:
@@ -93,17 +93,17 @@ class Pacing:
         if not transfer.drops:
             return
         version = transfer.payload.version
-        here = {state.host for state in roster if version in state.held or version in state.parts}  # it is mapped there
+        here = {state.host for state in roster if version in state.held or version in state.parts}  # mapped there
         needers = [state for state in roster.states(transfer.needers) if state.host not in here]
         trips = {state.host: state.rtt_s for state in needers if state.rtt_s > FAR_TRIP_S}
         far = [state for state in needers if state.host in trips]
         self.leave({s.member: f"it is far: a round trip takes {trips[s.host]:.1f} s" for s in far}, now)
 
     def leave(self, late: Mapping[Member, str], now: float) -> bool:
-        """Go on without slow members: caught up alone, back later, longer each time.
+        """Go on without slow members: catch them up alone, and later each time.
 
-        False: there are none, or the version could not be committed without them: at
-        least one other member, and ``min_targets`` replicas, must be left.
+        Return False if there are none, or if the version could not be committed without
+        them: at least one other member, and ``min_targets`` replicas, must be left.
         """
         transfer, roster = self._transfer, self._ground.roster
         others = (transfer.needers | transfer.verified) - late.keys()

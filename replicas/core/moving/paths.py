@@ -1,17 +1,17 @@
-"""Plan one attempt of a transfer: which member gets the version from which other.
+"""Plan one attempt of a transfer: the giver of each member that needs the version.
 
 Theory of operation
 ===================
 
 On a host with a holder of the version, all other members *map* its memory. On a host
-without one, a single member, its *leader* for this attempt, *receives* the version over
-the lane into a slot of its own; the others of that host *wait*, and map it in the next
-attempt. So each host gets every byte once, and members that only map are in no process
-group.
+without a holder, a single member, its *leader* for this attempt, *receives* the version
+over the lane into a slot of its own; the others of that host *wait*, and map the slot
+in the next attempt. So each host gets every byte once, and members that only map are in
+no process group.
 
-A leader *pulls* instead, where no lane is asked for, fits, or has worked: from the
-leader before it, which serves what it is still receiving, or else from the holder. So a
-pull concerns two members, and one that is slow or fails delays nobody else.
+A leader *pulls* instead if no lane is wanted, or the lanes do not work: from the leader
+before it, which serves the bytes that it has already received, or else from the holder.
+So a pull concerns two members, and a slow or failing one delays no other.
 
 A version that exists only in parts at its source ranks (``ranks = "all"``) is assembled
 by the leaders: each copies the parts that lie on its own host there, and receives or
@@ -24,7 +24,7 @@ the leaders, in order of their hosts. A process group connects every pair of its
 members, so a link that does not work (:mod:`replicas.core.moving.links`) keeps its two
 ends out of one lane: leaders that do not fit the sender and the leaders already chosen
 wait, and get the version in the next attempt from a new holder that reaches them. Slow
-members share no lane with other receivers, and come last; far ones behind near ones.
+members share no lane with other receivers, and come last; far ones follow near ones.
 """
 
 from __future__ import annotations
@@ -38,17 +38,16 @@ from replicas.core.members.member_state import MemberState
 from replicas.messages.identity import Member
 
 HOLDERS_MAX = 2
-"""Holders that a leader is told of; with more it would only try longer."""
+"""Holders named to a leader: more would only prolong its attempts."""
 CHAIN_MAX = 2
-"""Leaders before it that it is told of, the nearest first."""
+"""Leaders before it that are named to a leader, the nearest first."""
 FAR_S = 0.045
-"""Members with a longer round trip, to the coordinator, come behind the others. It is
-more than the 40 ms by which a kernel delays an acknowledgement.
-"""
+"""Members with a longer round trip to the coordinator come after the others. The bound
+exceeds the 40 ms by which a kernel delays an acknowledgement."""
 Works = Callable[[MemberState, MemberState], bool]
 """Returns whether two members may be in one lane."""
 Pulls = dict[int, tuple[Member, ...]]
-"""By part (:data:`IMAGE`: the whole), from whom a leader may pull it, in order."""
+"""By part (:data:`IMAGE`: the whole): the members to pull it from, in order."""
 IMAGE = -1
 
 
@@ -60,9 +59,10 @@ class TransferPlan:
     :param senders: members of the lane that send, in its order.
     :param receivers: the leaders, which fill slots of their own.
     :param maps: the lender of each member that maps.
-    :param pulls: from whom each leader pulls; none: all parts lie on its host.
-    :param routes: for each part (one of an image) the members that it passes through;
-        empty: it need not be sent.
+    :param pulls: the holders of each leader that pulls; empty if all parts are on its
+        host.
+    :param routes: for each part (an image is one) the members that it passes through;
+        empty if it need not be sent.
     :param local: numbers of the parts that a receiver copies on its own host.
     :param owners: of the parts, in order.
     :param waiting: members that wait for the next attempt.
@@ -86,7 +86,7 @@ class TransferPlan:
 
     @property
     def lenders(self) -> frozenset[Member]:
-        """Members whose memory others of their host read."""
+        """Members whose memory other members of their host read."""
         parts = {self.owners[part] for numbers in self.local.values() for part in numbers}
         return frozenset({*self.maps.values(), *parts})
 
@@ -99,7 +99,7 @@ class TransferPlan:
         return tuple(holder for holder in found if holder not in self.pulls)
 
     def part_of(self, owner: Member) -> int:
-        """The part that a server has; :data:`IMAGE`: the whole."""
+        """Return the part that a server has; :data:`IMAGE` for the whole."""
         return self.owners.index(owner) if self.mode == "parts" else IMAGE
 
     @property
@@ -125,16 +125,16 @@ def plan(
     *,
     pulls: bool = False,
 ) -> TransferPlan | None:
-    """Plan how ``needers`` get the version; None when no complete source of it is left.
+    """Plan how ``needers`` get the version; return None if no complete source is left.
 
     :param holders: of the whole version, the preferred ones first.
-    :param owners: of its parts, in order, if all of them are present; ignored when
-        there is a holder.
+    :param owners: of its parts, in order, if all of them are present; ignored if there
+        is a holder.
     :param filling: the holder that is still filling its slot: members on its host wait
-        until they can map it.
+        until they can map the slot.
     :param kept: lost holders and owners of which only the kept memory is left.
     :param works: which links work; None: all.
-    :param pulls: leaders pull; else they receive over a lane.
+    :param pulls: whether leaders pull; else they receive over a lane.
     """
     ordered = sorted(needers, key=lambda state: (state.slow, state.rtt_s > FAR_S, state.host, state.member))
     if holders:
@@ -226,7 +226,10 @@ def _pulled_parts(
     local: Mapping[Member, tuple[int, ...]],
     works: Works | None,
 ) -> dict[Member, Pulls]:
-    """Return from whom each leader pulls which part, if the owners of all reach it."""
+    """Return the members that each leader pulls each part from.
+
+    Leaders that the owners of all their parts do not reach are left out.
+    """
 
     def reached(leader: MemberState) -> bool:
         remote = (owner for part, owner in enumerate(owners) if part not in local[leader.member])
@@ -252,10 +255,10 @@ def _leaders(states: Sequence[MemberState]) -> tuple[MemberState, ...]:
 def _pulls(
     able: Sequence[MemberState], leaders: Sequence[MemberState], works: Works | None
 ) -> dict[Member, tuple[Member, ...]]:
-    """Return from whom each leader pulls: the leader before it, and the best holder.
+    """Return the members that each leader pulls from: leaders before it, best holders.
 
-    A slow leader is nobody's holder. The first far one pulls from a holder: a leader
-    takes bytes where its own link is fast, and has no deltas for others then.
+    No leader pulls from a slow leader. The first far leader pulls from a holder: a
+    leader takes bytes where its own link is fast, and then has no deltas for others.
     """
     pulls: dict[Member, tuple[Member, ...]] = {}
     before: list[MemberState] = []

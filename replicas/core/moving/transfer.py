@@ -15,19 +15,19 @@ holder of the whole image, or all source ranks with a part each). It runs in *at
         ▼
     next attempt over the members that are left
 
-Members that map need nothing from the others: they are offered the place at once and
-answer when they have it, and delay no other member. One that cannot map at all becomes
-a host of its own, and is sent the bytes. With ``staging = "device"`` members copy the
-memory they have opened into their own, as a view does not outlive the process that lent
-it: the copy is checked by its digest, and is one more place of the version.
+Members that map need nothing from the others: they are offered the slot at once, answer
+when they have mapped it, and delay no other member. A member that cannot map at all
+becomes a host of its own, and is sent the bytes. With ``staging = "device"`` members
+copy the memory they have opened into their own, as a view does not outlive the process
+that lent it: the copy is checked by its digest, and is one more holder's slot.
 
 Receivers that verified the version keep it, and may give it in the next attempt.
 
-*A lane is tried once* (between GPUs, or with ``transport = "group"``). Whatever goes
-wrong with it, the members that are left pull the version through host memory
-(:mod:`replicas.core.moving.deliveries`): so no member's fault and no bad link has to be
-found out before the others can go on. The next publishes pull as well: lanes are tried
-more and more seldom, until one works.
+*A lane is tried once* (between GPUs, or with ``transport = "group"``). If it fails, for
+whatever reason, the members that are left pull the version through host memory
+(:mod:`replicas.core.moving.deliveries`), so that the others need not wait until the
+faulty member or link is found. The next publishes pull as well: lanes are tried at
+growing intervals until one works.
 
 The transfer decides nothing about versions: its owner (a publish, or catch-up) is told
 ``complete`` or ``failed`` and reads ``verified``. Deadlines are the owner's.
@@ -58,26 +58,27 @@ from replicas.messages.bounds import REASON_LENGTH, text_of
 from replicas.messages.identity import Member
 
 LONGEST_S = 3600.0
-"""A catch-up may take this long, as long as bytes move."""
+"""Longest catch-up in seconds, provided that bytes move."""
 MAP_TRIES = 2
 """Failed attempts to map after which a member is sent the bytes instead."""
 MEASURED_S = 1.2
-"""After which the rate of a delivery says how long it will take.
+"""Seconds after which the rate of a delivery predicts its end.
 
-From its begin, as a puller with a slow holder has found a better one by then
-(:mod:`replicas.carry.pull`), and since others are done, who no longer share its links.
+They count from the begin of the attempt (a puller with a slow holder has found a better
+one by then, :mod:`replicas.carry.pull`), and from the end of the first delivery, which
+no longer shares the links.
 """
 PULL_TRIES = 3
 """Failed deliveries after which a host is left to catch-up."""
 FAR = 3.0
-"""A host whose rate says so is left out if it would take this many times too long."""
+"""A host is left out if its rate predicts that it needs this many times too long."""
 
 
 class Transfer:
     """One transfer.
 
-    :param on_end: called once as ``on_end(transfer, error, now)``; ``error`` None:
-        complete.
+    :param on_end: called once as ``on_end(transfer, error, now)``; ``error`` is None if
+        the transfer is complete.
     """
 
     def __init__(
@@ -115,11 +116,11 @@ class Transfer:
         self.sent_to: set[Member] = set()
         """Members that got it over a lane."""
         self.moved_to: dict[str, int] = {}
-        """Bytes that reached each replica over the network, and were right."""
+        """Right bytes that reached each replica over the network."""
         self.pulled: dict[str, dict[str, int]] = {}
-        """Of them, by the member that pulled and the one that served them."""
+        """The same bytes, by the member that pulled and the member that served them."""
         self._doubtful: set[Member] = set()
-        """Holders of which wrong bytes have come."""
+        """Holders that served wrong bytes."""
         self._others_at: float | None = None
         self._patience_s = 0.0
         self._asked_first: frozenset[Member] = frozenset()
@@ -147,7 +148,7 @@ class Transfer:
 
     @property
     def drops(self) -> bool:
-        """Whether the others may go on without slow members."""
+        """Whether slow members may be left out."""
         return self.kind == "main" and self._ground.roster.config.on_lost == "drop"
 
     def gets_on(self, now: float) -> bool:
@@ -160,31 +161,31 @@ class Transfer:
 
     @property
     def unready(self) -> set[Member]:
-        """Members that are to get a slot ready, or to map, and have not answered."""
+        """Members that must reserve a slot, or map, and have not answered."""
         return self.laggards if self.state == "offering" else self.attempt.mapping - self.attempt.ready
 
     @property
     def waits_for_slots(self) -> bool:
-        """Whether it waits for members without a slot ready, and for nothing else."""
+        """Whether the transfer waits only for members without a reserved slot."""
         if self.state == "offering":
             return self.lane is None or self.lane.state == "formed"
         return {one.state for one in self.deliveries.of("due", "offered", "taking", "came")} == {"offered"}
 
     @property
     def left_out(self) -> dict[str, str]:
-        """Targets that are there, and were left out, with the reasons."""
+        """Targets in the roster that were left out, with the reasons."""
         states = self._ground.roster.states(self.asked & self.why.keys())
         left = [state for state in states if self.payload.version not in state.held and not state.draining]
         return {state.member.name: self.why[state.member] for state in left}
 
     @property
     def silent(self) -> set[Member]:
-        """Those of them that were asked at the start, and have never answered."""
+        """Unready members that were asked at the start, and have never answered."""
         return (self.unready & self._asked_first) - self._answered
 
     @property
     def mute(self) -> bool:
-        """Whether none that needs it has answered, or asked for the manifest."""
+        """Whether no member that needs the version has answered or read."""
         return self.needers <= self.silent - self._readers
 
     @property
@@ -278,11 +279,11 @@ class Transfer:
             state = self._ground.roster.get(member)
             known = self._ground.links.why(state) if state is not None else ""
             hint = "open all TCP ports between these machines, in both directions"
-            text = f"nobody who has it reaches {member}: {known}"
+            text = f"no holder reaches {member}: {known}"
             self._refuse(member, errors.Preflight(text, phase="form", members=[member.name], hint=hint))
 
     def _open_lane(self, members: tuple[Member, ...], remaining: float, now: float) -> None:
-        """Reuse the kept lane of these members, or form one."""
+        """Reuse the kept lane of these members, or form a new lane."""
         ground = self._ground
         states = ground.roster.states(members)
         backend = self._backend(members)
@@ -356,7 +357,7 @@ class Transfer:
     # ------------------------------------------------------------ deliveries
 
     def carrier_up(self, now: float) -> None:
-        """A member's carrier listens: what was due to be pulled from it can be."""
+        """Offer deliveries that waited for a carrier: one listens now."""
         self.deliveries.offer_due(now)
 
     def moved(self, member: Member, transfer: int, received: int, now: float) -> None:
@@ -378,7 +379,7 @@ class Transfer:
         self._end_attempt_if_done(now)
 
     def _settle_deliveries(self, now: float) -> None:
-        """Keep what came and is right, once the digest of the version is known."""
+        """Keep deliveries with right bytes, once the version's digest is known."""
         payload, roster = self.payload, self._ground.roster
         for one in self.deliveries.of("came") if payload.filling is None else ():
             reply = one.reply
@@ -398,7 +399,7 @@ class Transfer:
                     self.attempt.offer_map(state.member, one.member, max(0.0, self.deadline - now), now)
 
     def _mend(self, one: Delivery, now: float) -> None:
-        """Have a puller whose bytes are wrong find out which, and pull those again."""
+        """Have a puller find its wrong blocks and pull those again."""
         if one.judged:
             gave = {holder for holder in one.holders if one.reply is not None and holder.name in one.reply.received}
             self._doubtful |= gave
@@ -410,7 +411,7 @@ class Transfer:
         self.deliveries.offer_due(now)
 
     def _delivery_failed(self, member: Member, error: errors.ReplicasError) -> None:
-        """Leave it for the next attempt; one that has failed too often, to catch-up."""
+        """Leave the delivery to the next attempt; after many, to catch-up."""
         self.deliveries.gave_up(member)
         self.attempt.mapping.discard(member)
         self._misses[member] = self._misses.get(member, 0) + 1
@@ -422,7 +423,7 @@ class Transfer:
     def _doubt_links(self, member: Member, holders: Mapping[str, str], now: float) -> None:
         """Avoid the links to holders that could not be pulled from, where possible.
 
-        One that had nothing to give, as it pulls itself, may have a good link.
+        A holder that had nothing to give, as it pulls itself, may have a good link.
         """
         roster = self._ground.roster
         given = {one for givers in self.plan.pulls.get(member, {}).values() for one in givers}
@@ -433,7 +434,7 @@ class Transfer:
                 self._ground.links.doubt([(roster.address(member), known[name])], why, now)
 
     def _leave_late(self, now: float) -> None:
-        """Go on without hosts for which the others would have to wait too long."""
+        """Leave out hosts for which the others would have to wait too long."""
         began_at, host = self.attempt.began_at, self._ground.roster.host
         late = self.deliveries.of("due", "offered", "taking")
         if self._others_at is None or not late or not self.drops:
@@ -457,7 +458,7 @@ class Transfer:
     # ------------------------------------------------------------ the end of an attempt
 
     def _end_attempt_if_done(self, now: float) -> None:
-        """Once all are done, keep members with right digests, and go on."""
+        """If all are done, keep members with right digests, and go on or end."""
         if self.state != "moving" or self.attempt.mapping or not self.attempt.all_done:
             return
         if self.payload.filling is not None:
@@ -500,7 +501,7 @@ class Transfer:
         return self.needers & set(receivers)
 
     def _keep(self, replies: Mapping[Member, TransferDone], *, lent: bool) -> None:
-        """Record that these members have it. ``lent``: in memory of their own."""
+        """Record that these members hold the version; ``lent``: in their own memory."""
         version = self.payload.version
         for state in self._ground.roster.states(replies):
             member, reply = state.member, replies[state.member]
@@ -529,7 +530,7 @@ class Transfer:
         self._keep(replies, lent=True)
 
     def filled(self, now: float) -> None:
-        """The publisher has filled its slot: it can be mapped, its digest is known."""
+        """Go on after the publisher has filled its slot: the digest is known now."""
         self._settle_deliveries(now)
         self._end_attempt_if_done(now)
 
@@ -541,13 +542,13 @@ class Transfer:
         now: float,
         holders: Mapping[str, str] | None = None,
     ) -> None:
-        """A member cannot go on with this attempt.
+        """Handle a member's report that it cannot go on with this attempt.
 
-        :param holders: those that it could not pull from, and why, by name.
+        :param holders: holders that it could not pull from, by name, and why.
         """
         if transfer != self.attempt.number or self.over or member not in self.attempt.concerned:
             return
-        if member in self.plan.servers:  # those that pull from it fail, and find another one
+        if member in self.plan.servers:  # members that pull from it fail, and find another holder
             self.refused[member] = error
             self.deliveries.cannot_serve(member)
             if isinstance(error, errors.Gone):
@@ -568,7 +569,7 @@ class Transfer:
             self._failed_with(error, {member} & self.needers, now)
 
     def _failed_with(self, error: errors.ReplicasError, members: set[Member], now: float) -> None:
-        """Bytes do not move, as these members say: one without memory is left out."""
+        """Retry after a failed move; exclude members that ran out of memory."""
         if not (isinstance(error, errors.NoCapacity) and members):
             self._leave_lane(error.message, now)
             return
@@ -577,9 +578,9 @@ class Transfer:
         self.again("refused", now)
 
     def _map_failed(self, member: Member, error: errors.ReplicasError) -> None:
-        """Leave a member that could not map for the next attempt.
+        """Retry a member that could not map in the next attempt.
 
-        One without memory, slot or descriptor left is refused instead.
+        A member that has no memory, slot or descriptor left is refused instead.
         """
         self.attempt.mapping.discard(member)
         self._misses[member] = self._misses.get(member, 0) + 1
@@ -608,7 +609,7 @@ class Transfer:
         self._leave_lane("its store was replaced", now)
 
     def _leave_lane(self, why: str, now: float) -> None:
-        """Pull what the lane did not bring; the event says why it did not."""
+        """Abandon the lane, and pull the missing bytes; ``why`` is for the event."""
         self._by_lane = False
         if self.kind == "main":
             self._ground.lanes.left(now)
@@ -617,7 +618,7 @@ class Transfer:
     # ------------------------------------------------------ failures
 
     def again(self, reason: str, now: float, why: str = "") -> None:
-        """Withdraw the attempt, and start another if any member still needs one."""
+        """Withdraw the attempt; start another if any member still needs the version."""
         if self.state == "moving":
             self._keep_done()
         self.cancel(reason)
@@ -631,13 +632,13 @@ class Transfer:
     # ------------------------------------------------------------ losses and deadlines
 
     def lost(self, member: Member, now: float) -> None:
-        """A member is lost (already out of the roster)."""
+        """Handle the loss of a member, which is already out of the roster."""
         self.needers.discard(member)
         self.verified.discard(member)
         if member == self.payload.filling:
             self.payload.filling = None
             told = {one.reply.image_digest for one in self.deliveries.of("came") if one.reply is not None}
-            if len(told) == 1:  # it had not told a digest, and all who got all of it agree
+            if len(told) == 1:  # it had reported no digest, and all that got all of it agree
                 self._settle_deliveries(now)
         elif member not in self.attempt.concerned | self.plan.lenders:
             return
@@ -652,7 +653,7 @@ class Transfer:
             self._end_attempt_if_done(now)
 
     def _lost_beside_deliveries(self, member: Member) -> None:
-        """Others go on; who maps memory of the lost one, or waits for it, is next."""
+        """Withdraw offers to map the lost member's memory; fail its deliveries."""
         mappers = {one for one, lender in self.plan.maps.items() if lender == member}
         self.attempt.withdraw(mappers & self.attempt.mapping)
         self.attempt.mapping.discard(member)
@@ -661,13 +662,13 @@ class Transfer:
         self._fail_hopeless()
 
     def _fail_hopeless(self) -> None:
-        """Nobody waits for a holder that is gone, or cannot serve."""
+        """Fail deliveries of which every holder is gone or cannot serve."""
         for one in self.deliveries.hopeless():
             self.attempt.withdraw({one.member} if one.state == "offered" else ())
-            self._delivery_failed(one.member, errors.PeersLost("nobody that has it serves it", phase="transfer"))
+            self._delivery_failed(one.member, errors.PeersLost("no holder serves it", phase="transfer"))
 
     def exclude(self, members: set[Member], now: float, *, reason: str, why: str) -> None:
-        """Go on without these; they stay members and are caught up later."""
+        """Go on without these members; they stay members, and are caught up later."""
         for member in members:
             self.needers.discard(member)
             self.why[member] = why
@@ -687,7 +688,7 @@ class Transfer:
         self._end_attempt_if_done(now)
 
     def tick(self, now: float) -> None:
-        """Replace an attempt with a silent member, or one that stands still."""
+        """Replace an attempt with a silent member, or an attempt that stands still."""
         if self.over:
             return
         servers = set(self.plan.servers) - self.refused.keys()
@@ -703,7 +704,10 @@ class Transfer:
             self._leave_lane(why, now)
 
     def _would_lose_version(self, silent: set[Member], now: float) -> bool:
-        """True if going on would lose the version, while nobody waits for its end."""
+        """Return True if excluding ``silent`` would lose the version.
+
+        False if another publish or a join waits: the version may be lost then.
+        """
         givers, ground = silent & set(self.plan.givers), self._ground
         if not givers or self.kind != "main" or ground.others_wait(now):
             return False
@@ -725,13 +729,13 @@ class Transfer:
             self.close_lane(reason)
 
     def close_lane(self, reason: str = "") -> None:
-        """``reason``: why it must be replaced; empty when its work was done."""
+        """:param reason: why the lane must be replaced; empty if its work was done."""
         lane, self.lane = self.lane, None
         if lane is not None:
             self._ground.lanes.close(lane, reason)
 
     def _keep_done(self) -> None:
-        """Keep receivers of a lane that has failed which have the right bytes."""
+        """Keep receivers of a failed lane that have the right bytes."""
         senders = (self.attempt.done.get(member) for member in self.plan.senders[:1])
         known = [reply.image_digest for reply in senders if reply is not None]
         self.payload.digest = self.payload.digest or next(iter(known), "")
@@ -745,9 +749,10 @@ class Transfer:
 
     @property
     def _without_any(self) -> bool:
-        """Whether all targets are without memory, and count as lost.
+        """Whether all targets lack memory, and count as lost.
 
-        Not if the version must not do without any: it lies on the publisher's GPU.
+        False if the version must not do without targets: it lies on the publisher's
+        GPU.
         """
         short = all(isinstance(error, errors.NoCapacity | errors.InternalError) for error in self.refused.values())
         drops = self.drops and not (self._copies or self._ground.roster.config.min_targets or self.verified)
@@ -755,7 +760,7 @@ class Transfer:
 
     @property
     def _falls_short(self) -> bool:
-        """Whether it did not get to targets, and must not do without them."""
+        """Whether the version did not reach targets that it must reach."""
         if not self.refused.keys() & self.asked - self.verified:
             return False
         every = self.kind == "main" and self._ground.roster.config.on_lost == "raise"
@@ -767,7 +772,7 @@ class Transfer:
             if member.name not in error.message:
                 error.message = f"{member}: {error.message}"
             return error
-        return errors.PeersLost("no member needs it any more", version=self.payload.version, phase="transfer")
+        return errors.PeersLost("no member still needs it", version=self.payload.version, phase="transfer")
 
     def _no_holder(self) -> errors.ReplicasError:
         refused = next((error for member, error in self.refused.items() if member in self.plan.givers), None)
@@ -783,7 +788,7 @@ class Transfer:
         self._on_end(self, error, now)
 
     def stop(self, *, complete: bool) -> None:
-        """Withdraw it from its members, and end without calling ``on_end``."""
+        """Withdraw the transfer, and end it without calling ``on_end``."""
         if not self.over:
             self.cancel()
             self.state = TRANSFER.next(self.state, "done" if complete else "fail")
