@@ -38,6 +38,7 @@ from replicas.errors import ReplicasError, UsageError, WorldError
 from replicas.linux import private
 from replicas.linux.processes import die_with_parent, send_signal, signal_name
 from replicas.linux.scarce import naming_limits
+from replicas.status import WAIT_S
 from replicas.supervisor.operator import supervise
 from replicas.supervisor.supervisor import Supervisor
 from replicas.supervisor.surroundings import Surroundings, invitation, on_cluster
@@ -368,11 +369,15 @@ def _wait_for(path: Path, came: list[int]) -> str:
     :raises WorldError: it did not come in time.
     """
     deadline = time.monotonic() + _START_S
+    tell_at = time.monotonic() + WAIT_S
     while not (found := _read(path)) and not came:
         if time.monotonic() > deadline:
             raise WorldError(
                 f"the supervisor has not written {path} within {_START_S:.0f} s",
                 hint="see what it says; and set run.state_dir to a folder that all nodes share",
             )
+        if time.monotonic() > tell_at:
+            complain(f"waiting up to {_START_S:.0f} s for the supervisor to write {path}")
+            tell_at = deadline + 1  # not again
         time.sleep(_LOOK_AGAIN_S)
     return found

@@ -278,8 +278,9 @@ async def _line(reader: asyncio.StreamReader) -> bytes:
 async def _resolved(host: str) -> str:
     """The first address of ``host``: members are told one, and torch resolves none."""
     try:
-        async with asyncio.timeout(_RESOLVE_S):
-            found = await asyncio.get_running_loop().getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        with telling(log.warning, f"waiting up to {_RESOLVE_S:g} s for the address of {host}"):
+            async with asyncio.timeout(_RESOLVE_S):
+                found = await asyncio.get_running_loop().getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError as error:  # a TimeoutError is one, without words
         why = error.strerror or f"no answer within {_RESOLVE_S:g} s"
         hint = "choose another [store] bind, such as this machine's IP address"

@@ -43,7 +43,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidSta
 from replicas import __version__, errors
 from replicas.common.backoff import Backoff
 from replicas.common.logs import Log
-from replicas.common.tasks import cancelled, is_set_within
+from replicas.common.tasks import cancelled, is_set_within, telling
 from replicas.core.lives.lease_times import BEAT_S, END_S, local_patience_s
 from replicas.core.lives.tenancy import Tenancy
 from replicas.linux.processes import start_time
@@ -182,7 +182,8 @@ class Agent:
     async def _end_everything(self) -> None:
         """End all processes, and wait until none is left."""
         self._shims.end(_GRACE_S)
-        await is_set_within(self._shims.empty, _KILL_S)
+        with telling(log.warning, f"node {self.node}: waiting up to {_KILL_S:g} s for its processes to end"):
+            await is_set_within(self._shims.empty, _KILL_S)
         self._shims.kill_all()
         await self._shims.empty.wait()  # sweeps go on until unkillable processes are gone
         await self._shims.aclose()

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from replicas.cli.slurm_job import Task, host_names, without_step
 from replicas.cli.slurm_script import grace_s, script, time_text
 from replicas.config.file import parse
 from replicas.config.structs import Config
-from replicas.errors import BadConfig, UsageError
+from replicas.errors import BadConfig, UsageError, WorldError
 from replicas.supervisor.surroundings import Surroundings, on_cluster
 from tests.support.waits import eventually
 
@@ -403,3 +404,18 @@ def test_ranks_are_not_taken_for_tasks_of_slurm() -> None:
     }
     kept = {"SLURM_JOB_ID": "5", "CUDA_VISIBLE_DEVICES": "0,1", "PATH": "/bin"}
     assert without_step({**task, **kept}) == kept
+
+
+def test_the_agent_of_a_node_says_once_that_it_waits_for_the_supervisor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    passed = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal passed
+        passed += seconds
+
+    monkeypatch.setattr(slurm_job, "time", SimpleNamespace(monotonic=lambda: passed, sleep=sleep))
+    with pytest.raises(WorldError, match="has not written"):
+        slurm_job._wait_for(tmp_path / "join", [])
+    assert capsys.readouterr().err.count("s for the supervisor to write") == 1

@@ -108,3 +108,24 @@ def test_an_agent_says_once_how_long_it_waits_for_its_supervisor(
     first, second = (one.getMessage() for one in caplog.records if "waiting" in one.getMessage())
     assert re.fullmatch("node n1: waiting up to 29[78] s for the supervisor: refused", first)
     assert re.fullmatch("node n1: waiting up to (1[0-9]|2[0-9]) s for the supervisor: refused", second)
+
+
+def test_the_end_of_an_agent_says_that_it_waits_for_processes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def story() -> None:
+        left = shims()
+        left.empty = asyncio.Event()
+        left.kill_all.side_effect = left.empty.set
+
+        async def dial() -> tuple[Line, str]:
+            return Line(answers=1000, lease_s=LEASE_S), "10.0.0.2"
+
+        agent = Agent("n1", dial, left, tmp_path)
+        running = asyncio.create_task(agent.run())
+        await asyncio.sleep(2.0)
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+
+    virtually(story())
+    assert flush()
+    assert re.search("node n1: waiting up to [0-9.]+ s for its processes to end", caplog.text)
