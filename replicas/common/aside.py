@@ -1,7 +1,7 @@
-"""Work that must not hold up its caller: a bounded queue, and a thread that drains it.
+"""Work that must not block its caller: a bounded queue, and a thread that drains it.
 
-For what may block for any time, or raise anything: a stopped terminal, a log handler of
-the user's program. What does not fit into the queue is dropped and counted.
+For calls that may block for ever or raise any exception: writing to a stopped terminal,
+a log handler of the user's program. When the queue is full, items are dropped.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ T = TypeVar("T")
 class Aside(Generic[T]):
     """Calls ``work(item)`` for each item, in order, on a daemon thread of its own.
 
-    :param name: of the thread, which the first item starts.
-    :param work: must not raise; :param missing: neither; called with how many items
-        were dropped just before the next one.
+    :param name: name of the thread, which the first item starts.
+    :param work: must not raise.
+    :param missing: called with the number of items that were dropped before the next
+        item; must not raise.
     :param most: number of items that may wait.
     """
 
@@ -36,7 +37,7 @@ class Aside(Generic[T]):
         self._dropped = 0
 
     def put(self, item: T) -> None:
-        """Never waits. Any thread, also in a finaliser."""
+        """Queue an item, or drop it; never wait. For any thread and finalisers."""
         if self._queue.qsize() >= self._most:
             self._dropped += 1
             return
@@ -46,9 +47,9 @@ class Aside(Generic[T]):
         locked(self._starting, self._start)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all is done that was put before.
+        """Wait until all queued items are done.
 
-        False: not within ``timeout_s``, or no thread can be had for it.
+        Return False if that takes longer than ``timeout_s`` or no thread can start.
         """
         if self._thread is None and self._queue.empty():
             return True
@@ -75,4 +76,4 @@ class Aside(Generic[T]):
             if found[1]:
                 self._missing(found[1])
             self._work(found[0])
-            del found  # it may refer to much, and the next one may be long in coming
+            del found  # free the item now: the next may come much later

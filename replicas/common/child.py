@@ -1,15 +1,14 @@
-"""The life of a child process that is watched: started, given up, and started again.
+"""The lifecycle of a watched child process: started, given up, and started again.
 
-*Waiting* for its start, at a set time or until it is needed. *Starting* until it says
-that it is ready, then *up*; its owner looks at it in both. One that stalls is *dying*:
-it was sent SIGKILL. After its end, or a start that failed, the next start waits longer
-each time, unless the process had lived for a while; too many in a row, and it is
-*over*. One that is not to be started again is *leaving* until it ends. A sidecar, which
-others replace, has one start.
+*Waiting* for its start, at a set time or until it is needed. *Starting* until it
+reports that it is ready, then *up*; its owner checks it in both. *Dying* after SIGKILL,
+because it stalled. After its end, or a failed start, each further start waits longer,
+unless the process had lived for a while; after too many in a row, it is *over*.
+*Leaving* until its end, if it must not be started again. A sidecar has only one start.
 
-Pure: :class:`ChildLife` gets the time as an argument and does nothing itself. The owner
-starts, asks and kills the process, tells what has happened, and does what
-:meth:`ChildLife.on_time` says is due. Standard library only, for loops of any kind.
+Pure: :class:`ChildLife` gets the time as an argument and does no I/O. The owner starts,
+checks and kills the process, reports events, and carries out the steps that
+:meth:`ChildLife.on_time` returns. Standard library only, for loops of any kind.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ CHILD: Table[ChildState, ChildEvent] = Table(
 
 
 class ChildLife:
-    """One child's place in :data:`CHILD`, and when to look at it or start it again.
+    """A child's state in :data:`CHILD`, and the time of the next check or start.
 
-    :param again: delay of the next start, by the number of starts in a row; None: there
-        is none.
-    :param steady_s: the end of one that lived longer is the first of a row.
-    :param tries: starts in a row after which it is over; 0: never.
+    :param again: delay of the next start, by the number of starts in a row; None for a
+        single start.
+    :param steady_s: a process that lived longer begins a new row.
+    :param tries: starts in a row after which it is over; 0 for no limit.
     :ivar starts: number of starts in this row.
     """
 
@@ -57,11 +56,11 @@ class ChildLife:
 
     @property
     def wakes(self) -> list[float]:
-        """When :meth:`on_time` has something to do."""
+        """When :meth:`on_time` must be called."""
         return [] if self._due is None else [self._due]
 
     def on_time(self, now: float) -> Literal["", "look", "start"]:
-        """Return what is due."""
+        """Return the due step, or ""."""
         if self._due is None or now < self._due:
             return ""
         self._due = None
@@ -71,19 +70,19 @@ class ChildLife:
         return "look"
 
     def start(self, now: float) -> None:
-        """Note that it is being started; a start that fails is an end."""
+        """Record a start. A failed start must be recorded by :meth:`ended`, too."""
         self._step("start")
         self.starts += 1
         self._began, self._due = now, None
         self._look_again(now)
 
     def ready(self) -> None:
-        """Note that it is ready, which may come too late."""
+        """Record that it is ready; ignored after :meth:`give_up`."""
         if self.state == "starting":
             self._step("ready")
 
     def give_up(self) -> None:
-        """Note that it is being killed."""
+        """Record that it is being killed."""
         self._step("give_up")
         self._due = None
 
@@ -105,7 +104,7 @@ class ChildLife:
         return False
 
     def stop(self) -> None:
-        """Never start it again; it may still run."""
+        """Record that it must not start again; it may still run."""
         self._due = None
         if CHILD.allows(self.state, "stop"):
             self._step("stop")

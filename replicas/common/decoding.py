@@ -1,7 +1,7 @@
 """The exceptions that msgspec raises for malformed input, and one for all of them.
 
 Three of them are not msgspec's own: for text that is not UTF-8, for nesting that is too
-deep, and, up to msgspec 0.19, for a map whose key cannot be hashed.
+deep, and, up to msgspec 0.19, for a map with an unhashable key.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def decoded(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:
-    """Decode a message. msgspec.DecodeError: it is malformed, in whatever way."""
+    """Decode a message. Raises msgspec.DecodeError for all malformed input."""
     try:
         return decoder.decode(data)
     except MALFORMED as error:

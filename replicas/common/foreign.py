@@ -59,7 +59,7 @@ def visible(text: str) -> str:
 def readable(data: bytes, prefix: bytes, limit: int) -> list[bytes]:
     """Return the complete lines of a log for a terminal, each with ``prefix``.
 
-    They are valid UTF-8, with colours but no other control codes. One longer than
+    They are valid UTF-8, with colours but no other control codes. A line longer than
     ``limit``, with prefix and end, is cut, and ends with its size in bytes.
     """
     result = []
@@ -89,7 +89,7 @@ def last_lines(data: bytes, count: int, limit: int) -> tuple[str, ...]:
 
 
 def hanging(text: str) -> str:
-    """Apply :func:`lines`; indent all but the first, so that none forges an entry."""
+    """Apply :func:`lines`; indent all but the first: no line can forge an entry."""
     first, *others = lines(text).split("\n")
     return "\n".join((first, *(line if line.startswith("  ") or not line else f"  {line}" for line in others)))
 
@@ -97,7 +97,7 @@ def hanging(text: str) -> str:
 def characters(text: str) -> str:
     """Replace each character that is neither printable nor a line break or tab.
 
-    For text whose layout on the screen is settled: its length does not change.
+    For text with a fixed layout: its length does not change.
     """
     if text.isprintable():
         return text
@@ -105,7 +105,7 @@ def characters(text: str) -> str:
 
 
 def ascii_controls(text: str) -> str:
-    """Escape what is not printable in the texts of JSON: same meaning, safe to show."""
+    """Escape unprintable characters in JSON, which keeps its meaning."""
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() or one in "\n" else _json_escape(one) for one in text)

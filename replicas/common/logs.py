@@ -1,18 +1,18 @@
-"""Loggers of this library, on which no log handler can end or hold up a thread of ours.
+"""Loggers whose handlers can neither end nor block a thread of this library.
 
 Theory of operation
 ===================
 
 Handlers, filters, formatters and record factories belong to the user's program. They
-may raise anything (``SystemExit`` too), take any time, or wait for the very thread that
-logs. The session thread, a coordinator's event loop and the threads that copy must live
-on. So a :class:`Log` only makes a plain record, and a thread of its own gives it to the
-logger of that name: there the level counts as it was at the call, and filters, handlers
-and the text of the arguments run. What is raised there is shown on standard error.
+may raise any exception (``SystemExit`` too), block, or wait for the very thread that
+logs. The session thread, a coordinator's event loop and the threads that copy must run
+on. So a :class:`Log` only makes a plain record, and a separate thread gives it to the
+logger of that name: filters, handlers and the formatting of arguments run there. The
+level is that at the call. Exceptions there are shown on standard error.
 
-Records come a moment after what they tell, in order. A program that ends by itself
-waits up to :data:`LAST_WORDS_S` for them. Beyond 1000 that wait for a slow handler they
-are dropped, and the next one tells how many.
+Records are handled a moment later, in order. At its normal exit, a program waits up to
+:data:`LAST_WORDS_S` for them. If more than 1000 wait for a slow handler, further
+records are dropped, and the next one says how many.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WHEN = ("created", "msecs", "relativeCreated", "process", "processName", "threa
 
 
 class Log(logging.Logger):
-    """Takes records for the logger called ``name``. Its methods never raise or wait."""
+    """Queues records for the logger ``name``. Its methods never raise or wait."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -66,12 +66,12 @@ class Log(logging.Logger):
 
 
 def flush(timeout_s: float = LAST_WORDS_S) -> bool:
-    """Wait until all records so far were handled; False: not within ``timeout_s``."""
+    """Wait until all records are handled. Return False after ``timeout_s``."""
     return _records.flush(timeout_s)
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process at once, but for its last records."""
+    """Flush the records, then exit without Python's teardown."""
     try:
         flush()
     finally:
@@ -84,7 +84,7 @@ def _missing(count: int) -> None:
 
 
 def _pass_on(record: logging.LogRecord) -> None:
-    """On the thread of the handlers."""
+    """Give a record to its logger, on the thread for handlers."""
     try:
         own = logging.getLogger(record.name)
         made = own.makeRecord(  # by the program's factory
@@ -100,7 +100,7 @@ def _pass_on(record: logging.LogRecord) -> None:
         )
         made.__dict__.update((name, getattr(record, name)) for name in _WHEN if hasattr(record, name))
         own.handle(made)
-    except BaseException:  # noqa: BLE001  # of a handler of the program's: nothing of ours may end by it
+    except BaseException:  # noqa: BLE001  # an error of the program's handler must not end this thread
         with contextlib.suppress(BaseException):  # standard error may be the program's, too
             print(f"replicas: a handler of the logger {record.name} failed:", file=sys.stderr)
             traceback.print_exc()

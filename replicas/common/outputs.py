@@ -1,4 +1,4 @@
-"""Files that the user names, to be written by a new file and a rename."""
+"""Output files that the user names; they are written by a new file and a rename."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def resolve_output(path: Path) -> Path:
-    """Return the path to rename a new file to: what a link leads to.
+    """Return the target for the rename of a new file; links are resolved.
 
     :raises OSError: something other than a regular file is there, such as a folder, a
         pipe or ``/dev/null``, which the rename would replace.

@@ -1,8 +1,8 @@
 """Make child processes import the same copy of this package. Standard library only.
 
 They are started by module name and without the working folder on their path (``-P``),
-as other users' files may lie there. A package outside an installation's folders, such
-as a checkout, would then not be found, or another release would be.
+as it may have other users' files. A package outside an installation's folders, such as
+a checkout, would then not be found, or another release would be.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _PATH = "PYTHONPATH"
 def rooted(environment: Mapping[str, str], folder: str = "") -> dict[str, str]:
     """Return ``environment`` with an absolute ``PYTHONPATH``: helpers start elsewhere.
 
-    An empty entry stays: it is the working folder of whoever reads it.
+    An empty entry stays: it is the working folder of the process that reads it.
 
-    :param folder: that relative entries are relative to; default: the current one.
+    :param folder: base of relative entries; default: the working folder.
     """
     path = environment.get(_PATH, "")
     if all(not entry or entry.startswith("/") for entry in path.split(os.pathsep)):
         return dict(environment)
     try:
         here = folder or os.getcwd()  # noqa: PTH109  # no Path is needed
-    except FileNotFoundError:  # it was removed, and what was in it is gone
+    except FileNotFoundError:  # the working folder was removed, with its files
         return dict(environment)
     entries = (os.path.join(here, entry) if entry else "" for entry in path.split(os.pathsep))  # noqa: PTH118  # as above
     return {**environment, _PATH: os.pathsep.join(entries)}
@@ -37,7 +37,7 @@ def rooted(environment: Mapping[str, str], folder: str = "") -> dict[str, str]:
 def findable(environment: Mapping[str, str], folder: str = "") -> dict[str, str]:
     """Return :func:`rooted`, with this package's folder first on ``PYTHONPATH``.
 
-    Without that where every interpreter of this installation finds the package anyway.
+    The folder is not added if this installation's interpreters find the package anyway.
     """
     found = rooted(environment, folder)
     if _HOME in (*site.getsitepackages(), site.getusersitepackages()):  # first, it would shadow the standard library
@@ -46,9 +46,9 @@ def findable(environment: Mapping[str, str], folder: str = "") -> dict[str, str]
 
 
 def undo(environment: MutableMapping[str, str]) -> None:
-    """Undo :func:`findable` in the environment of a process that got it.
+    """Undo :func:`findable` in the environment of a process that was started with it.
 
-    Relative entries stay absolute: what it starts is elsewhere, too.
+    Relative entries stay absolute, as its children have other working folders, too.
     """
     if _HOME in (*site.getsitepackages(), site.getusersitepackages()):
         return

@@ -1,7 +1,7 @@
 """Refuse calls that would block the event loop on which a coordinator runs.
 
-Such a call waits for an answer that only this loop could give: until its deadline, and
-all members of that coordinator wait too.
+Such a call waits for an answer that only this loop could give. It would block until its
+deadline, and with it all members of that coordinator.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def end(coordinator: object) -> None:
 
 
 def require(what: str) -> None:
-    """UsageError: no asyncio loop runs ``what``, but, for instance, trio does."""
+    """Raise UsageError if no asyncio loop runs ``what`` (but, for instance, trio)."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -37,9 +37,10 @@ def require(what: str) -> None:
 
 
 def must_not_block(what: str, *, awaitable: bool = False) -> None:
-    """UsageError: a coordinator runs on this thread's event loop, which would block.
+    """Raise UsageError if a coordinator runs on this thread's event loop.
 
-    :param awaitable: whether what would block can be awaited in place of it.
+    :param what: the call that would block, for the message.
+    :param awaitable: True if the call can be awaited instead.
     """
     if not _coordinators:
         return

@@ -1,12 +1,12 @@
 """Timers that do not count time in which this process was paused.
 
-A process that was stopped, starved or moved to another machine looks late at what it
-watches: signs of life may lie unread, and the watched process was perhaps paused with
-it. So nobody is judged by time in which this process did not run. There is one rule: a
-look that comes more than ``slack_s`` after it was due means a pause. Then a
-:class:`Patience` or :class:`Silence` begins anew, and an owner of many deadlines
-extends them by what :meth:`PauseClock.look` returns. Times are of any one steady clock,
-in seconds. Standard library only.
+A process that was stopped, starved or moved to another machine checks too late:
+messages may be unread, and the watched process may have been paused, too. So time in
+which the observer did not run does not count as a timeout. The rule: a look more than
+``slack_s`` after it was due means a pause. Then a :class:`Patience` or :class:`Silence`
+starts again, and an owner of many deadlines extends them by the length that
+:meth:`PauseClock.look` returns. Times are of any one steady clock, in seconds. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -16,20 +16,23 @@ PAUSE_S = 1.0
 
 
 class PauseClock:
-    """Notices, by a late look, a pause of this process. ``due``: of the next look."""
+    """Detects, by a late look, that this process was paused.
+
+    :ivar due: when the next look must come; the owner sets it.
+    """
 
     def __init__(self, due: float, slack_s: float = PAUSE_S) -> None:
         self.due = due
         self._slack_s = slack_s
 
     def look(self, now: float) -> float:
-        """Return the length of the pause that this look ends; 0: there was none."""
+        """Return the length of the pause that this look ends, or 0."""
         late_s = now - self.due
         return late_s if late_s > self._slack_s else 0.0
 
 
 class Patience:
-    """Measures for how long each look of ours has found something to be so."""
+    """Measures for how long a condition has been true at every look."""
 
     def __init__(self, now: float, interval_s: float) -> None:
         self._clock = PauseClock(now + interval_s)
@@ -37,7 +40,7 @@ class Patience:
         self._since: float | None = None
 
     def lasts(self, now: float, so: bool) -> float:
-        """Note what this look has found; return for how long it has been so."""
+        """Record the condition at this look; return how long it has been true."""
         if self._since is None or not so or self._clock.look(now):
             self._since = now if so else None
         self._clock.due = now + self._interval_s
@@ -47,7 +50,7 @@ class Patience:
 class Silence:
     """Measures for how long a question to another process has had no answer.
 
-    :param due: of the first look; then its owner sets ``due``, of the next one.
+    :param due: when the first look must come; its owner then sets ``due`` for the next.
     """
 
     def __init__(self, due: float, slack_s: float = PAUSE_S) -> None:
@@ -56,7 +59,7 @@ class Silence:
 
     @property
     def asked(self) -> bool:
-        """True while a question has no answer."""
+        """Return True while a question has no answer."""
         return self._asked_at is not None
 
     @property
@@ -68,7 +71,7 @@ class Silence:
         self._clock.due = due
 
     def ask(self, now: float) -> None:
-        """Note that a question was sent; the first one counts until it is answered."""
+        """Record that a question was sent. The first unanswered question counts."""
         if self._asked_at is None:
             self._asked_at = now
 
@@ -76,7 +79,7 @@ class Silence:
         self._asked_at = None
 
     def lasts(self, now: float) -> float:
-        """Look; return for how many seconds no answer has come; 0: none is due."""
+        """Look; return for how many seconds the answer is missing, 0 if none is due."""
         if self._clock.look(now) and self._asked_at is not None:
             self._asked_at = now
         return 0.0 if self._asked_at is None else now - self._asked_at

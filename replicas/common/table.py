@@ -1,7 +1,7 @@
 """State machines as transition tables.
 
-A :class:`Table` is data: for each state the next ones, and the events that lead there.
-It computes the next state, and refuses any other event, which is always a bug of the
+A :class:`Table` is data: for each state the next states, and the events that lead
+there. It returns the next state, and refuses other events, which are bugs of the
 caller. The diagrams in docs/protocol.md are drawn from it. Standard library only.
 """
 
@@ -18,13 +18,13 @@ A = TypeVar("A", bound=str)
 
 
 class InvalidStep(InternalError):
-    """An event that cannot happen in this state."""
+    """The state has no transition for this event."""
 
 
 class Table(Generic[S, E]):
     """The transition table of one state machine.
 
-    :param what: the thing whose states these are, for messages and titles.
+    :param what: the thing that has these states, for messages and titles.
     :param start: initial states.
     :param steps: the next states of each state, with the events that lead there.
     """
@@ -63,9 +63,10 @@ class Table(Generic[S, E]):
 
 
 class StateMachine(Generic[S, E, A]):
-    """The state of one thing, ``now``, and what is to be done at each step.
+    """A state, ``now``, with actions at its transitions.
 
-    :param actions: of a state and an event, in their order; none where it has no entry.
+    :param actions: the actions, in order, of a state and an event; missing entries mean
+        no action.
     """
 
     def __init__(self, table: Table[S, E], actions: Mapping[tuple[S, E], tuple[A, ...]]) -> None:
@@ -73,7 +74,7 @@ class StateMachine(Generic[S, E, A]):
         self.now: S = table.start[0]
 
     def step(self, event: E) -> tuple[A, ...]:
-        """Enter the next state; return what to do.
+        """Enter the next state; return the actions.
 
         :raises InvalidStep: there is no such row.
         """

@@ -1,4 +1,4 @@
-"""Tasks and events of asyncio: waits with an end, and tasks that somebody keeps."""
+"""Tasks and events of asyncio: bounded waits, and references that keep tasks alive."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 async def is_set_within(event: asyncio.Event, timeout_s: float | None) -> bool:
-    """Wait for the event up to ``timeout_s`` (None: no limit); True: it is set."""
+    """Wait for the event up to ``timeout_s``, or for ever; return True if it is set."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             await event.wait()
@@ -19,7 +19,7 @@ async def is_set_within(event: asyncio.Event, timeout_s: float | None) -> bool:
 
 
 async def cancelled(*tasks: asyncio.Future[Any]) -> list[Any]:
-    """Cancel tasks and wait for their ends; their results or errors, in order."""
+    """Cancel tasks, wait for their ends, and return their results or errors."""
     for task in tasks:
         task.cancel()
     return await asyncio.gather(*tasks, return_exceptions=True)

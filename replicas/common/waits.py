@@ -4,21 +4,19 @@ Python runs signal handlers on the main thread, between any two of its steps. Wh
 handler raises (Ctrl-C's KeyboardInterrupt, a trainer's own SystemExit) propagates from
 wherever our code is. Hence three rules for code that runs on the user's threads:
 
-1. *Nothing is owned there.* Slots, jobs and sessions belong to the session thread, on
-   which no handler runs. A user's thread hands functions over (one step: they are
-   queued or not) and waits. What it was given is returned when it says so, when it
-   fails, or when nothing of it is left that could say so
-   (:mod:`replicas.channel.session.holdings`).
-2. *No lock can be lost.* ``with lock:`` holds this for a lock that is written in C when
-   the interrupt comes where one can. A tracer's exception may come at the line of the
-   ``with`` once more, when the block is left, and then the lock stays taken;
-   :func:`locked` has no such line. ``Condition``, ``Event`` and
-   ``concurrent.futures.Future`` are not used there: their ``__enter__`` is Python, and
-   an interrupt between the lock and the block keeps the lock for ever.
-3. *A wait leaves nothing behind.* A thread that waits on a :class:`Latch` sleeps on a
-   lock of its own. A wait handles no exceptions either: one that a tracer raises at the
-   line of an ``except`` leaves the handled exception, and all frames that it refers to,
-   with the thread.
+1. *User threads own nothing.* Slots, jobs and sessions belong to the session thread, on
+   which no handler runs. A user's thread queues functions (one step: they are queued or
+   not) and waits. Its slots are returned when it says so, when it fails, or when its
+   last reference to them is gone (:mod:`replicas.channel.session.holdings`).
+2. *No lock can be lost.* ``with lock:`` guarantees this for a lock that is written in C
+   and for signal handlers. A tracer's exception may also come at the line of the
+   ``with`` when the block is left, and the lock then stays locked; :func:`locked` has
+   no such line. ``Condition``, ``Event`` and ``concurrent.futures.Future`` are not used
+   there: their ``__enter__`` is Python, and an interrupt between the lock and the block
+   keeps the lock for ever.
+3. *A wait leaves no state.* A thread that waits on a :class:`Latch` sleeps on a lock of
+   its own. A wait handles no exceptions either: if a tracer raises at the line of an
+   ``except``, the thread keeps the handled exception and all frames that it refers to.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ T = TypeVar("T")
 
 
 def locked(lock: AbstractContextManager[object], function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call ``function`` with ``lock`` held; release it whatever interrupts the call."""
+    """Call ``function`` with ``lock`` held; release it after every interruption."""
     # One line: the end of a block on a line of its own is where a tracer could raise
     # before the lock is released.
     with lock: return function(*args, **kwargs)  # fmt: skip  # noqa: E701
@@ -50,15 +48,15 @@ class Latch:
         self._wakers: dict[Callable[[], object], bool] = {}
 
     def set(self) -> None:
-        """Set it: wake all waiting threads and call all callbacks, each once.
+        """Set the flag; wake all waiting threads and call all callbacks, each once.
 
-        If one raises, the others are called all the same before this raises.
+        If a callback raises, the others are called before this raises.
         """
         self.is_set = True
         self.wake()
 
     def wake(self) -> None:
-        """Wake and call them, each once, but leave the flag as it is."""
+        """Wake all threads and call all callbacks, each once; keep the flag."""
         failure: BaseException | None = None
         while self._wakers:
             try:
@@ -69,7 +67,7 @@ class Latch:
             raise failure
 
     def add(self, waker: Callable[[], object]) -> None:
-        """Call ``waker`` once, when it is set, on the setting thread; or at once."""
+        """Call ``waker`` once, on the setting thread, or now if the flag is set."""
         self._wakers[waker] = True
         if self.is_set:  # set() may have run before it was added
             self._wake()
@@ -78,7 +76,7 @@ class Latch:
         self._wakers.pop(waker, None)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it is set; False: not within ``timeout_s`` (None: no limit)."""
+        """Wait until it is set, or ``timeout_s``; return False after that time."""
         if self.is_set:
             return True
         asleep = threading.Lock()

@@ -1,7 +1,8 @@
 """Linux facilities (pidfds, memfds, cgroups, ``/proc``), and a check for the system.
 
-Importing a part of the library that needs them elsewhere raises one clear error instead
-of an ImportError for the first missing name.
+On other systems, importing a part of the library that needs them raises one clear error
+instead of an ImportError for the first missing name. The modules know processes, files
+and sockets, not replicas or versions.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ __all__ = ["LinuxOnly", "require"]
 
 
 class LinuxOnly(ImportError):
-    """This library was imported on another system than Linux."""
+    """This library was imported on a system other than Linux."""
 
 
 def require() -> None:

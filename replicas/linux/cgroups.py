@@ -1,21 +1,20 @@
 """Control groups (cgroup v2): confine all processes of a replica, whatever they do.
 
 Standard library only. A process can leave its parent, its session, its process group
-and its environment behind, but not its control group. Where this process may create
-groups below its own, the supervisor creates one for the run and in it one for each node
-of each generation::
+and its environment, but not its control group. If it may create groups below its own,
+the supervisor creates one for the run and in it one for each node of each generation::
 
     <mount><group of the supervisor>
         /replicas-<run>-<pid>-<start time>-<pid namespace>
             /<group>.<replica>.<generation>
                 /<node>
 
-Only the shim's children enter a node's group (the program's guard enters by itself
-before it execs the program), never the shim. So the shim's own last sweep is
-``cgroup.kill``: one write, which no fork bomb outruns. When the shim is dead, the
-agent writes it. An empty group is removed by the process that sees
-its end; if all were killed at once, by the next supervisor at its start and end, as the
-group's name tells whether its supervisor is alive.
+Only the shim's children enter a node's group (the program's guard enters before it
+execs the program), never the shim. So the shim's last sweep is ``cgroup.kill``: one
+write, which no fork bomb outruns. When the shim is dead, the agent writes it. The
+process that notices the end of a group's processes removes the group; if all were
+killed together, the next supervisor does, at its start and end: the group's name shows
+whether its supervisor is alive.
 
 Where groups cannot be created (no cgroup v2, read-only in a container, another user's),
 processes are found by descent and by the mark in their environment, and limits of
@@ -39,7 +38,7 @@ from replicas.linux.files import kernel_lines
 from replicas.linux.processes import namespace, signal_each, start_time
 
 LIMITS = {"memory": "memory_nbytes", "pids": "max_processes"}
-"""Controllers needed for limits, and the limit that each enforces."""
+"""Controllers, and the limit that each enforces."""
 _LEAF = "supervisor"
 _OCTAL = re.compile(r"\\([0-7]{3})")
 _left: dict[Path, Path] = {}
@@ -50,15 +49,15 @@ A later run in this process starts from the original.
 
 
 def find_own(process: Path = Path("/proc/self")) -> Path:
-    """As :func:`own_group`, if this process may create groups there."""
+    """Return :func:`own_group`. Raises OSError if groups cannot be created in it."""
     folder = own_group(process)
     if not (os.access(folder, os.W_OK) and os.access(folder / "cgroup.procs", os.W_OK)):
-        raise OSError(errno.EACCES, f"no right to make control groups in {folder}")
+        raise OSError(errno.EACCES, f"no permission to make control groups in {folder}")
     return folder
 
 
 def own_group(process: Path = Path("/proc/self")) -> Path:
-    """Return this process's own group. OSError: there is none; the text says why."""
+    """Return this process's own group. Raises OSError, with the reason, without one."""
     own = next((line[3:] for line in kernel_lines(process / "cgroup") if line.startswith("0::")), None)
     if own is None:
         raise OSError(errno.ENOENT, "this kernel has no cgroup v2")
@@ -71,11 +70,11 @@ def own_group(process: Path = Path("/proc/self")) -> Path:
             continue
         below = own if root == "/" else own[len(root) :]
         folder = Path(f"{mount}/{below}")
-        # our group is outside the part that is mounted here
+        # skip a mount that does not show our group
         if ".." in Path(below).parts or not (folder / "cgroup.procs").exists():
             continue
-        if not str(folder).isprintable():  # it goes into messages and states
-            raise OSError(errno.EILSEQ, f"the path of this process's group is no plain text: {visible(str(folder))}")
+        if not str(folder).isprintable():  # messages and states contain it
+            raise OSError(errno.EILSEQ, f"the path of this process's group is not plain text: {visible(str(folder))}")
         return folder
     raise OSError(errno.ENOENT, "cgroup v2 is not mounted, or this process's group is not visible")
 
@@ -90,7 +89,7 @@ def members(group: Path) -> list[int]:
 
 
 def enter(group: Path, pid: int) -> None:
-    """Put a process into the group; its later children are in it too."""
+    """Move a process into the group; its later children start there."""
     _write(group / "cgroup.procs", str(pid))
 
 
@@ -105,7 +104,7 @@ def kill(group: Path) -> None:
 
 
 def remove(group: Path) -> bool:
-    """Remove the group with those below it; False when a process is in it."""
+    """Remove the group with those below it. Return False if a process is in it."""
     folders = [Path(folder) for folder, _, _ in os.walk(group, topdown=False)]
     for folder in folders:
         try:
@@ -120,7 +119,7 @@ def remove(group: Path) -> bool:
 
 
 def leave(group: Path, *, run: bool = False) -> None:
-    """Remove an empty node group, and its generation's (and ``run``'s) if empty then.
+    """Remove an empty node's group, then empty groups of its generation (and ``run``).
 
     Groups that ranks created in it (podman, apptainer) are removed with it.
     """
@@ -138,11 +137,11 @@ def leave(group: Path, *, run: bool = False) -> None:
 class RunCgroups:
     """The groups of one run, removed by :meth:`close`.
 
-    :param root: the group below which they are made; None: this process's own.
-    :param limited: limits of memory and processes will be asked for.
-    :ivar path: of the run's group; None: it cannot be made.
+    :param root: the group in which they are made; default: this process's own.
+    :param limited: True if memory and processes will be limited.
+    :ivar path: path of the run's group; None if it cannot be made.
     :ivar limits: controllers that the groups have.
-    :ivar refused: why memory and processes cannot be limited; empty: they can.
+    :ivar refused: why memory and processes cannot be limited; empty if they can.
     """
 
     def __init__(self, run: str, root: Path | None = None, *, limited: bool) -> None:
@@ -155,7 +154,7 @@ class RunCgroups:
             self.path, self.refused = None, error.strerror or str(error)
             return
         if limited and (missing := ", ".join(sorted(LIMITS.keys() - self.limits))):
-            self.refused = f"{missing} cannot be handed on by the control group of this process"
+            self.refused = f"{missing} cannot be delegated by the control group of this process"
 
     def _make(self, run: str, own: Path, *, limited: bool) -> None:
         own = _left.get(own, own)
@@ -169,7 +168,7 @@ class RunCgroups:
     def add(
         self, name: str, node: int = 0, *, memory_nbytes: int | None = None, max_processes: int | None = None
     ) -> Path:
-        """Create a node's group of generation ``name``; OSError: a limit is refused."""
+        """Create a node's group of generation ``name``. Raises OSError."""
         if self.path is None:
             raise OSError(f"limits of memory and processes need control groups: {self.refused}")
         generation = self.path / name
@@ -177,7 +176,7 @@ class RunCgroups:
         try:
             if memory_nbytes is not None:
                 self._limit(generation, "memory", "memory.max", memory_nbytes)
-                # else what is over the limit is swapped, or one process dies of many
+                # else the kernel swaps above the limit, or kills one process only
                 for file, value in (("memory.swap.max", "0"), ("memory.oom.group", "1")):
                     with contextlib.suppress(FileNotFoundError):  # not every kernel has it
                         _write(generation / file, value)
@@ -196,9 +195,9 @@ class RunCgroups:
         _write(group / file, str(value))
 
     def close(self) -> bool:
-        """Remove the run's group; False when processes are still in it.
+        """Remove the run's group. Return False if processes are still in it.
 
-        And those of dead others: processes may have been in them at the start.
+        Also remove groups of dead runs, which may not have been empty at the start.
         """
         if self.path is None:
             return True
@@ -208,7 +207,7 @@ class RunCgroups:
 
 
 def _here() -> str:
-    """Containers may share the groups, and their pids mean nothing to each other."""
+    """Return the pid namespace: containers may share groups, but not pids."""
     return str(namespace("pid"))
 
 
@@ -222,10 +221,10 @@ def _remove_those_of_the_dead(own: Path) -> None:
 
 
 def prepare(*, limited: bool) -> Path:
-    """The group below which those of a run can be made; call it before any child.
+    """Return the group in which a run's groups can be made. To be called before forks.
 
-    With ``limited`` it may move this process to a group of its own below it, as a group
-    that hands on controllers may hold none. OSError: there are no control groups.
+    With ``limited``, this process may move to a group below it, because a group that
+    delegates controllers may have no process. Raises OSError without control groups.
     """
     own = find_own()
     own = _left.get(own, own)
@@ -250,7 +249,7 @@ def _hand_on(own: Path) -> frozenset[str]:
             leaf.mkdir(exist_ok=True)
             enter(leaf, os.getpid())
             _left[leaf] = own
-            with contextlib.suppress(OSError):  # it has other processes too, which we must not move
+            with contextlib.suppress(OSError):  # it has other processes, too; do not move those
                 _write(control, words)
     return frozenset(wanted & set(control.read_text().split()))
 

@@ -14,8 +14,8 @@ def reopen(fd: int, flags: int = os.O_RDONLY) -> int:
 def kernel_lines(path: Path) -> list[str]:
     """Return the lines of a text of the kernel, such as ``/proc/self/mountinfo``.
 
-    It is bytes, in which others' names may be: they come as file names do, so bytes
-    that are no UTF-8 are lone surrogates, and only a newline ends a line.
+    Names in it may be any bytes. They are decoded as file names are: bytes that are not
+    UTF-8 become lone surrogates. Only a newline ends a line.
 
     :raises OSError: it cannot be read.
     """
@@ -23,7 +23,7 @@ def kernel_lines(path: Path) -> list[str]:
 
 
 def open_plain(pid: int, fd: int, *, inode: int | None = None, nbytes: int | None = None) -> int:
-    """Open a regular file that a process has open; nothing else, as a pipe may block.
+    """Open a regular file that a process has open. Other kinds of files may block.
 
     :raises FileNotFoundError: the descriptor is closed, or is now another file's.
     :raises ProcessLookupError: the process is gone.

@@ -1,6 +1,6 @@
 """Messages over local Unix sockets: packets and frames, with descriptors beside them.
 
-Messages are msgspec structs of closed unions in MessagePack; nothing is ever unpickled.
+Messages are msgspec structs of closed unions in MessagePack. No pickle is ever read.
 File descriptors travel beside them (SCM_RIGHTS). A *packet* is one message on a
 SOCK_SEQPACKET; a *frame*, on a SOCK_STREAM, is a head of 5 bytes (length, number of
 descriptors) and a body.
@@ -29,9 +29,10 @@ encode = msgspec.msgpack.encode
 
 
 def decoder(kind: Any) -> Callable[[bytes], Any]:
-    """Make a decoder of a union of messages; it raises ConnectionError for others.
+    """Return a decoder of a union of messages; it raises ConnectionError for others.
 
-    At import: two threads must not meet a struct type for the first time at once.
+    To be called at import: msgspec must not see a struct type for the first time in two
+    threads.
     """
     decoder = msgspec.msgpack.Decoder(kind)
 
@@ -49,7 +50,7 @@ def write_packet(sock: socket.socket, message: msgspec.Struct, fds: Sequence[int
 
 
 def read_packet(sock: socket.socket) -> tuple[bytes, list[int]]:
-    """Receive one packet, and its descriptors; empty at the end of the connection."""
+    """Return one packet and its descriptors, or empty bytes at the connection's end."""
     data, fds, flags = _receive(sock, MAX_PACKET_NBYTES, socket.MSG_CMSG_CLOEXEC)
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
         close_all(fds)
@@ -86,7 +87,7 @@ class FrameReader:
         self._fds: list[int] = []
 
     def receive(self) -> list[tuple[bytes, list[int]]] | None:
-        """Complete frames, with descriptors; None at the end of the connection."""
+        """Return complete frames with descriptors, or None at the connection's end."""
         flags = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
         try:
             data, fds, _ = _receive(self._sock, _CHUNK_NBYTES, flags)

@@ -1,13 +1,13 @@
-"""A helper process of this one's: requests over frames, signs of life, and its end.
+"""A helper process of this process: requests over frames, pings, and its end.
 
-**Pings.** A helper answers a ping on a separate thread, within 0.2 s, whatever its main
-thread is stuck in. One that does not answer is stopped (SIGSTOP, a frozen cgroup), or
+**Pings.** A helper answers a ping on a separate thread, within 0.2 s, even if its main
+thread is stuck. A helper that does not answer is stopped (SIGSTOP, a frozen cgroup) or
 starved beyond use: it is killed and replaced. A thread that needs microseconds of CPU
-gets them within some 100 ms even on a machine with ten busy processes for each core,
+gets them within about 100 ms even on a machine with ten busy processes for each core,
 and no call of a helper holds the GIL for that long. ``SILENCE_S`` is far above that,
-and far below any deadline; a wrong verdict costs what the helper had under way. There
-is no verdict after this process itself was late: the answer may lie unread, so the
-helper gets the whole time again.
+and far below any deadline; a wrong verdict only fails the helper's pending requests.
+If this process itself was late, the answer may be unread, so the helper gets the whole
+time again.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from replicas.linux.processes import send_signal
 KILL_GRACE_S = 1.0
 """Time past a request's own timeout after which the sidecar is killed, in seconds."""
 INTERVAL_S = 0.5
-"""Between two looks while a request or a ping is pending, in seconds."""
+"""Time between two checks while a request or a ping is pending, in seconds."""
 IDLE_S = 5.0
-"""Between two pings of an idle sidecar, in seconds."""
+"""Time between two pings of an idle sidecar, in seconds."""
 SILENCE_S = 2.0
 """A ping unanswered for this many seconds means that the sidecar is frozen."""
 LATE_S = 0.25
-"""A look that is later than this, in seconds, means that this process was stalled."""
+"""A check that is later than this, in seconds, means that this process was stalled."""
 _ROUNDING_S = 0.01
 
 _R = TypeVar("_R")
@@ -48,18 +48,18 @@ _R = TypeVar("_R")
 class HelperDied(RuntimeError):
     """The helper is dead, or was killed at a deadline.
 
-    :cvar kind: what the helper is called.
+    :cvar kind: name of this kind of helper, for messages.
     """
 
     kind = "helper"
 
 
 class Pulse:
-    """Signs of life of one helper: its owner calls :meth:`look` at intervals.
+    """The pings of one helper: its owner calls :meth:`look` at intervals.
 
-    ``now``: seconds of any steady clock.
+    ``now`` is in seconds of any steady clock.
 
-    :ivar busy: whether the helper was at work when the interval began.
+    :ivar busy: True if the helper was at work when the interval began.
     """
 
     def __init__(self, now: float) -> None:
@@ -71,14 +71,14 @@ class Pulse:
         return self._silence.asked
 
     def interval_s(self, now: float, *, busy: bool) -> float:
-        """Return the delay until the next look, and note when it is due."""
+        """Return the delay until the next look, and record when it is due."""
         self.busy = busy
         delay = INTERVAL_S if busy or self.asked else IDLE_S
         self._silence.due = now + delay
         return delay
 
     def look(self, now: float) -> Literal["ping", "wait", "frozen"]:
-        """Decide: send a ping (it counts as sent now), wait, or give the sidecar up."""
+        """Return the action: send a ping (counts as sent), wait, or kill the helper."""
         if not self.asked:
             self._silence.ask(now)
             return "ping"
@@ -89,14 +89,13 @@ class Pulse:
 
 
 class HelperProcess:
-    """One helper, and both ends of its life: of the process, which is watched, and of
-    the socket, which is never waited for.
+    """One helper: its process, watched by a pidfd, and its non-blocking socket.
 
-    A subclass has a method for each request, and says which reply answers a ping.
+    A subclass has a method for each request, and tells which reply answers a ping.
 
-    :cvar died: the error of requests that it does not live to answer.
-    :cvar decode: makes a reply of a frame's body.
-    :cvar ping: makes a ping of its number.
+    :cvar died: the error of pending requests when the helper dies.
+    :cvar decode: decodes the body of a frame to a reply.
+    :cvar ping: makes a ping with a number.
     :ivar on_exit: called on the loop, once, with a reason, when it ends without
         :meth:`kill`.
     """
@@ -114,7 +113,7 @@ class HelperProcess:
         self._numbers = itertools.count(1)
         self._pending: dict[int, asyncio.Future[Any]] = {}
         self._unsent: deque[tuple[memoryview, list[int]]] = deque()
-        """Frames, with their descriptors, that the socket has not taken yet."""
+        """Frames that are not sent yet, with their descriptors."""
         self._life = ChildLife(None)
         self._life.start(self._loop.time())
         self._gone = asyncio.Event()
@@ -136,26 +135,26 @@ class HelperProcess:
 
     @property
     def at_work(self) -> bool:
-        """Whether somebody waits for it; its signs of life are asked for more often."""
+        """Return True while a request is pending; it is then pinged more often."""
         return bool(self._pending)
 
     def kill(self, reason: str = "killed") -> None:
-        """SIGKILL; pending requests raise :class:`SidecarDied`; no ``on_exit`` call."""
+        """Kill it. Pending requests raise ``died``; ``on_exit`` is not called."""
         self.on_exit = None
         self._put_down(reason)
 
     async def wait_dead(self, timeout_s: float = 5.0) -> bool:
-        """True if the process is dead within ``timeout_s``: it accesses no memory."""
+        """Return True if the process ends within ``timeout_s`` and frees its memory."""
         await is_set_within(self._gone, timeout_s)
         return self.dead
 
     @property
     def fds(self) -> set[int]:
-        """Its descriptors: in a forked child they would hide the rank's end."""
+        """Return its descriptors. A forked child must close them."""
         return {self._sock.fileno(), self._pidfd} - {-1}
 
     async def _ask(self, request: Any, timeout_s: float, kind: type[_R], prepare: Callable[[], None]) -> _R:
-        """Send a request, after ``prepare`` has sent what it needs; return the reply.
+        """Call ``prepare``, which may send messages; send a request; return the reply.
 
         :raises HelperDied: it died, or was killed ``KILL_GRACE_S`` after the timeout.
         """
@@ -179,14 +178,14 @@ class HelperProcess:
         return self._checked(reply, request, kind)
 
     def _checked(self, reply: Any, request: Any, kind: type[_R]) -> _R:
-        """The reply, if it is of the kind that answers the request."""
+        """Return the reply if it answers the request; else raise an error."""
         raise NotImplementedError
 
     def _answers_ping(self, reply: Any) -> bool:
         raise NotImplementedError
 
     def _send(self, message: msgspec.Struct, *fds: int) -> None:
-        """Send a frame after those before it, as soon as the socket takes it."""
+        """Queue a frame, and send it as soon as the socket has room."""
         body = frames.encode(message)
         owned = [os.dup(fd) for fd in fds]  # a buffer may be closed before it is sent
         self._unsent.append((memoryview(frames.frame_head(body, fds) + body), owned))
@@ -198,7 +197,7 @@ class HelperProcess:
             while self._unsent:
                 data, fds = self._unsent[0]
                 sent = socket.send_fds(self._sock, [data], fds)
-                frames.close_all(fds)  # they went with the first byte
+                frames.close_all(fds)  # they are sent with the first byte
                 self._unsent[0] = (data[sent:], [])
                 if sent == len(data):
                     self._unsent.popleft()
@@ -214,7 +213,7 @@ class HelperProcess:
         return self._loop.call_later(delay, self._look)
 
     def _look_soon(self) -> None:
-        """Look more often while a request is pending."""
+        """Shorten the interval while a request is pending."""
         if not self._pulse.asked and not self._pulse.busy:
             self._timer.cancel()
             self._timer = self._next_look()
@@ -238,7 +237,7 @@ class HelperProcess:
                 self._take(self.decode(body))
         except OSError as error:
             self._loop.remove_reader(self._sock)
-            self._put_down(str(error))  # also a process that has closed the channel without ending
+            self._put_down(str(error))  # also a living process that has closed the channel
             self._sock.close()
 
     def _take(self, reply: Any) -> None:
@@ -251,7 +250,7 @@ class HelperProcess:
             future.set_result(reply)
 
     def _put_down(self, reason: str) -> None:
-        """SIGKILL it if it still lives, and fail all pending requests."""
+        """Kill it if it still lives, and fail all pending requests."""
         self._reason = self._reason or reason
         if self.usable:
             self._life.give_up()
@@ -274,7 +273,7 @@ class HelperProcess:
         os.close(self._pidfd)
         self._pidfd = -1
         self._life.ended(self._loop.time())
-        self._gone.set()  # _readable still takes the replies sent before the end, then fails the rest
+        self._gone.set()  # _readable still reads earlier replies, then fails the other requests
         self._timer.cancel()
         if self.on_exit is not None:
             self.on_exit(self._end_text())

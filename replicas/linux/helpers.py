@@ -1,8 +1,9 @@
-"""Start this library's own processes: they inherit only what they need.
+"""Start this library's own processes, with only the environment that they need.
 
-The working folder of a helper is ``/``. That of its starter may be removed or unmounted
-while both run (torch cannot even be loaded in such a folder), and would be kept busy.
-What starts with ``PET_`` are options of another torchrun. Standard library only.
+The working folder of a helper is ``/``. The folder of its starter may be removed or
+unmounted while both run (torch cannot even be loaded in such a folder), and would be
+kept busy. Variables with ``PET_`` are options of another torchrun. Standard library
+only.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ TORCHRUN = "PET_"
 
 
 def interpreter() -> str:
-    """Return the path of this Python's interpreter, with which helpers are started.
+    """Return the path of this Python's interpreter, which runs the helpers.
 
-    :raises replicas.errors.UsageError: ``sys.executable`` is none, and there is none
-        where this Python is installed.
+    :raises replicas.errors.UsageError: ``sys.executable`` is not an interpreter, and
+        the folders of this Python have none.
     """
     named = sys.executable or ""
     if Path(named).name.startswith(("python", "pypy")):
         return named
-    # A program that has Python in it (uwsgi) names itself, or nothing.
+    # A program that embeds Python (uwsgi) has its own path there, or "".
     prefixes = dict.fromkeys((sys.prefix, sys.base_prefix))
     names = (f"python{sys.version_info.major}.{sys.version_info.minor}", f"python{sys.version_info.major}")
     found = (
@@ -40,7 +41,7 @@ def interpreter() -> str:
         return chosen
     text = f"no Python interpreter for helper processes: sys.executable is {named!r}, and there is none in "
     raise errors.UsageError(
-        text + " or ".join(prefixes), hint="set sys.executable to the path of one that has this package"
+        text + " or ".join(prefixes), hint="set sys.executable to the path of an interpreter that has this package"
     )
 
 
@@ -50,9 +51,9 @@ def python_module(module: str, *arguments: str) -> list[str]:
 
 
 def apart(environment: Mapping[str, str], folder: str = "") -> dict[str, Any]:
-    """Return how a helper is started, as arguments of :class:`subprocess.Popen`.
+    """Return arguments of :class:`subprocess.Popen` for a helper.
 
-    :param environment: its own, without the path of this package.
+    :param environment: its environment, without the path of this package.
     :param folder: as for :func:`replicas.common.own_code.findable`.
     """
     return {

@@ -1,7 +1,7 @@
 """Repair inherited process state: closed standard streams, blocked or ignored signals.
 
 Also checks that ``/proc`` belongs to this pid namespace. Each program of this library
-calls it before anything else. Standard library only.
+calls :func:`put_in_order` first. Standard library only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def put_in_order() -> None:
 def open_streams() -> None:
     """Open ``/dev/null`` for each standard stream that is closed.
 
-    Else children would take the next file or socket for it.
+    Otherwise children would use the next file or socket as that stream.
     """
     for number in range(3):
         try:
@@ -52,6 +52,6 @@ def check_proc() -> None:
         ) from error
     if shown != str(os.getpid()):
         raise errors.UsageError(
-            f"/proc is that of another pid namespace: there this process is {shown}, here it is {os.getpid()}",
+            f"/proc is of another pid namespace: there this process is {shown}, here it is {os.getpid()}",
             hint="mount the one of this namespace (mount -t proc proc /proc, or unshare --mount-proc)",
         )

@@ -1,8 +1,8 @@
-"""Network interfaces: which one has an address.
+"""Network interfaces: find the interface of an address.
 
-A link-local address of IPv6 (``fe80::...``) is of one link only, and each machine names
-its links by itself: what is ``fe80::1%eth0`` as seen from one may be ``fe80::1%ens3``
-on its own machine.
+A link-local address of IPv6 (``fe80::...``) is valid on one link only, and each machine
+has its own names of links: the address ``fe80::1%eth0`` of a peer may be
+``fe80::1%ens3`` on the peer's machine.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ _INET6 = Path("/proc/self/net/if_inet6")
 
 
 def interface_of(address: str) -> str:
-    """The interface of this machine that has the address; empty: none is known.
+    """Return this machine's interface with the address, or "".
 
-    Of several (two VLANs may have one link-local address) the one that it names.
+    If several have it (two VLANs may have one link-local address), prefer the interface
+    that the address names.
     """
     text, _, named = address.partition("%")
     try:
@@ -44,7 +45,7 @@ def _ipv6() -> Iterator[tuple[ipaddress.IPv6Address, str]]:
 
 
 def _ipv4() -> Iterator[tuple[ipaddress.IPv4Address, str]]:
-    """The first address of each interface."""
+    """Yield the first address of each interface."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
             try:

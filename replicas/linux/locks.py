@@ -5,16 +5,16 @@ when the last process that has it ends, however it ends. Forked children and sid
 share the description that they were given, and so its locks.
 
 ``flock``, shared: "I hold the content". Exclusive: "I am filling it". The owner takes
-the exclusive lock before it writes. A reader that comes later is refused; a reader that
-was there first makes the owner choose other memory.
+the exclusive lock before it writes. A later reader is refused; if a reader was first,
+the owner chooses other memory.
 
-*Flags* are read locks on single bytes (``F_OFD_SETLK``; a byte is a number, nothing is
-stored at it). No process ever takes a write lock: it only tests whether one could be
-had. Byte 0: a mapping given to a user may still be alive, though no process holds the
-memory officially. Byte ``N`` > 0: the memory has been filled ``N`` times, and
-the last fill is complete. Each holder has that flag, and only while there is no writer;
-so a reader that has the shared lock and finds another holder's flag knows that the
-memory was not refilled before it came.
+*Flags* are read locks on single bytes (``F_OFD_SETLK``; the byte is only a number, its
+content is not used). No process ever takes a write lock: it only tests whether a write
+lock would succeed. Byte 0: a mapping given to a user may still be alive, though no
+process holds the memory officially. Byte ``N`` > 0: the memory has been filled ``N``
+times, and the last fill is complete. Each holder has that flag, and only while there is
+no writer; so a reader that has the shared lock and finds another holder's flag knows
+that the memory was not refilled since.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from replicas.linux.files import kernel_lines
 MAPPED = 0
 """Byte flagged while a user's mapping may be alive; larger bytes count fills."""
 OPENED = 1 << 62
-"""Byte flagged while a process has the (GPU) memory open to which the file leads."""
+"""Byte flagged while a process has the file's GPU memory open."""
 
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid
 
 
 def hold_shared(fd: int) -> bool:
-    """Hold the content, by the shared lock; False while the file is being filled."""
+    """Take the shared lock, to hold the content. Return False during a fill."""
     return _flock(fd, fcntl.LOCK_SH)
 
 
 def hold_exclusive(fd: int) -> bool:
-    """Take the exclusive lock, to fill or to have it alone; False while it is held."""
+    """Take the exclusive lock, to fill the file. Return False if another has a lock."""
     return _flock(fd, fcntl.LOCK_EX)
 
 
@@ -89,7 +89,7 @@ def holders(inode: int) -> tuple[int, ...]:
     pids: set[int] = set()
     try:
         held = kernel_lines(Path("/proc/locks"))
-    except OSError:  # hidden in some containers: the error text then lacks them
+    except OSError:  # hidden in some containers: the error text then names no process
         return ()
     for line in held:
         fields = line.split()

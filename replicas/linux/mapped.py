@@ -10,9 +10,9 @@ from replicas.linux.processes import processes
 
 
 def mappers(inodes: Container[int]) -> dict[int, set[int]]:
-    """The memfds with these inodes that visible processes of this user map, by pid.
+    """Return, by pid, which of these memfds visible processes of this user map.
 
-    It reads the list of mappings of each process: a millisecond for a large one.
+    Reads the list of mappings of each process: a millisecond for a large one.
     """
     found: dict[int, set[int]] = {}
     for pid in processes():
@@ -24,7 +24,7 @@ def mappers(inodes: Container[int]) -> dict[int, set[int]]:
 
 
 def named(pids: Iterable[int]) -> str:
-    """For example "processes 12 (vllm), 34 (python3)"."""
+    """Return a text such as "processes 12 (vllm), 34 (python3)"."""
     texts = [f"{pid} ({name})" if (name := _name(pid)) else str(pid) for pid in sorted(pids)]
     return f"process{'' if len(texts) == 1 else 'es'} {', '.join(texts)}"
 

@@ -1,8 +1,8 @@
-"""What this library needs of its process and kernel: ask for it at the start.
+"""Check, at the start, that the process and the kernel have the required features.
 
-A container or a unit of systemd may hide ``/proc/sys`` or deny calls of the kernel one
-by one; a library may have replaced threads and selectors. Each would show later, as an
-error without a name. Standard library only.
+A container or a unit of systemd may hide ``/proc/sys`` or deny single calls of the
+kernel; a library may have replaced threads and selectors. Each would cause an obscure
+error later. Standard library only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DENIED = (errno.EPERM, errno.EACCES, errno.ENOSYS)
 
 
 class Missing(NamedTuple):
-    """``what`` is not given, and the options that give it."""
+    """A missing feature, and the options that provide it."""
 
     what: str
     remedy: str
@@ -49,7 +49,7 @@ CALLS: dict[str, Callable[[], int]] = {
     "pidfd_send_signal": _signal,
     "memfd_create": lambda: os.memfd_create("replicas-probe"),
 }
-"""Calls of the kernel, each as a function that opens a descriptor by it."""
+"""Required system calls, each as a function that opens a descriptor with it."""
 _SECCOMP = (
     "the kernel is older than 5.3, or a seccomp filter denies it: with docker leave out --security-opt seccomp=..., or "
     "allow it in that profile; in Kubernetes set securityContext.seccompProfile.type: RuntimeDefault; in a unit of "
@@ -63,7 +63,7 @@ _REPLACED = (
 
 
 def missing() -> Iterator[Missing]:
-    """Ask for each thing that is needed; yield those that are not there."""
+    """Try each required feature; yield the missing ones."""
     if not hasattr(select, "epoll") or not isinstance(_thread.start_new_thread, BuiltinFunctionType):
         yield Missing("Python's own threads and selectors were replaced in this process", _REPLACED)
     for name, call in CALLS.items():
@@ -79,10 +79,10 @@ def missing() -> Iterator[Missing]:
 
 
 def check() -> None:
-    """Check that this process has what is needed.
+    """Check that this process has all required features.
 
-    :raises replicas.errors.UsageError: it lacks something; the text names it, and the
-        option that gives it.
+    :raises replicas.errors.UsageError: features are missing; the text names them, and
+        the options that provide them.
     """
     inherited.check_proc()
     if found := list(missing()):

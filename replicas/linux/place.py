@@ -1,11 +1,11 @@
 """Move a forked sidecar into its rank's environment, output and control group.
 
 A forkserver serves all ranks of its node. A sidecar that it forks gets the environment
-and the output of the rank it is for, enters that one's control group, so that it counts
-within the replica's limits, and bears its mark, by which it is found whoever was killed
-or frozen. What a process reads only while it starts (``LD_LIBRARY_PATH``) cannot be
-changed later: a node has a forkserver for each set of such variables
-(:func:`lasting`). Standard library only.
+and the output of its rank, enters the rank's control group, so that it counts within
+the replica's limits, and gets the rank's mark, which identifies it even if its parents
+are dead or frozen. Variables that a process reads only while it starts
+(``LD_LIBRARY_PATH``) cannot be changed later: a node has a forkserver for each set of
+such variables (:func:`lasting`). Standard library only.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from replicas.linux import cgroups
 from replicas.linux.processes import MARK, bear_mark, pid_of
 
 _LASTING = ("GLIBC_", "LD_", "MALLOC_", "PYTHON", "TORCH_")
-_MAX_NBYTES = 16 << 20  # the kernel starts no process with as much
+_MAX_NBYTES = 16 << 20  # larger than any environment that the kernel accepts
 
 
 def lasting(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that the loader, Python or torch read only while they start."""
+    """Return the variables that the loader, Python or torch read only at start."""
     return {name: value for name, value in environment.items() if name.startswith(_LASTING)}
 
 
 def describe() -> list[int]:
-    """Descriptors of this process's stderr and of a file with its environment."""
+    """Return descriptors of this process's stderr and of a file of its environment."""
     try:
         output = os.dup(2)
     except OSError:  # it is closed
@@ -44,9 +44,10 @@ def describe() -> list[int]:
 
 
 def take(pidfd: int, output: int, environment: int) -> None:
-    """Take the place beside the process of ``pidfd`` that these descriptors describe.
+    """Take over the control group, output and environment of a rank.
 
-    :raises ValueError: that one has a mark, and this process no room for it.
+    :param pidfd: the rank's process; the others are from :func:`describe`.
+    :raises ValueError: the rank has a mark, and this process has no room for it.
     """
     _enter_group_of(pidfd)
     os.dup2(output, 1)
@@ -60,6 +61,6 @@ def take(pidfd: int, output: int, environment: int) -> None:
 
 
 def _enter_group_of(pidfd: int) -> None:
-    """Enter the control group of a process, where there are any and we may."""
-    with contextlib.suppress(OSError):  # its mark tells whose it is, too; if the other one is gone, this one follows
+    """Enter the control group of a process, if there is one and the kernel permits."""
+    with contextlib.suppress(OSError):  # the mark identifies it, too; and without its rank it ends anyway
         cgroups.enter(cgroups.own_group(Path(f"/proc/{pid_of(pidfd)}")), os.getpid())

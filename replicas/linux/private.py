@@ -1,16 +1,16 @@
 """Files and folders that only this user can change, such as a run's state folder.
 
 Standard library only. A path may lead through folders of other users (``/tmp``,
-``/scratch``), who can put a symbolic link, or a folder of their own, where ours should
-be. So every call here walks the path from the root by descriptors. A symbolic link on
-the way must belong to us or root; the last folder must belong to us or root and not be
+``/scratch``), who can put a symbolic link, or a folder of their own, in place of ours.
+So every call here walks the path from the root by descriptors. A symbolic link on the
+way must belong to us or root; the last folder must belong to us or root and not be
 writable by others. A file in it is opened relative to the folder's descriptor, never
 through a link, and must be a regular file of ours. New folders and files have the modes
 0700 and 0600, whatever the mode of the parent folder.
 
 No descriptor is kept between calls, so a folder that was moved or recreated is found
-again, and one that another user put in its place is refused. Errors are
-:class:`OSError`; :class:`NotPrivate` says what was found and what to do about it.
+again, and a folder that another user put in its place is refused. Errors are
+:class:`OSError`; :class:`NotPrivate` names the finding and the remedy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAX_LINKS = 40  # the kernel's own limit
 
 
 class NotPrivate(PermissionError):
-    """A file or folder is another user's, or others can write it. ``hint``: remedy."""
+    """A file or folder is another user's, or others can write it; with a ``hint``."""
 
     def __init__(self, path: Path, why: str, hint: str) -> None:
         super().__init__(errno.EPERM, why, str(path))
@@ -74,7 +74,7 @@ def close_to_others(path: Path, *, once_ours: str) -> None:
             file = os.stat(once_ours, dir_fd=descriptor, follow_symlinks=False)
             if not stat.S_ISREG(file.st_mode) or file.st_uid != us:
                 return
-            with contextlib.suppress(PermissionError):  # a file system without modes: opening it is refused
+            with contextlib.suppress(PermissionError):  # a file system without modes: opening it fails then
                 Path(f"/proc/self/fd/{descriptor}").chmod(stat.S_IMODE(found.st_mode) & ~_OTHERS_WRITE)
     finally:
         os.close(descriptor)
@@ -119,7 +119,10 @@ def _step(descriptor: int, name: str, path: Path, *, make: bool) -> int:
 
 
 def _link(descriptor: int, name: str, path: Path) -> Path:
-    """The target of the link ``name``, not another user's; NotADirectoryError: none."""
+    """Return the target of the link ``name``, unless another user made the link.
+
+    :raises NotADirectoryError: it is not a link.
+    """
     link = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=descriptor)
     try:
         found = os.fstat(link)
@@ -131,7 +134,7 @@ def _link(descriptor: int, name: str, path: Path) -> Path:
                 f'"{name}" on the way to it is a symbolic link of user {found.st_uid}',
                 "have the link removed",
             )
-        return Path(os.readlink("", dir_fd=link))  # of the link that was checked, whatever has its name now
+        return Path(os.readlink("", dir_fd=link))  # by descriptor: another link may have its name by now
     finally:
         os.close(link)
 
@@ -160,7 +163,7 @@ def open_file(path: Path, flags: int, *, make_folder: bool = False) -> int:
 
 
 def _open_in(parent: int, path: Path, flags: int) -> int:
-    # Truncate only once it is known to be ours; a pipe in its place must not block.
+    # Truncate only after the check; a pipe in its place must not block.
     careful = flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(path.name, careful, 0o600, dir_fd=parent)
@@ -171,7 +174,7 @@ def _open_in(parent: int, path: Path, flags: int) -> int:
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_uid not in (os.geteuid(), 0):
-            raise NotPrivate(path, f"it is no file of this user, but of user {found.st_uid}", "remove it")
+            raise NotPrivate(path, f"it is not a regular file of this user (owner: user {found.st_uid})", "remove it")
         if flags & (os.O_WRONLY | os.O_RDWR):
             if found.st_mode & _OTHERS and found.st_uid == os.geteuid():
                 os.fchmod(descriptor, 0o600)
@@ -201,7 +204,7 @@ def create(path: Path, data: bytes) -> None:
 def _create_in(parent: int, path: Path, data: bytes, *, sync: bool = False) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path.name, dir_fd=parent)
-    # O_EXCL: nobody has it open yet
+    # O_EXCL: no other process has it open yet
     _fill(_open_in(parent, path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), data, sync=sync)
 
 
@@ -218,14 +221,14 @@ def _fill(descriptor: int, data: bytes, *, sync: bool = False) -> None:
 def replace(path: Path, data: bytes, *, sync: bool = False) -> None:
     """Replace a file atomically: write a new one beside it, then rename.
 
-    :param sync: return only when it survives a crash of the machine. Blocks.
+    :param sync: return when it would survive a crash of the machine. Blocks.
     """
     beside = path.with_name(f"{path.name}.new")
     with folder(path.parent) as parent:
         _create_in(parent, beside, data, sync=sync)
         os.rename(beside.name, path.name, src_dir_fd=parent, dst_dir_fd=parent)
         if sync:
-            # its entry too has to reach the disk
+            # the folder's entry must reach the disk, too
             here = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=parent)
             try:
                 os.fsync(here)
@@ -234,7 +237,7 @@ def replace(path: Path, data: bytes, *, sync: bool = False) -> None:
 
 
 def overwrite(path: Path, data: bytes, offset: int) -> None:
-    """Put ``data`` over as many bytes of a file that is there: takes no room."""
+    """Overwrite bytes of an existing file in place, which needs no room on the disk."""
     descriptor = open_file(path, os.O_WRONLY)
     try:
         if os.pwrite(descriptor, data, offset) != len(data):
@@ -255,7 +258,7 @@ def remove(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder of ours with what can be removed of it; never raise OSError."""
+    """Remove a folder of ours as far as possible; never raise OSError."""
     with contextlib.suppress(OSError), folder(path) as root:
         # Not os.walk, which works by paths; not shutil, which is slow to import.
         for _, folders, files, here in os.fwalk(".", topdown=False, dir_fd=root):

@@ -23,13 +23,13 @@ from replicas.linux.files import kernel_lines
 MARK = "REPLICAS_SHIM"
 """Internal: a random number of the shim under which a process was started.
 
-Children inherit it; a sweep uses it to find what a dead generation left behind. By it
-a rank shows the coordinator that the supervisor has started it, so it is a secret.
+Children inherit it; sweeps find the processes of a dead generation by it. A rank proves
+with it to the coordinator that the supervisor has started it, so it is a secret.
 """
 NO_MARK = "REPLICAS_NONE"
 """Internal: room in the environment of a process for the value of ``REPLICAS_SHIM``.
 
-A sidecar gets that of its rank, after it was forked (:func:`bear_mark`).
+A sidecar gets its rank's mark after the fork (:func:`bear_mark`).
 """
 _ROOM = "0" * 32  # as long as a nonce
 SHIM = "replicas.supervisor.shim.shim"
@@ -43,7 +43,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class Child:
-    """A direct child, reaped by its starter's loop. ``code``: None while it lives."""
+    """A direct child, reaped by its starter's loop. ``code`` is None while it lives."""
 
     def __init__(self, popen: subprocess.Popen[bytes]) -> None:
         self.popen = popen
@@ -83,7 +83,7 @@ def stat_fields(pid: int | str) -> list[str]:
 
 
 def _stat(pid: int) -> tuple[str, int, int] | None:
-    """State letter, parent and start time of a process; None: gone, or hidden."""
+    """Return state letter, parent and start time, or None if it is gone or hidden."""
     try:
         fields = stat_fields(pid)
     except (PermissionError, ProcessLookupError):
@@ -95,15 +95,15 @@ def _stat(pid: int) -> tuple[str, int, int] | None:
 
 
 def start_time(pid: int) -> int | None:
-    """Clock ticks from boot to the start of the process; None: gone, or a zombie."""
+    """Return the clock ticks from boot to its start, or None if it is gone or dead."""
     found = _stat(pid)
     return None if found is None or found[0] in _DEAD else found[2]
 
 
 def pid_of(pidfd: int) -> int:
-    """The process of a pidfd, in this pid namespace; 0 or less: it is gone, or hidden.
+    """Return the pid of a pidfd, in this pid namespace; 0 or less if gone or hidden.
 
-    :raises OSError: it is closed.
+    :raises OSError: the pidfd is closed.
     """
     found = kernel_lines(Path(f"/proc/self/fdinfo/{pidfd}"))
     return next((int(line.split()[1]) for line in found if line.startswith("Pid:")), 0)
@@ -126,7 +126,7 @@ def processes() -> Iterator[int]:
 
 
 def descriptors(pid: int) -> list[str]:
-    """Targets of the process's descriptors; of another user's process, none."""
+    """Return the targets of the process's descriptors; none for other users'."""
     targets: list[str] = []
     try:
         with os.scandir(f"/proc/{pid}/fd") as entries:
@@ -141,7 +141,7 @@ def descriptors(pid: int) -> list[str]:
 def command_line(pid: int, limit: int = 120) -> str:
     """Return the command line of a process as one line of printable characters.
 
-    Of a dying process, the name in brackets, as ``ps`` shows it; empty: it is gone.
+    For a dying process, return its name in brackets, as ``ps`` does; "" if it is gone.
     """
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes() or b"[%b]" % Path(f"/proc/{pid}/comm").read_bytes().strip()
@@ -154,7 +154,7 @@ def command_line(pid: int, limit: int = 120) -> str:
 def is_resource_tracker(pid: int) -> bool:
     """Return True for the process that unlinks a dead Python program's shared memory.
 
-    Use the answer for the order of killing only, never to choose what to kill.
+    The answer may decide the order of kills, never whether to kill.
     """
     try:
         return b"from multiprocessing.resource_tracker import main" in Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -232,7 +232,7 @@ def _entries(nonces: str | Iterable[str]) -> frozenset[bytes]:
 
 
 def send_signal(pidfd: int, signum: int) -> bool:
-    """Signal by pidfd; False: the process is gone or became another user's (sudo)."""
+    """Signal by pidfd. Return False if it is gone or became another user's (sudo)."""
     try:
         signal.pidfd_send_signal(pidfd, signum)
     except (PermissionError, ProcessLookupError):
@@ -271,7 +271,7 @@ def signal_own(signum: int, *, but: frozenset[int] = frozenset()) -> list[int]:
 
 
 def marked(nonces: str | Iterable[str]) -> list[int]:
-    """The other living processes whose environment has one of these shim nonces."""
+    """Return other living processes whose environment has one of these shim nonces."""
     entries = _entries(nonces)
     me = os.getpid()
     return [pid for pid in processes() if pid != me and _has_mark(pid, entries) and start_time(pid) is not None]
@@ -285,7 +285,7 @@ def signal_marked(nonces: str | Iterable[str], signum: int, *, but: frozenset[in
 def die_with_parent(parent: int, signum: signal.Signals = signal.SIGKILL) -> None:
     """Have the kernel send ``signum`` to this process when its parent thread ends.
 
-    Exits at once with 1 when the parent, which had pid ``parent``, is already gone.
+    Exits with 1 if the parent, which had pid ``parent``, is already gone.
     """
     _prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent:  # it may have ended before the call
@@ -303,18 +303,18 @@ def name_process(name: str) -> None:
 
 
 def room_for_mark() -> dict[str, str]:
-    """Variables with which a process is started that :func:`bear_mark` is for."""
+    """Return variables that a process needs at its start for :func:`bear_mark`."""
     return {NO_MARK: _ROOM}
 
 
 def bear_mark(nonce: str) -> None:
     """Show the mark of a shim in this process's ``/proc/PID/environ``.
 
-    The kernel reads that from the memory in which the process got its environment when
-    it was started, which ``os.environ`` does not change. So the process must have been
-    started with :func:`room_for_mark`, which is as long as a mark, and overwritten.
+    The kernel reads that file from the memory of the environment at the start, which
+    ``os.environ`` does not change. So the process must have been started with
+    :func:`room_for_mark`, a variable as long as a mark, which is overwritten.
 
-    :raises ValueError: it was not, or the nonce is not of that size.
+    :raises ValueError: it was started without, or the nonce has another length.
     """
     libc = ctypes.CDLL(None)
     libc.getenv.restype = ctypes.c_void_p

@@ -1,4 +1,4 @@
-"""Errors of the kernel that mean "too little now", and the limit behind them."""
+"""Errors of the kernel that mean a lack of a resource, and the limit behind them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ SCARCE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 @contextmanager
 def naming_limits() -> Iterator[None]:
-    """Name the limit of processes that a fork, or the start of a thread, has met.
+    """Name the limit that a fork, or the start of a thread, has reached.
 
-    Around each of them, or as a decorator of a function that does so.
+    A context manager and decorator around forks and starts of threads.
 
     :raises OSError: EAGAIN, with that limit and the remedy.
     """
@@ -30,12 +30,12 @@ def naming_limits() -> Iterator[None]:
 
 
 def lacks_threads(error: BaseException) -> bool:
-    """True if no thread could be started (process limit); Python has no type for it."""
+    """Return True if no thread could be started, for which Python has no error type."""
     return isinstance(error, RuntimeError) and "can't start new thread" in str(error)
 
 
 def no_process() -> str:
-    """Why there is no further process or thread, and the remedy."""
+    """Return why no process or thread can be started, and the remedy."""
     most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     user = "" if most == resource.RLIM_INFINITY else f"user {os.getuid()} may have {most} (ulimit -u), or "
     return (
@@ -45,7 +45,7 @@ def no_process() -> str:
 
 
 def limit(error: OSError) -> tuple[str, str]:
-    """An error of :data:`SCARCE` as text, with the limit that it met; the remedy."""
+    """Return an error of :data:`SCARCE` as text with its limit, and the remedy."""
     why, remedy = _limit(error)
     return f"{os.strerror(error.errno or 0)}: {why}", remedy
 
@@ -64,7 +64,7 @@ def _limit(error: OSError) -> tuple[str, str]:
     if maps.isdecimal() and have + 2 >= int(maps):
         return f"this process may have {maps} mappings, and has {have}", "raise vm.max_map_count"
     if _sysctl("vm/overcommit_memory") == "2":
-        return "this machine promises no more memory than it has (vm.overcommit_memory = 2)", "allow more of it"
+        return "this machine does not overcommit memory (vm.overcommit_memory = 2)", "allow overcommitment"
     return "the kernel has no memory left for it", "free memory, or raise the container's limit"
 
 

@@ -1,10 +1,10 @@
-"""Seals on shared memory: who may still write it. A seal is never removed.
+"""Seals on shared memory: restrict later writers. A seal is never removed.
 
 ``F_SEAL_FUTURE_WRITE`` refuses ``write`` and every new writable mapping, to root and
-the owner, too, while the writable mappings that exist go on: the memory is *closed to
-writers*. ``F_SEAL_SEAL`` says nothing about writing. It serves as a mark that no death
-of a process removes: the memory is *final*, and its owner never fills it again. Sealed
-files keep their size, as a shorter one would kill its readers by SIGBUS.
+the owner, too; existing writable mappings keep working: the memory is *closed to
+writers*. ``F_SEAL_SEAL`` does not concern writing. It serves as a mark that no death of
+a process removes: the memory is *final*, and its owner never fills it again. Sealed
+files keep their size, as truncation would kill readers with SIGBUS.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def is_final(fd: int) -> bool:
 def close_to_writers(fd: int) -> None:
     """Close a memfd of this process to new writers, where the kernel can."""
     if not is_closed_to_writers(fd):
-        with contextlib.suppress(OSError):  # then the file is sealed when it is shown, or not shown
+        with contextlib.suppress(OSError):  # then it is sealed before it is shared, or not shared
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _CLOSED)
 
 

@@ -1,4 +1,4 @@
-"""Ask the NVIDIA driver by programs with a time limit: no signal ends a hung one.
+"""Query the NVIDIA driver by subprocesses with a time limit, as a call may hang.
 
 Run as a program, this file prints NVML's number of GPUs, or its error text with exit
 code 1. Standard library only.
@@ -42,7 +42,7 @@ def gpu_processes(timeout_s: float) -> list[tuple[int, str, str, str]]:
 
 
 def ask(command: list[str], timeout_s: float) -> tuple[int, str]:
-    """Exit code and output of what asks the driver; TimeoutExpired: it hangs."""
+    """Return exit code and output of a command. Raises TimeoutExpired if it hangs."""
     null = subprocess.DEVNULL
     asked = subprocess.Popen(command, cwd="/", stdin=null, stdout=subprocess.PIPE, stderr=null, errors="replace")
     assert asked.stdout is not None

@@ -1,9 +1,9 @@
 """Local sockets: identify the peer's user, connect to long paths, forkserver addresses.
 
-The kernel tells the user of the process that connected or listens (SO_PEERCRED). Both
-ends check it before they send a byte or a descriptor: an abstract socket has no mode,
-and every process in the network namespace sees its name in ``/proc/net/unix``. For a
-TCP port of this machine, ``/proc/net/tcp`` tells the user of the listening process.
+SO_PEERCRED is the user of the process that connected or listens. Both ends check it
+before they send a byte or a descriptor: an abstract socket has no mode, and every
+process in the network namespace sees its name in ``/proc/net/unix``. For a TCP port of
+this machine, ``/proc/net/tcp`` has the user of the listening process.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ _ROUND_TRIP = struct.Struct("<68xI")
 _LISTENS = "0A"
 _PATH_NBYTES = 107
 _BACKLOG = 4096
-"""Room for clients that wait while a forkserver loads torch, and for strangers that it
-has not rejected yet. Same as the kernel's limit (``net.core.somaxconn``)."""
+"""Room for clients that wait while a forkserver loads torch, and for connections of
+others that it has not rejected yet. Equals the kernel's ``net.core.somaxconn``."""
 
 
 def peer_uid(connection: socket.socket) -> int:
-    """Effective user of the process that connected or, seen by a client, listens."""
+    """Return the user of the process that connected or, for a client, listens."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(credentials)[1])
 
 
 def tcp_socket(address: str) -> socket.socket:
-    """A TCP socket of the family of this address."""
+    """Return a new TCP socket of this address's family."""
     return socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
 
 
 def round_trip_s(connection: socket.socket) -> float:
-    """The kernel's smoothed round-trip time of a TCP connection; 0: unknown."""
+    """Return the kernel's smoothed round-trip time of a connection; 0 if unknown."""
     try:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ROUND_TRIP.size)
         return float(_ROUND_TRIP.unpack(info)[0]) / 1e6
@@ -55,9 +55,10 @@ def round_trip_s(connection: socket.socket) -> float:
 def listener_uids(connection: socket.socket) -> frozenset[int] | None:
     """Return the users whose processes listen at this TCP connection's peer.
 
-    None: the peer is on another machine. Empty: no local process listens, as when the
-    port is forwarded. Ask while the connection is open: the process that listens now
-    accepted it, or the one that did has stopped listening.
+    Return None if the peer is on another machine, and an empty set if no local process
+    listens, as when the port is forwarded. To be called while the connection is open:
+    either the present listener accepted it, or the accepting process has stopped
+    listening.
     """
     own, peer = (_address(name()[0]) for name in (connection.getsockname, connection.getpeername))
     if not peer.is_loopback and own != peer:  # one's own address is on this machine, too
@@ -77,7 +78,7 @@ def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 
 class Listener(NamedTuple):
-    """A listening TCP socket; ``inode`` tells two on the same port apart."""
+    """A listening TCP socket; ``inode`` distinguishes sockets on the same port."""
 
     address: str
     port: int
@@ -85,7 +86,7 @@ class Listener(NamedTuple):
 
 
 def listeners() -> Iterator[tuple[Listener, int]]:
-    """All TCP sockets that listen in this network namespace, each with its user."""
+    """Yield all TCP sockets that listen in this network namespace, with their users."""
     for table in ("tcp", "tcp6"):
         try:
             with Path(f"/proc/self/net/{table}").open(encoding="ascii", errors="replace") as lines:
@@ -103,15 +104,15 @@ def listeners() -> Iterator[tuple[Listener, int]]:
 
 
 def holder(inode: int) -> str:
-    """The first process found with this socket, in words."""
+    """Describe the first process found with this socket."""
     for pid in processes():
         if f"socket:[{inode}]" in descriptors(pid):
             return f"process {pid} ({command_line(pid) or 'gone'})"
-    return "a process that has just ended, or cannot be looked into (another user's, or in another container)"
+    return "a process that has just ended, or is not visible (another user's, or in another container)"
 
 
 def why_not(error: OSError, port: int) -> str:
-    """The error of a bind in words, with the processes that have the port."""
+    """Describe the error of a bind, with the processes that have the port."""
     found = {holder(one.inode) for one, _ in listeners() if one.port == port} if error.errno == errno.EADDRINUSE else ()
     return f"{error.strerror}{' by ' if found else ''}{', '.join(sorted(found))}"
 
@@ -119,7 +120,8 @@ def why_not(error: OSError, port: int) -> str:
 def foreign(uids: frozenset[int] | None, owners: frozenset[int] | None) -> bool:
     """Return True if a port with these listeners may belong to others than ``owners``.
 
-    :param uids: as :func:`listener_uids` returns them. :param owners: None: any.
+    :param uids: the result of :func:`listener_uids`.
+    :param owners: None allows all users.
     """
     return uids is not None and owners is not None and not (uids and uids <= owners)
 
@@ -132,13 +134,13 @@ def whose(uids: frozenset[int] | None) -> str:
 
 @contextlib.contextmanager
 def reachable(path: Path) -> Iterator[str]:
-    """Yield, for the block, a name for the socket ``path`` of at most 107 bytes."""
+    """Context manager: yield a name of the socket ``path`` of at most 107 bytes."""
     if len(os.fsencode(path)) <= _PATH_NBYTES:
         yield str(path)
         return
     folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        yield f"/proc/self/fd/{folder}/{path.name}"  # short, however long the path
+        yield f"/proc/self/fd/{folder}/{path.name}"  # short even for a long path
     finally:
         os.close(folder)
 
@@ -166,13 +168,13 @@ def listens(path: Path) -> bool:
 
 
 class SocketAddress(NamedTuple):
-    """Address of a forkserver or a door, as its clients are told it: ``NAME:SECRET``.
+    """Address of a forkserver or a memory door, as its clients get it: ``NAME:SECRET``.
 
-    :param name: of the abstract socket, without the NUL. It is bound before any client
-        is told, so no other process can bind it.
-    :param secret: proves a client. The user id alone does not distinguish root
-        in one container from root in another one on the same network; those two do not
-        see each other's environment.
+    :param name: name of the abstract socket, without the NUL. It is bound before any
+        client learns it, so no other process can bind it.
+    :param secret: authenticates a client. The user id alone does not distinguish root
+        in one container from root in another container on the same network; those two
+        do not see each other's environment.
     """
 
     name: str
@@ -187,7 +189,7 @@ class SocketAddress(NamedTuple):
         return f"{self.name}:{self.secret}" if self.secret else self.name
 
     def listen(self) -> socket.socket:
-        """Bind the address; clients that connect wait until they are accepted."""
+        """Bind the address and listen; clients wait until they are accepted."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # keeps messages whole
         try:
             listener.bind("\0" + self.name)

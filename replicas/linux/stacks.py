@@ -1,11 +1,11 @@
 """Stack dumps on a signal: a rank registers with faulthandler, its shim finds the file.
 
-Standard library only. Whenever :data:`SIGNUM` arrives, faulthandler writes the stacks
-of all threads into a file in the folder ``stacks`` beside the logs. That runs in the
-signal handler, in C, without the GIL, so a rank that hangs in a collective or in a loop
-that never returns to the interpreter answers too. A handler that the program had set
-for the signal is still called. The file's name identifies the process: a signal is sent
-only to the process that made the file.
+Standard library only. When :data:`SIGNUM` arrives, faulthandler writes the stacks of
+all threads into a file in the folder ``stacks`` beside the logs. It runs in the signal
+handler, in C, without the GIL, so even a rank that hangs in a collective or in a loop
+in C answers. A handler that the program had set for the signal is still called. The
+file's name identifies the process: a signal is sent only to the process that made the
+file.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ os.register_at_fork(after_in_child=_unlock_in_a_child)
 
 
 class Asked(NamedTuple):
-    """A process that can be asked. ``start``: clock ticks from boot to its start."""
+    """A registered process. ``start`` is in clock ticks from boot."""
 
     rank: int
     pid: int
@@ -49,7 +49,7 @@ def folder(log_dir: Path) -> Path:
 
 
 def register(log_dir: Path, rank: int, start: int) -> None:
-    """Make this process write its stacks on :data:`SIGNUM`; later calls change nothing.
+    """Make this process write its stacks on :data:`SIGNUM`. Later calls do nothing.
 
     :param start: clock ticks from boot to the start of this process.
     :raises OSError: the file cannot be created.
@@ -66,14 +66,14 @@ def _register(log_dir: Path, rank: int, start: int) -> None:
     file = os.fdopen(private.open_file(where / f"{rank}.{pid}.{start}", flags, make_folder=True), "ab", buffering=0)
     chained = signal.getsignal(SIGNUM) not in (signal.SIG_DFL, signal.SIG_IGN)
     faulthandler.register(SIGNUM, file=file, all_threads=True, chain=chained)
-    for inherited in _open.values():  # by fork: it is the parent's file
+    for inherited in _open.values():  # files of the parent, after a fork
         inherited.close()
     _open.clear()
     _open[pid] = file
 
 
 def parse(path: Path) -> Asked | None:
-    """The process that made this file; None for a name not made by ``register``."""
+    """Return the process that made this file, or None for a foreign name."""
     words = path.name.split(".")
     if len(words) != 3 or not all(word.isdigit() for word in words):
         return None

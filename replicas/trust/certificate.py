@@ -1,12 +1,12 @@
-"""The key and certificate of a control port or a carrier, and the TLS that it speaks.
+"""The key, certificate and TLS settings of a control port or a carrier.
 
-A configured certificate is used as it is. Otherwise the port signs one for itself,
-which proves nothing but that the port has the key: clients know the key by its hash in
-the join token. The key is an elliptic one (P-256), for which a handshake takes a
-quarter of a millisecond.
+A configured certificate is used as it is. Otherwise the port has a self-signed one,
+which only proves that the port has the key: clients know the key by its hash in the
+join token. The key is on an elliptic curve (P-256), with handshakes of a quarter of a
+millisecond.
 
-TLS is 1.3 only: it has no renegotiation, and no older version to fall back to. No
-session is resumed, so there is no early data that could be replayed.
+Only TLS 1.3 is spoken: it has no renegotiation, and no older version to fall back to.
+No session is resumed, so there is no early data that could be replayed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NAME = "replicas"
 
 
 def key_hash(certificate: bytes) -> str:
-    """The hash by which join tokens name the key of a certificate (in DER).
+    """Return the hash of the key of a certificate (in DER), as in join tokens.
 
     :raises ValueError: it is malformed, or its key is of an unknown kind.
     """
@@ -41,12 +41,12 @@ def key_hash(certificate: bytes) -> str:
     try:
         key = x509.load_der_x509_certificate(certificate).public_key()
         return hashlib.sha256(key.public_bytes(serialization.Encoding.DER, form)).hexdigest()
-    except Exception as error:  # a stranger may send anything that OpenSSL takes, and each kind has its own error
+    except Exception as error:  # unknown peers may send any certificate, and each kind has its own error
         raise ValueError(f"the certificate cannot be read: {error}") from error
 
 
 def make_pem() -> bytes:
-    """A new key and a certificate that it has signed for itself, as PEM."""
+    """Return a new key and its self-signed certificate, as PEM."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -69,9 +69,10 @@ def make_pem() -> bytes:
 
 
 class PortKey:
-    """The key of one control port. ``hash``: by which join tokens name it.
+    """The key of one control port.
 
-    ``context``: for its side of TLS.
+    :ivar hash: hash of the key, as in join tokens.
+    :ivar context: TLS context of the server.
     """
 
     def __init__(self, context: ssl.SSLContext, hash_: str) -> None:
@@ -80,9 +81,9 @@ class PortKey:
 
     @classmethod
     def configured(cls, certificate: Path, key: Path | None = None) -> PortKey:
-        """From PEM files. ``key``: default: it is in the certificate's file.
+        """Read PEM files. The default of ``key`` is the certificate's file.
 
-        :raises replicas.errors.UsageError: they cannot be read, or do not fit.
+        :raises replicas.errors.UsageError: they cannot be read, or do not match.
         """
         try:
             pem = certificate.read_text("ascii")
@@ -91,12 +92,12 @@ class PortKey:
             both = f"{certificate} and the key {key}" if key is not None else f"{certificate}, with its key in it,"
             raise errors.UsageError(
                 f"control.certificate {both} cannot be used: {getattr(error, 'reason', None) or error}",
-                hint="name PEM files: the certificate with those between it and its CA, and its key without a password",
+                hint="name PEM files: the certificate with its intermediate ones, and its key without a password",
             ) from error
 
     @classmethod
     def of_folder(cls, folder: Path) -> PortKey:
-        """The folder's own, made if there is none. Hold the folder's lock.
+        """Read the folder's key; make it if missing. The caller has the folder's lock.
 
         :raises replicas.errors.UsageError: it cannot be made or used.
         """
@@ -115,18 +116,18 @@ class PortKey:
 
     @classmethod
     def of_pem(cls, pem: bytes) -> PortKey:
-        """From a key and its certificate in memory."""
+        """Use a key and its certificate in memory."""
         return cls(context_of(pem), key_hash(_der(pem)))
 
 
 def context_of(pem: bytes) -> ssl.SSLContext:
-    """The server's side of TLS with a key and its certificate in memory."""
+    """Return a server's TLS context for a key and its certificate in memory."""
     with _as_file(pem) as path:
         return _context(path)
 
 
 def certificate_hash(pem: bytes) -> str:
-    """SHA-256 of the certificate (in DER), in hexadecimal, without ``cryptography``."""
+    """Return the SHA-256 of the certificate (in DER), in hexadecimal."""
     return hashlib.sha256(_der(pem)).hexdigest()
 
 
@@ -147,7 +148,7 @@ def _no_password() -> str:
 
 
 def _first(pem: str) -> str:
-    """The first certificate, which is the port's own."""
+    """Return the first certificate, which is the port's own."""
     begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
     _, found, rest = pem.partition(begin)
     body, ended, _ = rest.partition(end)
@@ -158,7 +159,7 @@ def _first(pem: str) -> str:
 
 @contextlib.contextmanager
 def _as_file(data: bytes) -> Iterator[Path]:
-    """A path of the bytes: OpenSSL reads files; this one is on no disk."""
+    """Yield a path of a memfd with the data, as OpenSSL reads only files."""
     descriptor = os.memfd_create("replicas-key")
     try:
         os.write(descriptor, data)

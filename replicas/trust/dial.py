@@ -1,7 +1,7 @@
-"""Open a WebSocket to a control port, and show the token to nobody else.
+"""Open a WebSocket to a control port, and show the token to no other port.
 
-Before the request, and with it the token, is sent, the kernel is asked whose port it is
-(on this machine), and TLS has shown that the port has the key that the token names.
+Before the request, which has the token, is sent, the kernel tells the port's owner (on
+this machine), and TLS proves that the port has the key that the token names.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _OPTIONS: dict[str, Any] = {
 
 
 class PortConnection(ClientConnection):
-    """A connection that sends no request to a port that others than ``owners`` own.
+    """A connection that sends its request only to a port of ``owners``.
 
-    :ivar owners: users of this machine; None: any.
+    :ivar owners: users of this machine; None allows all.
     """
 
     owners: frozenset[int] | None = None
@@ -47,10 +47,10 @@ Made = TypeVar("Made", bound=PortConnection)
 async def dial(way: Way, path: str, made: type[Made], **options: Any) -> Made:
     """Connect by ``way``.
 
-    :param made: the class of the connection; it is made once TCP has connected.
-    :param options: further ones of websockets' ``connect``.
+    :param made: the class of the connection.
+    :param options: further options of websockets' ``connect``.
     :raises replicas.errors.UsageError: the port has another key, or no TLS.
-    :raises OSError, websockets.exceptions.WebSocketException: it did not answer so.
+    :raises OSError, websockets.exceptions.WebSocketException: the connection failed.
     """
     host = way.host if way.context is not None else None
     try:
@@ -69,5 +69,5 @@ async def dial(way: Way, path: str, made: type[Made], **options: Any) -> Made:
 
 
 async def dial_socket(sock: socket.socket, path: str, **options: Any) -> ClientConnection:
-    """Speak over a connected Unix socket, at which the kernel tells who asks."""
+    """Open a WebSocket over a connected Unix socket; the kernel identifies the user."""
     return await connect(f"ws://run{path}", sock=sock, **_OPTIONS, **options)

@@ -13,10 +13,10 @@ control port, so that joining needs no other set-up and no trust in the network:
 certificate that is renewed with the same key leaves tokens valid. Only ``SECRET`` goes
 over the wire.
 
-A *member's* secret admits to sessions, and gives no right to order or to read output;
-an *operator's* admits to all. Of each role two secrets are valid at a time, the present
-one and the one before, so that a rotation cuts nobody off. Digests of the secrets that
-were valid earlier are kept, to say "replaced" in place of "wrong".
+A *member's* secret admits to sessions, but not to orders or output; an *operator's*
+admits to all. Each role has two valid secrets, the present and the previous one, so
+that a rotation disconnects no client. Digests of earlier secrets are kept, to answer
+"replaced" instead of "wrong".
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ Role = Literal["member", "operator"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
 PLAIN = "plain"
-"""In place of the hash: the control port does not speak TLS."""
+"""In place of the hash if the control port does not speak TLS."""
 OPERATOR_FILE = "operator-token"
-"""The operators' token in a state folder; that of members is ``token``."""
+"""File of the operators' token in a state folder; the members' file is ``token``."""
 _HASH = re.compile(r"[0-9a-f]{64}")
 _MARK = "R1"
 _SECRET_NBYTES = 24
@@ -61,10 +61,10 @@ class JoinToken(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> JoinToken:
-        """The parts of a token; any text that does not begin as one is a bare secret.
+        """Split a token into its parts; a text without ``R1`` is a bare secret.
 
-        :raises replicas.errors.UsageError: it begins as one, and has no hash. The
-            message does not show it.
+        :raises replicas.errors.UsageError: it begins with ``R1`` and has no hash. The
+            message does not show the token.
         """
         key, dot, secret = text.partition(".")
         if not dot or not key.startswith(_MARK):
@@ -82,15 +82,15 @@ class JoinToken(NamedTuple):
 
 
 def another_key(what: str) -> errors.UsageError:
-    """The error for a token that the control port's own key contradicts."""
+    """Return the error for a token with another key than the control port's."""
     return errors.UsageError(
         f"{what} names another key than that of the control port",
-        hint="give the certificate and key that it was made with, or only the part behind its dot",
+        hint="give the certificate and key that it was made with, or only the part after its dot",
     )
 
 
 class SavedTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """The secrets of a run as its state folder keeps them, the present one first."""
+    """The secrets of a run as saved in its state folder, the present one first."""
 
     member: tuple[str, ...]
     operator: tuple[str, ...]
@@ -100,7 +100,8 @@ class SavedTokens(msgspec.Struct, frozen=True, kw_only=True):
 class Tokens:
     """The valid secrets of a run, by role.
 
-    :param member: the member's secret; default: a new one. :param operator: likewise.
+    :param member: the members' secret; default: a new one.
+    :param operator: the operators' secret; default: a new one.
     """
 
     def __init__(self, member: str | None = None, operator: str | None = None) -> None:
@@ -111,7 +112,7 @@ class Tokens:
         self._retired: list[str] = []
         self._watched: dict[object, tuple[str, Callable[[], None]]] = {}
         self.key = ""
-        """What join tokens name: a hash, :data:`PLAIN`, or nothing on loopback."""
+        """Key in join tokens: a hash, :data:`PLAIN`, or empty on loopback."""
 
     @classmethod
     def restored(cls, saved: SavedTokens) -> Tokens:
@@ -128,47 +129,47 @@ class Tokens:
         )
 
     def copy(self) -> Tokens:
-        """The same secrets, to be changed before these are: see :meth:`become`."""
+        """Return a copy, to be changed and saved before :meth:`become`."""
         made = Tokens.restored(self.saved())
         made.key = self.key
         return made
 
     def become(self, changed: Tokens) -> None:
-        """Let what a changed copy has be valid; end what uses a secret it lacks."""
+        """Take over a changed copy's secrets; end connections with other secrets."""
         old = [one for role in ROLES for one in self._secrets[role] if one not in changed._secrets[role]]
         self._secrets = {role: [*changed._secrets[role]] for role in ROLES}
         self._retired = [*changed._retired]
         self._end_users_of(old)
 
     def text(self, role: Role) -> str:
-        """The present join token of a role."""
+        """Return the present join token of a role."""
         return str(JoinToken(self.key, self._secrets[role][0]))
 
     def secret(self, role: Role) -> str:
         return self._secrets[role][0]
 
     def both_valid(self, role: Role) -> bool:
-        """Return True if the token before the present one is valid, too."""
+        """Return True if the previous token is valid, too."""
         return len(self._secrets[role]) > 1
 
     # ------------------------------------------------------------ who asks
 
     def role_of(self, headers: Mapping[str, str]) -> Role | None:
-        """The role that a request's or WebSocket's headers show; None: neither."""
+        """Return the role by the headers of a request or WebSocket, or None."""
         return self.role(headers.get("authorization", "").encode())
 
     def role(self, authorization: bytes) -> Role | None:
-        """The role by the value of an Authorization header."""
+        """Return the role by the value of an Authorization header, or None."""
         given = _secret_of(authorization)
         found: Role | None = None
         for role in ROLES:
             for secret in self._secrets[role]:
                 if hmac.compare_digest(given, secret.encode()):
-                    found = role  # an operator's counts where both have the same
+                    found = role  # operator, if both roles have the same secret
         return found
 
     def refusal(self, headers: Mapping[str, str]) -> str:
-        """Why these headers are refused, for their sender."""
+        """Return why these headers are refused, for their sender."""
         authorization = headers.get("authorization", "")
         if not authorization:
             return "missing token"
@@ -179,9 +180,9 @@ class Tokens:
     # ------------------------------------------------------------ rotation
 
     def rotate(self, role: Role, secret: str | None = None) -> None:
-        """Make a new token of a role valid, beside the present one.
+        """Add a new token of a role; the present one becomes the previous one.
 
-        :param secret: the new one; default: a random one.
+        :param secret: the new secret; default: a random one.
         """
         present = self._secrets[role]
         secret = new_secret() if secret is None else secret
@@ -191,7 +192,7 @@ class Tokens:
         self._retire(present[1:])
 
     def revoke_old(self, role: Role) -> None:
-        """Let only the present token of a role be valid; end what uses the other."""
+        """Retire the previous token of a role; end the connections that use it."""
         old = self._secrets[role][1:]
         del self._secrets[role][1:]
         self._retire(old)
@@ -222,7 +223,7 @@ def _secret_of(authorization: bytes) -> bytes:
         return b""
     given = given.strip()
     mark, dot, secret = given.partition(b".")
-    return secret if dot and mark.startswith(_MARK.encode()) else given  # people paste all of it
+    return secret if dot and mark.startswith(_MARK.encode()) else given  # people paste the whole token
 
 
 def _digest(secret: bytes) -> str:

@@ -1,7 +1,7 @@
-"""A client's TLS: what it requires of a control port, and which token it shows.
+"""A client's way to a control port: TLS requirements, and the token that it shows.
 
-:func:`way_to` decides it from the endpoint, the token and the environment, before
-anything is sent:
+:func:`way_to` chooses it by the endpoint, the token and the environment, before any
+byte is sent:
 
 =============================== ================= ====================================
 the token names                 ``CA_FILE`` set   the way
@@ -15,8 +15,8 @@ nothing, endpoint elsewhere     no                none; UsageError says what to 
 
 A key is checked *within* the handshake, by the context itself
 (:class:`ssl.SSLContext` calls ``do_handshake`` of its own classes). So no library that
-is given the context can send a request, and with it the token, to another key, and none
-can fall back to a plain connection.
+uses the context can send a request, which has the token, to a port with another key, or
+fall back to a plain connection.
 """
 
 from __future__ import annotations
@@ -37,16 +37,15 @@ _HINT = "take the token that `replicas token` shows on the run's machine; it nam
 
 
 class WrongKey(ssl.SSLCertVerificationError):
-    """The control port has another key than the token names."""
+    """The control port's key is not the key that the token names."""
 
 
 class Way(NamedTuple):
     """How to reach one control port.
 
-    :ivar context: for TLS; None: the connection is plain. A library may take it as its
-        ``ssl`` argument.
-    :ivar host: the name for TLS to check, and to send.
-    :ivar headers: those that show the token.
+    :ivar context: the TLS context, for ``ssl`` arguments; None for a plain connection.
+    :ivar host: the host name that TLS sends and checks.
+    :ivar headers: the headers with the token.
     """
 
     endpoint: str
@@ -58,7 +57,7 @@ class Way(NamedTuple):
         return f"{scheme}{'s' if self.context is not None else ''}://{self.endpoint}{path}"
 
     def refusal(self, error: BaseException) -> errors.UsageError | None:
-        """The error to raise in place of one of TLS; None: another try may succeed."""
+        """Return the error to raise for a TLS error, None if a retry may succeed."""
         if isinstance(error, WrongKey):
             return errors.UsageError(str(error.strerror), hint=_HINT)
         if isinstance(error, ssl.SSLCertVerificationError):
@@ -70,17 +69,17 @@ class Way(NamedTuple):
         if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
             return errors.UsageError(
                 f"{self.endpoint} does not speak TLS 1.3 ({error.reason or error}): the token was not sent to it",
-                hint=f"is it the control port of the run, and nobody between? {_HINT}",
+                hint=f"check that it is the control port of the run, without a proxy before it; {_HINT}",
             )
         return None
 
 
 def way_to(endpoint: str, token: str, environment: Mapping[str, str] | None = None) -> Way:
-    """How to reach the control port at ``endpoint`` with this join token.
+    """Return the way to the control port at ``endpoint`` with this join token.
 
-    :param token: empty: pages that anybody may read.
-    :raises replicas.errors.UsageError: the token or the environment do not say how to
-        know the right port, which is not on loopback; or the CA's file is of no use.
+    :param token: empty for pages that need no token.
+    :raises replicas.errors.UsageError: the port is not on loopback, and neither token
+        nor environment identify its key; or the CA's file cannot be used.
     """
     source = os.environ if environment is None else environment
     host = split(endpoint)[0]
@@ -104,13 +103,13 @@ def way_to(endpoint: str, token: str, environment: Mapping[str, str] | None = No
 
 
 def split(endpoint: str) -> tuple[str, int]:
-    """Host and port of ``host:port`` or ``[ipv6]:port``."""
+    """Return host and port of ``host:port`` or ``[ipv6]:port``."""
     host, _, port = endpoint.rpartition(":")
     return host.strip("[]"), int(port)
 
 
 def is_local(host: str) -> bool:
-    """Return True if a host, as it is written, is of this machine alone."""
+    """Return True if a host name or address is a loopback one."""
     try:
         return ip_address(host.partition("%")[0]).is_loopback
     except ValueError:
@@ -124,7 +123,7 @@ def _pinned(endpoint: str, key: str) -> ssl.SSLContext:
 
     def check(certificate: bytes | None) -> None:
         found = ""
-        with contextlib.suppress(ValueError):  # it is no port of ours
+        with contextlib.suppress(ValueError):  # it is not a control port
             found = key_hash(certificate) if certificate else ""
         if not hmac.compare_digest(found, key):
             text = (

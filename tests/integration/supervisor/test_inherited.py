@@ -200,7 +200,7 @@ def test_a_network_without_its_loopback_device(tmp_path: Path) -> None:
 @needs_users
 def test_the_processes_of_another_pid_namespace(tmp_path: Path) -> None:
     said = refused(tmp_path, "unshare", "--pid", "--fork", *DAEMON)
-    assert "/proc is that of another pid namespace: there this process is" in said
+    assert "/proc is of another pid namespace: there this process is" in said
     assert "here it is 1" in said
 
 

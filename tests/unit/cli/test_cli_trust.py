@@ -110,7 +110,7 @@ def test_an_endpoint_file_and_a_token_of_somebody_else_are_not_trusted(
     state = write_state(folder, endpoint)
     os.chown(state / find.ENDPOINT_FILE, ATTACKER, ATTACKER)
     assert cli.main(["status"]) == 2
-    assert f"it is no file of this user, but of user {ATTACKER}" in capsys.readouterr().err
+    assert f"it is not a regular file of this user (owner: user {ATTACKER})" in capsys.readouterr().err
     os.chown(state / find.ENDPOINT_FILE, 0, 0)
     (folder / "secret").write_text(TOKEN)
     (state / "operator-token").symlink_to(folder / "secret")

@@ -129,7 +129,7 @@ def test_a_file_of_another_user_is_refused(place: Path, call: Callable[[Path], o
 
 def test_a_pipe_in_the_place_of_a_file_blocks_nobody(place: Path) -> None:
     os.mkfifo(place / "pipe")
-    with pytest.raises(NotPrivate, match="it is no file"):
+    with pytest.raises(NotPrivate, match="it is not a regular file"):
         private.read(place / "pipe")
 
 

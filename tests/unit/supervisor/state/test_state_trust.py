@@ -120,7 +120,7 @@ def test_a_state_that_somebody_else_has_written_kills_nobody(tmp_path: Path) -> 
         assert process.poll() is None
         assert folder.saved is None
         assert folder.run_state.set_aside is not None
-        assert f"it is no file of this user, but of user {ATTACKER}" in folder.run_state.set_aside[1]
+        assert f"it is not a regular file of this user (owner: user {ATTACKER})" in folder.run_state.set_aside[1]
 
 
 @contextmanager

@@ -70,7 +70,7 @@ def test_an_update_that_cannot_be_mapped_names_the_limit(look: str) -> None:
         (errno.ENFILE, {}, "this machine may have 7 files open"),
         (errno.ENOMEM, {"space": 5}, "this process may have 5 bytes of address space"),
         (errno.ENOMEM, {"mappings": 6}, "this process may have 7 mappings, and has 6"),
-        (errno.ENOMEM, {"sysctl": "2", "mappings": -9}, "promises no more memory than it has"),
+        (errno.ENOMEM, {"sysctl": "2", "mappings": -9}, "does not overcommit memory"),
         (errno.ENOMEM, {}, "the kernel has no memory left for it"),
     ],
 )
