@@ -1,40 +1,39 @@
-"""Adoption: all targets of a channel load a version, or none does.
+"""Adoption: either all targets of a channel load a version, or none does.
 
 Theory of operation
 ===================
 
-With ``adopt_together`` a target that was granted a version says that it can load it
+With ``adopt_together`` a target that was granted a version reports that it can load it
 (``CanLoad``), and loads only when the coordinator has decided that the version is
 *adopted* (``LoadDecided``). A version is decided once.
 
-The first target that can load a version opens the *poll* on it. As long as that is
-open, rounds grant its version only. It waits for every replica that is complete, is not
-being drained, and has not said it; one whose ranks are leaving, lost or starting again
-is not waited for. A rank that has checked for its whole replica says so, and the others
-need not say it. The poll ends
+The first target that can load a version opens the *poll* on it. While the poll is open,
+rounds grant its version only. The poll waits for every replica that is complete, is not
+being drained, and has not reported; it does not wait for a replica whose ranks are
+leaving, lost or starting again. A rank that has checked for its whole replica says so,
+and the others need not report. The poll ends
 
-* *adopted*, when it waits for nobody;
+* *adopted*, when no replica is left to wait for;
 * *rejected*, when a replica refuses the version, drops it without a report, or waits
-  for a version that this one is not (its ``at_least``): nobody loads it, each goes on
-  with the version that it has, and is granted a newer one;
+  for a version that this one is not (its ``at_least``): no target loads it, each keeps
+  its own version, and is granted a newer one;
 * *rejected*, when it is overtaken: a replica is granted a newer version that it can
   load, or asks for a version and no longer holds this one, as a newer one is committed;
 * *adopted* at the channel's deadline, which begins with the first replica that can load
-  it. Replicas that have said nothing are *left behind*, as if they had refused it: each
-  is not ready until it has loaded what the others serve.
+  it. Replicas that have not reported are *left behind*, as if they had refused it: each
+  is not ready until it has loaded the version that the others serve.
 
-*Latecomers.* A version that was adopted is loaded by whoever gets it. A replica that
-joins a fleet that serves a version, or was left behind, is not waited for before it
-asks for a version: its program may take long to start. One that serves nothing waits
-for the others without a deadline, as it would in a receive: it must not leave them
-behind.
+*Latecomers.* Every target that gets an adopted version loads it. A replica that joins a
+fleet that serves a version, or was left behind, is not waited for before it asks for a
+version: its program may take long to start. A replica that serves no version waits for
+the others without a deadline, as in a receive: it must not leave them behind.
 
-*A new coordinator* is told by each member's Hello which version it knows adopted, and
-which rejected, or has refused: so what one was told binds all. Members that wait say
-again that they can load it.
+*A new coordinator* learns from each member's Hello which version it knows adopted, and
+which rejected, or has refused: so a decision that one member knows binds all. Members
+that wait report again that they can load it.
 
-*Cost.* All replicas are looked at when a poll opens, and when a newer version is
-committed meanwhile; else only the one that a message is from.
+*Cost.* All replicas are examined when a poll opens, and when a newer version is
+committed meanwhile; otherwise only the sender of a message.
 """
 
 from __future__ import annotations
@@ -64,16 +63,16 @@ class Adoption:
         self._config, self._rounds, self._history, self._out = config, rounds, history, out
         self._adopted, self._rejected = {0}, dict[int, str]()
         self._served = self._newest = self._candidate = Newest(0)
-        """The newest that is adopted, that is committed, and that of the poll."""
+        """The newest adopted and committed versions, and the version of the poll."""
         self._waiting: set[Key] = set()
-        """Replicas that have yet to say that they can load the candidate."""
+        """Replicas that have yet to report that they can load the candidate."""
         self._deadline = math.inf
         self._said: dict[Member, wire.CanLoad] = {}
-        """Who can load a version, and waits for the decision."""
+        """Members that can load a version, and wait for the decision."""
         self._fresh: set[Member] = set()
-        """Those of them to be looked at."""
+        """Members of ``_said`` that must be answered."""
         self._asked: set[Key] = set()
-        """Replicas that may lack the candidate: to be looked at."""
+        """Replicas that may lack the candidate, to be examined."""
         self._outside: set[Key] = set()
         """Replicas that are not waited for before they ask for a version."""
         self._told: dict[Key, int] = {}
@@ -82,11 +81,11 @@ class Adoption:
 
     @property
     def served(self) -> int:
-        """The newest adopted version; 0: none."""
+        """The newest adopted version; 0 if there is none."""
         return self._served.version
 
     def given_up(self, version: int) -> bool:
-        """Return True if neither it nor a newer one that is committed is loaded."""
+        """Return True if neither it nor the newest committed version is loaded."""
         return version > self.served and self._newest.version in self._rejected
 
     def waits(self, member: Member) -> bool:
@@ -98,10 +97,10 @@ class Adoption:
         loaded = self._rounds.of(group, replica).loaded
         return 0 < loaded < self.served > self._told.get((group, replica), 0)
 
-    # ------------------------------------------------------------ what members tell
+    # ------------------------------------------------------------ reports of members
 
     def joined(self, state: MemberState) -> None:
-        """A target's rank has joined."""
+        """Take the adopted and rejected versions of a target's rank that has joined."""
         hello, key = state.hello, _key(state.member)
         if state.from_before:
             self._told[key] = max(self._told.get(key, 0), hello.adopted)
@@ -112,13 +111,13 @@ class Adoption:
         self.touch(key)
 
     def lost(self, state: MemberState) -> None:
-        """A target's rank is out of the roster."""
+        """Forget a target's rank that is out of the roster."""
         self._said.pop(state.member, None)
         self._told.pop(_key(state.member), None)
         self.touch(_key(state.member))
 
     def asked(self, state: MemberState, ask: wire.ReceiveAsk) -> None:
-        """A rank asks for a version."""
+        """Note that a rank asks for a version; reject a candidate below its bound."""
         key = _key(state.member)
         self._outside.discard(key)
         self._asked.add(key)
@@ -127,19 +126,19 @@ class Adoption:
             self._reject(self._candidate.version, f"{state.member.replica_name} waits for a newer one")
 
     def can_load(self, state: MemberState, message: wire.CanLoad) -> None:
-        """A rank can load a version."""
+        """Note that a rank can load a version, and waits for the decision."""
         self._said[state.member] = message
         self._fresh.add(state.member)
         self.touch(_key(state.member))
 
     def failed(self, state: MemberState, version: int, why: str) -> None:
-        """A rank does not load a version that it was granted."""
+        """Note that a rank does not load a version that it was granted."""
         self.lost(state)
-        if version > self.served:  # else it is decided, or of a target that was left behind
+        if version > self.served:  # else it is decided, or refused by a target that was left behind
             self._reject(version, f"{state.member.replica_name} does not load it: {why}")
 
     def touch(self, key: Key) -> None:
-        """Something of the replica has changed, such as whether it is being drained."""
+        """Note a change of the replica, such as the begin of a drain."""
         self._due = True
         if self._candidate.version:
             (self._waiting.add if self._is_awaited(key) else self._waiting.discard)(key)
@@ -155,7 +154,7 @@ class Adoption:
     # ------------------------------------------------------------ decisions
 
     def advance(self, newest: Newest, now: float) -> Newest:
-        """Decide what is due; return the version that rounds may grant.
+        """Take all decisions that are due; return the version that rounds may grant.
 
         :param newest: the newest committed version.
         """
@@ -174,7 +173,7 @@ class Adoption:
         return self._served if newest.version in self._rejected else newest
 
     def _answer(self) -> None:
-        """Answer ranks whose version is decided; open a poll on the newest other."""
+        """Answer ranks whose version is decided; open a poll on a newer one."""
         fresh, self._fresh = sorted(self._fresh & self._said.keys()), set()
         polled, said = self._candidate.version, {self._said[member].version for member in fresh}
         said -= self._adopted | self._rejected.keys()
@@ -196,12 +195,12 @@ class Adoption:
     def _error(self, version: int) -> wire.WireError | None:
         if (why := self._rejected.get(version)) is None:
             return None
-        text = f"version {version} is loaded by no target: {why}"
+        text = f"no target loads version {version}: {why}"
         error = errors.NotAdopted(text, channel=self._config.name, version=version, phase="load", unanimous=True)
         return wire.WireError.of(error)
 
     def _look(self, now: float) -> None:
-        """End the poll if it is time."""
+        """End the poll if a replica lacks the version, all reported, or time is up."""
         version = self._candidate.version
         leads = any(not self.served or self._rounds.of(*_key(member)).loaded for member in self._said)
         self._deadline = min(self._deadline, now + self._config.deadline_s) if version and leads else math.inf
@@ -211,7 +210,7 @@ class Adoption:
             self._reject(version, why)
         elif now > self._deadline or (version and self._said and not self._waiting):
             for group, replica in sorted(self._waiting):
-                why = f"it did not say within {self._config.deadline_s:g} s that it can load it, as all others did"
+                why = f"it did not report within {self._config.deadline_s:g} s that it can load it; all others did"
                 self._rounds.left_behind(group, replica, version, why)
                 self._history.unloaded.setdefault(f"{group}/{replica}", f"version {version}: {why}")
                 self._outside.add((group, replica))

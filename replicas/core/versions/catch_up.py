@@ -2,18 +2,18 @@
 
 One transfer at a time, over a lane of its own and concurrent with publishes, from any
 holder, targets first, to leave trainers alone. After a failure the next attempt comes
-later, and from another holder if there is one: soon if no byte came, as of a member
-whose links are cut, and else later each time. Members behind slow links have a catch-up
-of their own, which delays no other member, and has no deadline as long as bytes move;
-and so have those that were tried in vain, as each try of one that nobody reaches takes
-seconds.
+later, and from another holder if there is one: after :data:`REACH_S` if no byte came
+(the links of the member are cut, say), else after a delay that grows. Members behind
+slow links have a catch-up of their own, which delays no other member, and has no
+deadline as long as bytes move. So have members that an earlier catch-up did not serve,
+as each try of an unreachable member takes seconds.
 
 No host gets the bytes of two versions at once. A publish that serves all hosts of a
-catch-up ends it, and members on a host that a newer version serves are not caught up,
+catch-up ends it. Members on a host that a newer version serves are not caught up,
 unless the version can be mapped there: a member that the publish does not serve maps
 the newer version once it is committed. A catch-up that is slower than the publishing
 ends all the same: its members are admitted at the next boundary, and once they have the
-next version the older one is not needed any more.
+next version the older one is no longer needed.
 """
 
 from __future__ import annotations
@@ -32,17 +32,14 @@ from replicas.messages.identity import Member
 
 RETRY = Backoff(1.0, 30.0)
 REACH_S = 3.0
-"""Until the next try of a member to which no byte came: such a one is some messages."""
+"""Seconds until the next try of a member that got no byte: such a try is cheap."""
 Served = Literal["new", "missed", "slow"]
-"""Each kind of members has a catch-up; missed: tried in vain before."""
+"""Each kind of members has a catch-up; ``missed``: an earlier one failed."""
 PATIENCE_S = 5.0
 """How long ready members wait for unready ones."""
 MUTE_S, MUTE_TRIPS = 1.0, 4.0
-"""How long an older version than the newest is offered to members that do not answer:
-seconds, and round trips to them.
-
-Its slot may be the one that the next publish needs.
-"""
+"""How long a version that is no longer the newest is offered to members that do not
+answer: seconds, and round trips to them. The next publish may need its slot."""
 
 
 class CatchUp:
@@ -60,7 +57,7 @@ class CatchUp:
         self._waits_since = self._began_at = 0.0
 
     def advance(self, payload: Payload | None, main: Transfer | None, now: float) -> None:
-        """Start if a member lacks ``payload``, the newest committed version.
+        """Start a transfer if a member lacks ``payload``, the newest committed version.
 
         ``main``: the transfer of a publish, if one is under way.
         """
@@ -115,12 +112,12 @@ class CatchUp:
             self._supersede(transfer, now)
 
     def _supersede(self, transfer: Transfer, now: float) -> None:
-        """End a transfer that is not needed any more, without counting a failure."""
+        """End a transfer that is no longer needed, without counting a failure."""
         transfer.stop(complete=True)
         self._ended(transfer, None, now, superseded=True)
 
     def _lacking(self, version: int, now: float) -> list[MemberState]:
-        """Return the targets that lack it and are to be served now."""
+        """Return the targets that lack the version and must be served now."""
         roster = self._ground.roster
         due = [s for s in roster.holders.lacking(version) if _served_as(s) == self._whom and now >= s.retry_at]
         return [s for s in due if (s.slow or now >= s.not_before) and roster.available(s, now)]

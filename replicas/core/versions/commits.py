@@ -1,4 +1,4 @@
-"""From packed to committed: the main transfer, the decision and the verdict.
+"""Commits: from packed to committed; the main transfer, the decision and the verdict.
 
 One publish moves at a time. Its transfer serves the live targets; when all of them hold
 the version (or, past the deadline with ``on_lost = "drop"``, some of them), it is
@@ -31,7 +31,7 @@ from replicas.messages.bounds import texts_of
 from replicas.messages.identity import Member
 
 READING_S = 2.0
-"""For this long after a publish starts moving, slow manifest readers are not judged."""
+"""For this long after a publish starts moving, slow manifest readers are tolerated."""
 READY_S = 3.0
 """Members of a later attempt have at least this long to get ready."""
 _EVERY_RANK = "call publish on every rank of the source, equally often: not under `if rank == 0`"
@@ -50,15 +50,15 @@ class Commits:
         self.latest, self.decided = ground.past.decided
         """Number and digest of the newest committed version."""
         self.told = {self.latest, *ground.past.aborted}
-        """Versions of which an earlier coordinator has told the end, as far as is known
-        here: no event tells it again."""
+        """Versions whose end an earlier coordinator has reported, as far as is known
+        here: no event reports it again."""
         self.committed: Payload | None = None
-        """Its bytes, once they are known here."""
+        """The payload of the newest committed version, once it is known here."""
         self.steps = Steps(config.name)
         self._decided_here = False
-        """Whether the newest commit is of a publish begun under this coordinator.
+        """Whether the newest commit is of a publish that this coordinator began.
 
-        Then no other source can have published that number.
+        If so, no other source can have published that number.
         """
         self.catch_ups = [CatchUp(ground, self._assembled, whom) for whom in get_args(Served)]
         self.manifests = Manifests(config.name, ground.out)
@@ -100,7 +100,7 @@ class Commits:
         try:
             if not state.is_source:
                 raise errors.UsageError(
-                    f"{member} is no source of channel {ground.config.name!r} and cannot publish on it",
+                    f"{member} is not a source of channel {ground.config.name!r} and cannot publish on it",
                     channel=ground.config.name,
                     hint="name its group under `sources`",
                 )
@@ -167,7 +167,7 @@ class Commits:
             self.publishes.moving.note_holders(now)
 
     def carrier_up(self, now: float) -> None:
-        """A member's carrier listens."""
+        """Offer deliveries that waited for a member's carrier, which listens now."""
         for transfer in self.transfers:
             transfer.carrier_up(now)
 
@@ -185,7 +185,7 @@ class Commits:
         self._ground.out.extend(Send(state.member, piece) for piece in pieces(ask, found))
 
     def piece(self, state: MemberState, piece: wire.ManifestPiece, now: float) -> bool:
-        """Add a piece of a manifest; False: the member's version is unusable."""
+        """Add a piece of a manifest; return False if its version is unusable."""
         try:
             if self.manifests.add(state.member, piece, now):
                 self._read_on(now)
@@ -223,7 +223,7 @@ class Commits:
                 state.parts.discard(publish.version)
 
     def advance(self, now: float) -> None:
-        """Start all that can start: the next publish in the queue, and catch-up."""
+        """Start the next publish in the queue, and catch-up, if they can start."""
         for publish in [publish for publish in self.publishes.queue if publish.payload is None]:
             self._prepare(publish, now)
         for publish in [publish for publish in self.publishes.queue if publish.version <= self.latest]:
@@ -242,7 +242,7 @@ class Commits:
     def _overtaken(self, publish: Publish, now: float) -> None:
         """End a publish whose number is not newer than the newest commit.
 
-        Its own number may be committed: decided before the coordinator started again.
+        It may be that commit itself, decided before the coordinator started again.
         """
         if publish.asked.resumed and publish.version == self.latest and not self._decided_here:
             publish.receipt = self._receipt(publish, self._holders(publish.version), {}, now)
@@ -306,7 +306,7 @@ class Commits:
                     publish.lost[state.member.name] = why
                 self._roster.leave_behind(state, why, missed=publish.version)
         digests = {s.held[payload.version] for s in self._roster if s.held.get(payload.version)}
-        if not payload.digest and len(digests) == 1:  # all holders agree; they may have it from another coordinator
+        if not payload.digest and len(digests) == 1:  # all holders agree: they may have it from another coordinator
             payload.digest = digests.pop()
         for state in self._roster:
             held = state.held.get(payload.version)
@@ -315,7 +315,7 @@ class Commits:
             elif held is not None and held != payload.digest:
                 state.forget(payload.version)
                 self._ground.send(state.member, wire.Discard(payload.version))
-        payload.filling = None  # of a publisher that has not reported its slot full
+        payload.filling = None  # the publisher may not have reported its slot full
         self.manifests.current = payload.manifest
         self._decide(publish.version, payload.digest, payload)
         self._decided_here = True
@@ -345,7 +345,7 @@ class Commits:
 
     def _decide(self, version: int, digest: str, payload: Payload | None) -> None:
         """Decide the version; the record is on disk before any member is told."""
-        self.steps.committed(*self.newest)  # perhaps of an earlier coordinator, and learned since
+        self.steps.committed(*self.newest)  # the step may be of an earlier coordinator, and learned since
         self.latest, self.decided, self.committed = version, digest, payload
         self._decided_here = False
         self._ground.keeping.look(version)
@@ -386,14 +386,14 @@ class Commits:
     # ----------------------------------------------- publishes of another coordinator
 
     def learn(self, version: int, digest: str) -> None:
-        """A member has seen ``version`` committed."""
+        """Adopt a commit that a member has seen."""
         if version > self.latest:
             self._decide(version, digest, None)
         elif version == self.latest and not self.decided:
             self.decided = digest
 
     def restore(self, payload: Payload) -> None:
-        """Set the bytes of the newest committed version, known again."""
+        """Set the payload of the newest committed version, which is known again."""
         self.manifests.current, self.committed = payload.manifest, payload
 
     # ------------------------------------------------------------ failures
@@ -409,7 +409,7 @@ class Commits:
         transfer = publish.transfer
         if transfer is not None:
             transfer.stop(complete=False)
-            transfer.close_lane()  # all its bytes had moved, and yet it is no version
+            transfer.close_lane()  # its bytes are not a version, though all of them moved
         if publish.state == "moving" and publish.version > self.latest:
             self._record("abort", publish.version)
         asked = transfer.asked if transfer is not None else frozenset()
@@ -433,7 +433,7 @@ class Commits:
     # ------------------------------------------------------------ losses and deadlines
 
     def lost(self, state: MemberState, now: float, *, in_order: bool) -> None:
-        """A member is lost (already out of the roster)."""
+        """Handle the loss of a member, which is already out of the roster."""
         member = state.member
         self.manifests.lost(member)
         self._unread = [(one, message) for one, message in self._unread if one is not state]
@@ -465,10 +465,10 @@ class Commits:
             catch_up.tick(now)
 
     def _leave_laggards(self, publish: Publish, now: float) -> None:
-        """Go on without targets that are not ready in time, if others are.
+        """Leave out targets that are not ready in time, if others are.
 
-        Late are those not ready after half of the time, or still reading the manifest
-        by then. Those that are offered it later than others have :data:`READY_S`.
+        Late are targets not ready after half of the time, or still reading the manifest
+        then. Targets that are offered the version later have at least :data:`READY_S`.
         """
         transfer = publish.transfer
         if transfer is None or self._ground.config.on_lost == "raise":
@@ -489,7 +489,7 @@ class Commits:
         text = f"version {publish.version} waited {waited} for"
         error: errors.ReplicasError
         if publish.version <= self.latest and (publish.state == "queued" or publish.asked.resumed):
-            self._overtaken(publish, now)  # or committed, by the coordinator that was here before
+            self._overtaken(publish, now)  # or committed, by the previous coordinator
             return
         if publish.state == "packing":
             error = self._unpacked(publish, waited)
@@ -503,7 +503,7 @@ class Commits:
             there = f"{self._target_replicas()} target replicas are there, min_targets = {needed}"
             error = self._too_few(publish, there, phase="queue")
         elif transfer is None or publish.state == "queued":
-            error = errors.Busy(f"{text} an earlier version to be done", phase="queue")
+            error = errors.Busy(f"{text} an earlier version to end", phase="queue")
         elif transfer.verified and self._ground.config.on_lost == "drop":
             transfer.stop(complete=True)
             self._main_ended(publish, transfer, None, now)

@@ -1,14 +1,14 @@
 """Fetch manifests in windows of pieces, from a member or the coordinator.
 
-A manifest of many tensors has tens of megabytes. It never travels inside another
+A manifest of many tensors has tens of megabytes. It is never sent inside another
 message: an offer, or a report of a packed slot, names it by its hash, and the receiver
 asks for it with :class:`ManifestAsk` if its :class:`Cache` lacks it, so that neither
-side needs to know what the other remembers.
+side needs to know which manifests the other remembers.
 
-Pieces are small, and a window asks for no more of them than the link carries in a
-moment (:class:`Fetch` adapts its size): other messages wait for a fraction of a second
-only, and nothing piles up for a slow member. The pieces are numbered messages of the
-session: a broken connection loses none that have arrived.
+Pieces are small, and a window holds no more of them than the link carries in a moment
+(:class:`Fetch` adapts its size): other messages wait for a fraction of a second only,
+and no queue grows for a slow member. The pieces are numbered messages of the session: a
+broken connection loses none that have arrived.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _T = TypeVar("_T")
 
 
 class Cache(Generic[_T]):
-    """Recently used values by hash, the newest always; ``limit_nbytes`` in all."""
+    """Recently used values by hash, and always the newest; bounded in bytes."""
 
     def __init__(self, limit_nbytes: int = CACHE_NBYTES) -> None:
         self._limit_nbytes = limit_nbytes
@@ -57,7 +57,7 @@ class Cache(Generic[_T]):
 
 
 def pieces(ask: ManifestAsk, manifest: bytes | None) -> list[ManifestPiece]:
-    """Return the pieces that answer ``ask``. ``manifest`` None: it is not here."""
+    """Return the pieces that answer ``ask``; an empty one without a manifest."""
     if manifest is None or not 0 <= ask.offset < len(manifest):
         return [ManifestPiece(ask.manifest_hash, 0, 0, b"")]  # empty: Gone
     end = min(len(manifest), ask.offset + max(1, min(ask.nbytes, WINDOW_MAX_NBYTES)))  # a window of 0 would never end
@@ -84,14 +84,14 @@ class Fetch:
         return ManifestAsk(self.manifest_hash, len(self._data), self._window_nbytes)
 
     def add(self, piece: ManifestPiece, now: float) -> bytes | ManifestAsk | None:
-        """Add a piece: return the whole manifest, the next request, or None to wait.
+        """Add a piece; return the whole manifest, the next request, or None to wait.
 
         :raises replicas.errors.ReplicasError: the other side cannot provide it.
         """
         if not piece.data:
-            raise Gone(f"manifest {self.manifest_hash} is not there any more", hint="")
+            raise Gone(f"manifest {self.manifest_hash} is no longer available", hint="")
         if piece.total_nbytes > MANIFEST_NBYTES:
-            text = f"a manifest of {piece.total_nbytes:,} bytes: at most {MANIFEST_NBYTES:,} are taken"
+            text = f"a manifest of {piece.total_nbytes:,} bytes exceeds the limit of {MANIFEST_NBYTES:,}"
             raise ManifestMismatch(text, hint="publish fewer tensors, or shorter names")
         if piece.offset != len(self._data):
             return None  # it answers an earlier request

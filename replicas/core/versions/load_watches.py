@@ -1,4 +1,4 @@
-"""Watches: members that wait until all targets have loaded a version."""
+"""Watches: answer members that wait until all targets have loaded a version."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from replicas.messages.identity import Member
 
 
 class LoadWatches:
-    """The watches of one channel; of each member the last one."""
+    """The watches of one channel; each member has one at most."""
 
     def __init__(self, roster: Roster, rounds: Rounds, adoption: Adoption, out: list[Effect]) -> None:
         self._roster, self._rounds, self._adoption, self._out = roster, rounds, adoption, out
@@ -26,9 +26,9 @@ class LoadWatches:
         self._watches.pop(member, None)
 
     def answer(self) -> None:
-        """Answer watches of versions that all have loaded, even if those have left."""
+        """Answer watches of versions that all targets loaded, even if some left."""
         loaded = self._rounds.loaded_by_all()
-        # a refusal may answer a watch whose version was loaded by no one
+        # a refusal may answer a watch of a version that no target loaded
         if loaded > self._loaded_once or (self._watches and self._rounds.refusals(1)):
             self._loaded_once = max(loaded, self._loaded_once)
             for member, watch in list(self._watches.items()):
@@ -41,7 +41,7 @@ class LoadWatches:
             refusals = self._rounds.refusals(watch.version)
             targets = (state for state in self._roster if state.is_target and state.carries)
             others = [state for state in targets if state.member.replica_name not in refusals]
-            # who refused it will not load it; a rejected newest one is loaded by nobody
+            # no refusing replica loads it later; no target loads a rejected newest one
             waiting = not self._adoption.given_up(watch.version) and any(
                 state.loaded < watch.version for state in others
             )

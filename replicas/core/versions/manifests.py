@@ -1,7 +1,7 @@
-"""The manifests that members announce, joined into one, and the channel's current one.
+"""Manifests: join those that the ranks of a publish announce; keep the current one.
 
 A model keeps its tensors from version to version, and one manifest of 100,000 tensors
-takes half a second to decode, join and hash. So that is done off the event loop
+takes half a second to decode, join and hash. That is done off the event loop
 (:class:`~replicas.core.base.effects.Read`), and the result is reused for equal
 manifests.
 """
@@ -38,11 +38,11 @@ def merge_parts(parts: Sequence[PartManifest]) -> Manifest:
     """Merge the manifests of all ``parts`` into one.
 
     Each byte of each tensor comes from exactly one part: identical boxes (a replicated
-    tensor) are taken from the lowest that has them. A single whole image keeps
-    ``parts = None``. Tensors come in the order of the first part that names them.
+    tensor) come from the lowest part that has them. A single whole image keeps ``parts
+    = None``. Tensors come in the order of the first part that names them.
 
-    :raises ManifestMismatch: naming the tensor, when parts disagree on a shape or
-        dtype, overlap, or leave a hole.
+    :raises ManifestMismatch: naming the tensor, if parts disagree on a shape or dtype,
+        overlap, or leave a hole.
     """
     for part in parts:
         part.validate()
@@ -59,7 +59,7 @@ def merge_parts(parts: Sequence[PartManifest]) -> Manifest:
     for number, part in enumerate(parts):
         for spec in part.tensors:
             known = tensors.setdefault(spec.name, spec)
-            # shapes are global: each rank gives that of the whole tensor
+            # shapes are global: each rank gives the shape of the whole tensor
             if known != spec:
                 raise ManifestMismatch(
                     f"tensor {spec.name!r}: rank {number} has {spec}, a lower rank has {known}",
@@ -78,7 +78,7 @@ def merge_parts(parts: Sequence[PartManifest]) -> Manifest:
         mine: list[Piece] = []
         for piece in part.pieces or ():
             box = numbers[part.tensors[piece.tensor].name], piece.offsets, piece.shape
-            if box not in taken:  # what several ranks have is sent by the lowest of them
+            if box not in taken:  # the lowest of several ranks sends a common box
                 taken.add(box)
                 mine.append(Piece(*box, piece.source_offset))
         owned.append(tuple(mine))
@@ -89,9 +89,9 @@ def merge_parts(parts: Sequence[PartManifest]) -> Manifest:
 
 
 def difference(old: AnyManifest, new: AnyManifest, *, limit: int = 3) -> str:
-    """Return the first ``limit`` differences in tensors and aliases; empty: none.
+    """Return the first ``limit`` differences in tensors and aliases, or "".
 
-    Their order is none: receivers find tensors by name, and a checkpoint that is
+    Order does not count: receivers find tensors by name, and a checkpoint that is
     published again has another order than the trainer's model.
     """
     found = list(_differences(old, new))
@@ -123,8 +123,9 @@ class Joined(NamedTuple):
 
 
 def read(effect: Read) -> Joined:
-    """Run a :class:`~replicas.core.base.effects.Read`: all slow work on manifests is
-    here.
+    """Run a :class:`~replicas.core.base.effects.Read`: decode, join and hash manifests.
+
+    Slow; call it off the event loop.
 
     :raises replicas.errors.ManifestMismatch: they are malformed, do not fit each other,
         or are too large together.
@@ -136,14 +137,14 @@ def read(effect: Read) -> Joined:
         manifest = merge_parts([PartManifest.decode_only(part) for part in effect.encoded])
         encoded = manifest.encode()
     check_size(manifest)
-    _ = manifest.hash, manifest.data_nbytes  # computed here, cached in it
+    _ = manifest.hash, manifest.data_nbytes  # computed here, and cached in the manifest
     return Joined(manifest, encoded)
 
 
 class Manifests:
     """The manifests of one channel.
 
-    :ivar current: that of its newest commit.
+    :ivar current: manifest of the channel's newest commit.
     """
 
     def __init__(self, channel: str, out: list[Effect]) -> None:
@@ -159,10 +160,10 @@ class Manifests:
     # ------------------------------------------------------------ fetching
 
     def get(self, member: Member, manifest_hash: str, now: float) -> bytes | None:
-        """Return the encoded manifest; None: it is asked of the member.
+        """Return the encoded manifest, or None after asking the member for it.
 
-        Not while another fetch from the member is under way: when that one has ended,
-        the callers that still wait ask again.
+        While another fetch from the member is under way, return None without asking:
+        when that one has ended, the callers that still wait call again.
         """
         found = self._encoded.get(manifest_hash)
         if found is None and member not in self._fetches:
@@ -202,7 +203,7 @@ class Manifests:
         :raises ManifestMismatch: they cannot be joined.
         """
         if key in self._failed:
-            raise self._failed.pop(key)  # once: another publish may be read anew
+            raise self._failed.pop(key)  # once: another publish may be read again
         found = self._joined.get(key)
         if found is None and key not in self._being_read:
             self._being_read.add(key)

@@ -2,15 +2,15 @@
 
 A publish is identified by (group, replica, number); the number counts the replica's
 publishes. The first rank that begins it fixes the version. It is *packing* until every
-contributing rank (the leader, or all of them) has filled its slot; then it waits for
-its turn, in the order in which they were packed. It ends in exactly one verdict, which
-every rank of the replica gets, also one that begins late. The states are those of
-:data:`replicas.core.base.membership.PUBLISH`. One that was begun under another
+contributing rank (the leader, or all of them) has filled its slot; then it is queued,
+in the order of packing. It ends in exactly one verdict, which every rank of the replica
+gets, also a rank that begins late. The states are those of
+:data:`replicas.core.base.membership.PUBLISH`. A publish that was begun under another
 coordinator is announced as *resumed*, with the version number that it had there.
 
-All ranks of one life of a replica count from the same number, whenever each of them
-joins: also a rank that joins when the others have published and left. It gets their
-verdicts, the last :data:`KEPT_VERDICTS` of them.
+All ranks of one life of a replica count from the same number, whenever they join: also
+a rank that joins when the others have published and left. It gets their verdicts, the
+last :data:`KEPT_VERDICTS` of them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ KEPT_VERDICTS = 16  # a rank that joins late may be this many publishes behind t
 OPEN_MAX = 256
 """Publishes of one replica without a verdict."""
 SLOWEST = 16
-"""Replicas of which a record says how long each took: the number bounds the event."""
+"""Replicas of which a record gives the seconds: the limit bounds the event."""
 _TRACE_LENGTH = 128
 
 
@@ -61,7 +61,7 @@ class Publish:
     packed_at: float = 0.0
     moving_at: float = 0.0
     filled_at: float = 0.0
-    """When the last slot that was sent while it was packed was full."""
+    """Time at which the last slot that was sent while being packed was full."""
     awaited: set[Member] = field(default_factory=set)
     """Targets without an answer at the last tick."""
     lost: dict[str, str] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Publish:
     receipt: ReceiptData | None = None
     error: WireError | None = None
     held: dict[Member, float] = field(default_factory=dict)
-    """Seconds from its begin until each member had it."""
+    """Seconds from the begin of the publish until each member had the version."""
 
     @property
     def over(self) -> bool:
@@ -80,15 +80,15 @@ class Publish:
     @property
     def carriers(self) -> list[Member]:
         """Ranks that have packed bytes for it, in order."""
-        # without a manifest: a rank that only takes part
+        # a rank without a manifest takes part, but has no bytes
         return sorted(member for member, packed in self.packed.items() if packed.manifest_hash)
 
     def phases(self, now: float, failed_in: str = "") -> dict[str, float]:
         """Return seconds by phase until ``now``, in order; the engine sets ``commit``.
 
-        What no rank has measured is ``pack`` until the slots are full, and then
-        ``acknowledge``; of a publish that failed, the phase ``failed_in``. With a GPU
-        also ``hold``: how long the source's streams were held.
+        Time that no rank has measured counts as ``pack`` until the slots are full, and
+        then as ``acknowledge``; if the publish failed, as the phase ``failed_in``. With
+        a GPU also ``hold``: how long the source's streams were held.
         """
 
         def longest(phase: str) -> float:
@@ -114,13 +114,13 @@ class Publish:
         return phases | ({"hold": hold_s} if (hold_s := longest("hold")) else {})
 
     def note_holders(self, now: float) -> None:
-        """Note when members of which the transfer is done had all of it."""
+        """Note when each member that the transfer has verified got the version."""
         if self.transfer is not None:
             for member in self.transfer.verified - self.held.keys():
                 self.held[member] = now - self.began_at
 
     def record(self, outcome: str, now: float, *, moved: bool) -> SyncRecord:
-        """Return what is told of its end. ``moved``: with the bytes that were sent."""
+        """Return the record of the publish's end; ``moved``: with the bytes sent."""
         self.note_holders(now)
         transfer, receipt, seconds = self.transfer if moved else None, self.receipt, now - self.began_at
         phases = receipt.phases if receipt is not None else self.phases(now, (self.error and self.error.phase) or "")
@@ -156,8 +156,8 @@ class _Count:
     """How the ranks of one life of a replica count their publishes.
 
     :ivar base: the replica's number when the life began.
-    :ivar ranks: those that have joined: for one that has left in good order its
-        process and its own count, by which it goes on if it joins again.
+    :ivar ranks: ranks that have joined: for a rank that has left in good order its
+        process and its own count, from which it continues if it joins again.
     """
 
     life: Life
@@ -191,13 +191,13 @@ class Publishes:
 
         Ranks join one after another, and the first may publish, and leave, before the
         last has joined: all of them count from the replica's number at the beginning of
-        their life. A process that has left, and joins again, goes on with its own
-        count; another process of a rank that was there before with the publish that the
-        others wait for it with, else with their next one.
+        their life. A process that has left, and joins again, continues its own count.
+        Another process of a rank that was there before starts with the publish for
+        which the others wait, or else with their next one.
         """
         replica = (member.group, member.replica)
         known = self._lives.get(replica)
-        if known is None or known.life is not life:  # each life has an object of its own
+        if known is None or known.life is not life:  # each life is a new object
             known = self._lives[replica] = _Count(life, self.count(*replica))
         number = known.base
         if member.rank in known.ranks:
@@ -207,7 +207,7 @@ class Publishes:
             if before is not None and before[0] == process:
                 number = before[1]
             else:
-                # so that the next one it counts is the one that they wait for
+                # its next publish is then the one that the others wait for
                 number = min(waiting) - 1 if waiting else self.count(*replica)
         self._counts[member] = process, number
         known.ranks[member.rank] = None
@@ -245,10 +245,10 @@ class Publishes:
         publish = self.get(member, message.publish)
         replica = (member.group, member.replica)
         process, made = self._counts[member]
-        self._counts[member] = process, max(made, message.publish)  # a resumed one may be older than its count
+        self._counts[member] = process, max(made, message.publish)  # a resumed publish may be older than the count
         if publish is None and message.publish <= self._forgotten.get(replica, 0):
             raise errors.Gone(
-                f"publish {message.publish} of {member.replica_name} is long over: {member} joined too late for it",
+                f"publish {message.publish} of {member.replica_name} ended long ago: {member} joined too late",
                 channel=self._channel,
                 members=[member.name],
                 hint=f"join before the other ranks of the replica have published {KEPT_VERDICTS} more versions",
@@ -257,11 +257,11 @@ class Publishes:
             raise errors.Busy(
                 f"{OPEN_MAX} publishes of {member.replica_name} have no verdict yet",
                 channel=self._channel,
-                hint="wait for their ends before you publish more",
+                hint="wait until earlier publishes have ended",
             )
         if publish is None:
             version = self.numbered + 1 if message.version is None else message.version
-            if version <= self.numbered and not message.resumed:  # a resumed one got its number before
+            if version <= self.numbered and not message.resumed:  # a resumed publish got its number before
                 raise errors.StaleVersion(
                     f"version {version} is not newer than version {self.numbered} of channel {self._channel!r}",
                     channel=self._channel,
@@ -272,7 +272,7 @@ class Publishes:
             self._known[(*replica, message.publish)] = publish
             self._made[replica] = max(message.publish, self.count(*replica))
             over = [key for key, known in self._known.items() if known.over and key[:2] == replica]
-            for key in over[:-KEPT_VERDICTS]:  # the last of each replica are kept, however often others publish
+            for key in over[:-KEPT_VERDICTS]:  # keep the last of each replica, however often others publish
                 del self._known[key]
                 self._forgotten[replica] = max(self._forgotten.get(replica, 0), key[2])
         elif not self._agrees(publish, message):
@@ -283,7 +283,7 @@ class Publishes:
                 version=publish.version,
             )
         steps = number_in(message.meta, "step"), number_in(publish.asked.meta, "step")
-        if None not in steps and len({*steps}) > 1:  # a new process, say, that went on from somewhere else
+        if None not in steps and len({*steps}) > 1:  # a new process may have resumed from another step
             raise errors.RanksDisagree(
                 f"publish {message.publish} of {member.replica_name}: {member} is at step {steps[0]}, "
                 f"another rank at {steps[1]}",
@@ -297,7 +297,7 @@ class Publishes:
     def _agrees(publish: Publish, message: PublishBegin) -> bool:
         """Return True if two ranks began the same publish.
 
-        A resumed one names the number that it got, not the one that it asked for.
+        A resumed publish names the version that it got, not the one that it asked for.
         """
         if publish.asked.resumed or message.resumed:
             return message.version == publish.version or (message.version is None and not message.resumed)
@@ -314,7 +314,7 @@ class Publishes:
         if publish is None or publish.state != "packing":  # it failed while this rank packed
             return
         publish.packed[member] = message
-        if message.meta is not None and member.rank == 0:  # known late: only the leader's counts
+        if message.meta is not None and member.rank == 0:  # known late, and only the leader's counts
             publish.meta = dict(message.meta)
         if not self.unpacked(publish, world):
             publish.state = PUBLISH.next(publish.state, "packed_by_all")
@@ -322,7 +322,7 @@ class Publishes:
             self.queue.append(publish)
 
     def filled(self, member: Member, message: Filled, now: float) -> Publish | None:
-        """A streaming rank filled its slot; return the publish if not over yet."""
+        """Note that a streaming rank filled its slot; return its open publish."""
         publish = self.get(member, message.publish)
         packed = publish.packed.get(member) if publish is not None else None
         if publish is None or packed is None or publish.over or not packed.streaming:
@@ -346,7 +346,7 @@ class Publishes:
         self.moving = publish
 
     def end(self, publish: Publish, *, committed: bool) -> None:
-        publish.manifests.clear()  # the payload has the joined one
+        publish.manifests.clear()  # the payload has the joined manifest
         publish.meta, publish.asked = {}, msgspec.structs.replace(publish.asked, meta={})  # up to 1 MiB each
         publish.state = PUBLISH.next(publish.state, "decided" if committed else "fail")
         if publish in self.queue:

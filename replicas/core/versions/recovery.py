@@ -8,21 +8,21 @@ again). Members of an earlier coordinator say in their Hello which versions they
 committed, hold, serve and were assigned, and then announce their work in progress.
 Facts count at once, whenever they come: epochs and numbers only grow, and a version
 that any member has seen committed *is* committed. Decisions that need all members wait
-for :data:`RECOVERY_S` after the first of them came (or after the start, if there is a
-decision log): until then nothing is admitted, moved or granted. A member that has yet
-to send ``Resumed`` is waited for as long again. A publish without a number gets none
-before the end of this window: another rank of its replica may still announce one.
+for a window: :data:`RECOVERY_S` after the first of them came (or after the start, if
+there is a decision log). Until then nothing is admitted, moved or granted. The window
+is twice as long if a member has yet to send ``Resumed``. A publish without a number
+gets none before the end of the window: another rank of its replica may announce one.
 
-A supervisor that knows its predecessor's members says so (:meth:`Recovery.expect`).
-Then the window ends as soon as each of them has sent ``Resumed``, and its host is
-known; one whose replica has ended is not waited for. One that has not come by the end
-of the window is reported as lost. It may still come, as may one that nobody expected,
-and its facts still count; but its number may be taken, and what it alone held
-discarded.
+A supervisor that knows its predecessor's members names them (:meth:`Recovery.expect`).
+The window then ends as soon as each of them has sent ``Resumed``, and its host is
+known; members whose replica has ended are not waited for. A member that has not come by
+the end of the window is reported as lost. It may still come, as may an unexpected
+member, and its facts still count; but its number may be taken, and versions that it
+alone held discarded.
 
 Then, for each version that is held and not committed:
 
-* announced again by its source: the publish goes on, and its holders need no bytes;
+* announced again by its source: the publish continues, and its holders need no bytes;
 * not announced although a source of that time is a member: that source has had its
   verdict, a failure: discarded;
 * its source is gone: committed, if every target among the members holds it with one
@@ -55,15 +55,15 @@ RECOVERY_S = 3.0  # longer than members take to find the new coordinator
 class Told:
     """The state of a channel that may be shown: commits that are already on disk.
 
-    The state machine is ahead of the disk: it decides, and goes on as if the decision
+    The state machine is ahead of the disk: it decides, and continues as if the decision
     were recorded. That is safe for its messages, which follow the record in the order
     of effects. Answers outside that order (a newcomer's Welcome, a status page, a
     metric, readiness) come from here.
 
     :ivar latest: number of the newest recorded commit.
-    :ivar digest: its digest; empty: unknown at the commit.
+    :ivar digest: its digest; empty if it was unknown at the commit.
     :ivar last: the publish that ended last.
-    :ivar disk_problem: why the disk does not take a decision; empty: it does.
+    :ivar disk_problem: why a decision cannot be written to disk; empty if it can.
     """
 
     def __init__(self, latest: int, digest: str) -> None:
@@ -89,19 +89,19 @@ class Recovery:
         self._answer: wire.Described | None = None
         self._deferred: list[tuple[MemberState, wire.PublishBegin | wire.Packed | wire.PackFailed, float]] = []
         self._done = not ground.past.decided[0]  # [0]: the newest decided version
-        """True until a member of an earlier coordinator comes: nothing to recover."""
+        """True while no member of an earlier coordinator has come."""
 
     @property
     def active(self) -> bool:
         """True if decisions that need all members must wait."""
         return not self._done
 
-    # ------------------------------------------------------------ who is expected
+    # ------------------------------------------------------------ expected members
 
     def expect(self, members: Collection[Member], told: Collection[tuple[int, float]] = ()) -> None:
-        """Expect the members of the earlier coordinator: all of them, or none known.
+        """Name the members of the earlier coordinator; empty if they are not known.
 
-        :param told: number and time of the commits that its events have told.
+        :param told: number and time of the commits that its events have reported.
         """
         if told:
             self._commits.told = {version for version, _ in told} | self._aborted
@@ -109,7 +109,7 @@ class Recovery:
         self._awaited = {member for member in members if member not in self._roster}
 
     def ended(self, group: str, replica: int, reason: str) -> None:
-        """The replica's processes have ended: do not wait for those of the past."""
+        """Stop waiting for members of a replica whose processes have ended."""
         self._give_up([one for one in self._awaited if (one.group, one.replica) == (group, replica)], reason)
 
     def _give_up(self, members: Collection[Member], reason: str) -> None:
@@ -119,13 +119,13 @@ class Recovery:
 
     @property
     def _all_back(self) -> bool:
-        """True if all expected members have reported, and can be admitted."""
-        # an observer is on no known host
+        """Whether all expected members have reported, and can be admitted."""
+        # an observer has no known host
         known = all(state.resumed and (state.host or state.observes) for state in self._roster)
         return self._told and not self._awaited and known
 
     def waits(self, now: float) -> tuple[str, float | None]:
-        """What it waits for, as in "waits ...", and for how many seconds at most."""
+        """Return the text after "waits ..." and the seconds left, or ("", None)."""
         if self._done:
             return "", None
         unheard = [state for state in self._roster if not state.resumed]
@@ -146,14 +146,14 @@ class Recovery:
         commits.publishes.numbered = max(commits.publishes.numbered, *versions)
         if state.is_source:
             commits.publishes.came_back(state.member, hello.publishes)
-        # no log: what this member knows is all there is
+        # without a log, only this member knows
         if self._started is None and not commits.latest and commits.main is None:
             self._done = False
             self._started = now
         commits.told |= set() if self._told else {hello.latest}  # the events say it better
         commits.learn(hello.latest, hello.latest_digest)
         digest = state.held.get(commits.latest, "")
-        # its bytes are others than the ones that were committed
+        # the member's bytes differ from the committed ones
         if digest and commits.decided and digest != commits.decided:
             state.forget(commits.latest)
             self._ground.send(state.member, wire.Discard(commits.latest))
@@ -163,7 +163,7 @@ class Recovery:
     def defers(
         self, state: MemberState, message: wire.PublishBegin | wire.Packed | wire.PackFailed, now: float
     ) -> bool:
-        """Return True if to handle the message at the end of the window.
+        """Return True if the message was deferred to the end of the window.
 
         That holds for a publish without a number, and for messages that follow it.
         """
@@ -178,7 +178,7 @@ class Recovery:
     # ------------------------------------------------------------ the end of the window
 
     def tick(self, now: float) -> None:
-        """End the window when it is time."""
+        """End the window when it is time, and decide the versions that members hold."""
         if self._done:
             return
         if self._started is None:
@@ -199,11 +199,11 @@ class Recovery:
                 left_s = max(0.0, message.deadline_s - (now - at))  # it has waited here for a part of its time
                 message = msgspec.structs.replace(message, deadline_s=left_s)
             self._commits.publishing(state, message, now)
-        self._end_known_publishes(now)  # first: what those carried is settled below
+        self._end_known_publishes(now)  # first: versions that these publishes carried are settled below
         commits = self._commits
         carried = {publish.version for publish in commits.publishes.open()}
         held = {version for state in self._roster for version in state.held}
-        # a version that an open publish carries ends with that
+        # a version of an open publish ends with that publish
         for version in sorted({version for version in held if version > commits.latest} - carried):
             self._settle(version)
 
@@ -217,19 +217,19 @@ class Recovery:
             ranks = self._roster.replica(publish.group, publish.replica)
             told = [s for s in ranks if s.from_before and s.hello.publishes >= publish.asked.publish and s.resumed]
             silent = [s.member for s in told if s.member not in publish.begun]
-            # one that was committed has that verdict
+            # a committed publish has that verdict
             if publish.version in self._aborted or (silent and publish.version > commits.latest):
                 commits.told.add(publish.version)
                 names = ", ".join(member.name for member in silent)
                 why = f"{names} had its verdict" if names else "it had failed"
-                text = f"version {publish.version} was not committed by the coordinator that was here before: {why}"
+                text = f"version {publish.version} was not committed by the previous coordinator: {why}"
                 commits.fail(publish, errors.SyncError(text, phase="commit", hint="publish again"), now)
 
     def _settle(self, version: int) -> None:
         """Commit or discard a held version that no publish carries."""
         targets = [s for s in self._roster if s.is_target and s.carries]
         digests = {state.held.get(version, "") for state in targets}
-        # one that is here would have announced it
+        # a source that is present would have announced it
         sources = any(state.is_source and state.from_before for state in self._roster)
         if version not in self._aborted and not sources and len(digests) == 1 and digests != {""}:
             publishes = self._commits.publishes
@@ -243,7 +243,7 @@ class Recovery:
     # ----------------------------------------------- the bytes of the committed version
 
     def advance(self, now: float) -> None:
-        """Ask a holder to describe the committed version, if its bytes are unknown."""
+        """Ask a holder to describe the committed version, if its payload is unknown."""
         version = self._commits.latest
         if self.active or not version or self._commits.committed is not None:
             return
@@ -258,7 +258,7 @@ class Recovery:
             self._ground.send(holder, wire.Describe(version))
 
     def described(self, state: MemberState, message: wire.Described) -> None:
-        """Take a holder's description."""
+        """Take a holder's description of the committed version."""
         commits = self._commits
         if state.member != self._described:
             return
@@ -272,19 +272,19 @@ class Recovery:
         self._answer = message
 
     def undescribed(self, state: MemberState) -> None:
-        """Forget a holder's unusable copy, and ask another holder."""
+        """Forget a holder's unusable copy, so that another holder is asked."""
         if state.member == self._described:
             self._described = self._answer = None
             state.forget(self._commits.latest)
 
     def _read(self, holder: Member, answer: wire.Described, now: float) -> None:
-        """Fetch and read the manifest, which makes the version's bytes known."""
+        """Fetch and read the manifest, then restore the committed payload."""
         commits, wanted = self._commits, answer.manifest_hash
         if answer.version != commits.latest:
             self._described = self._answer = None
             return
         encoded = commits.manifests.get(holder, wanted, now)
-        if encoded is None:  # it was asked of the holder; this is called again
+        if encoded is None:  # the holder was asked for it; this is called again
             return
         try:
             joined = commits.manifests.joined(wanted, [encoded], whole=True)

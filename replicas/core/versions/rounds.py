@@ -5,20 +5,19 @@ moment when the first of its ranks asks, provided that all its ranks are members
 hold it. Every rank is granted that version when it asks, and the next round opens only
 when all of them have loaded this one, so that two ranks differ only for the time of a
 load. The replica's loaded version is the one that *all* its ranks have loaded; while
-they differ it is 0. A rank that is lost, or fails to load, voids the round. One that
-*refuses* the version has loaded nothing of it: it keeps the one before, and takes part
-in the next round. The states are the table
-:data:`~replicas.core.base.membership.ROUND`.
+they differ it is 0. A rank that is lost, or fails to load, voids the round. A rank that
+*refuses* the version has loaded nothing of it: it keeps its version, and takes part in
+the next round. The states are the table :data:`~replicas.core.base.membership.ROUND`.
 
-A rank that asks has no update open: with its ask it *gives back* a version that it was
+A rank that asks has no update open: by asking it *gives back* a version that it was
 granted and has not looked at. As long as no rank has looked at a round's version, or
 loaded it, the round may take a newer one. A rank that has loaded it and left in good
 order has begun it, too: the others of its life get the same version.
 
 *At least.* A rank may ask for a version whose number, or a number in whose publisher's
 ``meta``, is not below a bound. A round opens only with a version that is enough for
-**every** rank that waits by then. A rank for which a version that others have begun
-with is not enough *declines* it: it asks again, for a newer one, and waits. When all
+**every** rank that waits by then. A rank whose bound is above a version that others
+have begun to load *declines* it: it asks again, for a newer one, and waits. When all
 ranks ask, so that none of them is loading it, the next round opens. While the ``meta``
 of the newest version is unknown here, no bound on it is met.
 
@@ -28,7 +27,7 @@ once, and so is every other rank of the replica that asks again, even if a newer
 committed meanwhile: they are *owed* it until they have asked once more.
 
 A round can advance only where a rank asks, and only when that replica, or the newest
-version, has changed: only such replicas, which are *due*, are looked at.
+version, has changed: only such replicas, which are *due*, are examined.
 """
 
 from __future__ import annotations
@@ -50,28 +49,28 @@ from replicas.messages.identity import Member
 class Round:
     state: RoundState = "idle"
     version: int = 0
-    """The version that all ranks are to load; 0: none yet."""
+    """The version that all ranks load in this round; 0 before the first."""
     taken: set[Member] = field(default_factory=set)
     """Ranks that were granted it and have not reported the result yet."""
     asks: dict[Member, ReceiveAsk] = field(default_factory=dict)
     again: set[Member] = field(default_factory=set)
-    """Ranks whose ask is met by the version that they have."""
+    """Ranks whose ask is met by their own version."""
     owed: set[Member] = field(default_factory=set)
     """Ranks that get ``version`` if they ask again, as another rank did."""
     loaded: int = 0
-    """The version that all ranks serve; 0: none, or they differ."""
+    """The version that all ranks serve; 0 if they serve none, or differ."""
     failed: int = 0
-    """The newest version of which a rank has reported that it failed to load it."""
+    """The newest version that a rank has reported as not loaded."""
     failure: str = ""
-    """Why, in that rank's words."""
+    """The reason that this rank gave."""
     refused: bool = False
-    """True if that rank refused the version, and loaded nothing of it."""
+    """True if this rank refused the version, and loaded nothing of it."""
     done: int = 0
     """The version that a rank had loaded when it left in good order."""
 
     @property
     def partial(self) -> bool:
-        """True if a rank failed to load, and the ranks still differ since."""
+        """Whether a rank failed to load, and the ranks have differed since."""
         return self.state == "partial"
 
     def move(self, event: RoundEvent) -> None:
@@ -88,7 +87,7 @@ class Round:
 
 
 class Newest(NamedTuple):
-    """The newest committed version (0: none); its ``meta`` (None: unknown)."""
+    """The newest committed version (0 if none) and its ``meta`` (None if unknown)."""
 
     version: int
     meta: Mapping[str, object] | None = None
@@ -98,14 +97,14 @@ class Newest(NamedTuple):
         return is_enough(ask.at_least, ask.key, self.version, self.meta or {})
 
     def meets(self, ask: ReceiveAsk) -> bool:
-        """Return True if the version may be granted to who asks so."""
+        """Return True if the version may be granted for this ask."""
         return ask.after < self.version and self.is_enough(ask)
 
 
 def is_enough(at_least: float, key: str, version: int, meta: Mapping[str, object]) -> bool:
     """Return True if the version's number is at least ``at_least``.
 
-    With ``key``, the number by that name in its ``meta`` counts instead.
+    With ``key``, the number of that name in its ``meta`` counts instead.
     """
     found = number_in(meta, key) if key else version
     return found is not None and found >= at_least
@@ -118,7 +117,7 @@ class ReplicaView(NamedTuple):
     expected: int
 
     def begun(self, round_: Round) -> bool:
-        """Return True if some rank may now look at the round's version or serves it."""
+        """Return True if any rank may look at the round's version, or serves it."""
         loaded = (round_.done, *(state.loaded for state in self.ranks))
         return bool(round_.taken) or round_.version in loaded
 
@@ -135,7 +134,7 @@ class Rounds:
         self._due: set[tuple[str, int]] = set()
         self._due_newest = Newest(0)
         self._loaded: Counter[int] = Counter()
-        """How many of the ranks that carry bytes serve each version."""
+        """By version: how many ranks that carry bytes serve it."""
 
     def of(self, group: str, replica: int) -> Round:
         return self._rounds.setdefault((group, replica), Round())
@@ -146,7 +145,7 @@ class Rounds:
         return list(self._rounds)
 
     def _known(self, group: str, replica: int) -> Round:
-        """Return its round, without beginning one."""
+        """Return the replica's round, without beginning one."""
         return self._rounds.get((group, replica), Round())
 
     def touch(self, state: MemberState) -> None:
@@ -164,11 +163,11 @@ class Rounds:
         return due  # sorted: the same history gives the same messages
 
     def loaded_by_all(self) -> int:
-        """Return the oldest version that any target rank serves; 0: none."""
+        """Return the oldest version that any target rank serves; 0 if there is none."""
         return min(self._loaded, default=0)
 
     def _count(self, state: MemberState, change: int) -> None:
-        """Add a rank to those that serve its version (1), or take it out (-1)."""
+        """Add a rank to those that serve its version (1), or remove it (-1)."""
         if state.is_target and state.carries:
             self._loaded[state.loaded] += change
             if not self._loaded[state.loaded]:
@@ -203,7 +202,7 @@ class Rounds:
         else:
             round_.again.discard(member)
             if member in round_.owed:
-                round_.owed.clear()  # it goes on without
+                round_.owed.clear()  # the rank asks for a newer one
         self._due.add((member.group, member.replica))
 
     def cancel_ask(self, member: Member, ask: int) -> None:
@@ -215,9 +214,9 @@ class Rounds:
         self._due.add((member.group, member.replica))
 
     def joined(self, state: MemberState) -> None:
-        """Add a rank, with the version that an earlier coordinator assigned it.
+        """Add a rank, with the version that an earlier coordinator assigned to it.
 
-        Ranks that hold it are reminded, as they must keep it: that coordinator may have
+        Ranks that hold the version are reminded to keep it: that coordinator may have
         ended before all of them heard of it.
         """
         if not state.carries:
@@ -234,11 +233,11 @@ class Rounds:
                 if rank.loaded < round_.version and round_.version in rank.held:
                     self._out.append(Send(rank.member, Assigned(round_.version)))
         self._settle(round_, state.member)
-        if state.from_before and state.hello.assigned > state.loaded:  # it may be loading it at this moment
+        if state.from_before and state.hello.assigned > state.loaded:  # it may be loading it now
             round_.grant(state.member)
 
     def loaded(self, state: MemberState, version: int) -> None:
-        """A rank now serves ``version``."""
+        """Note that a rank serves ``version`` now."""
         round_ = self._reported(state, version)
         if round_ is not None:
             if version > round_.version:
@@ -246,7 +245,7 @@ class Rounds:
             self._settle(round_, state.member)
 
     def failed(self, state: MemberState, version: int, why: str, *, kept: bool = False) -> None:
-        """A rank may have loaded half of a version; ``kept``: it has the one before."""
+        """Note a failed load; ``kept``: the rank kept its version unchanged."""
         round_ = self._reported(state, state.loaded if kept else 0)
         if round_ is None:
             return
@@ -257,7 +256,7 @@ class Rounds:
         self._settle(round_, state.member)
 
     def left_behind(self, group: str, replica: int, version: int, why: str) -> None:
-        """The others load a version without this replica, which keeps its own."""
+        """Note that the others load a version that this replica does not load."""
         self._note_failure(self.of(group, replica), group, replica, version, why, kept=True)
 
     def _note_failure(self, round_: Round, group: str, replica: int, version: int, why: str, *, kept: bool) -> None:
@@ -266,7 +265,7 @@ class Rounds:
             self._out.append(LoadFailed(self._channel, group, replica, version, why, kept))
 
     def refusals(self, version: int) -> dict[str, str]:
-        """Why replicas go on without this version, by name."""
+        """Return the reasons why replicas refused this or a newer version, by name."""
         return {
             f"{group}/{replica}": round_.failure
             for (group, replica), round_ in self._rounds.items()
@@ -274,7 +273,7 @@ class Rounds:
         }
 
     def _reported(self, state: MemberState, version: int) -> Round | None:
-        """Take the result of a load; None: the rank carries no bytes."""
+        """Take the result of a load; return None if the rank carries no bytes."""
         self._count(state, -1)
         state.loaded = version
         self._count(state, 1)
@@ -296,7 +295,7 @@ class Rounds:
             round_.done = max(round_.done, state.loaded)  # else another rank of its life could get a newer version
         if not self._settle(round_, member).ranks:
             round_.move("emptied")
-            del self._rounds[member.group, member.replica]  # its next life begins anew
+            del self._rounds[member.group, member.replica]  # its next life begins with a new round
 
     def _settle(self, round_: Round, member: Member) -> ReplicaView:
         """Recompute the version that the ranks serve together."""
@@ -304,7 +303,7 @@ class Rounds:
             self._due.add((member.group, member.replica))
         view = self.view(member.group, member.replica)
         versions = {state.loaded for state in view.ranks}
-        # while a rank is missing, it serves none
+        # while a rank is missing, the replica serves none
         loaded = versions.pop() if len(versions) == 1 and len(view.ranks) == view.expected else 0
         if loaded == round_.version > 0:
             if round_.state != "loaded":
@@ -331,23 +330,23 @@ class Rounds:
             round_.move("given_back")
         if round_.state != "loading" and any(state.draining for state in view.ranks):
             return  # ranks may load a version that others have begun with, but nothing new
-        # a version in progress would differ between the ranks
+        # a new version would make the ranks differ
         if round_.state == "loaded" and self._given_again(round_, view, latest):
             return
         asks = round_.asks.values()
         wanted = any(ask.after < latest for ask in asks) and all(newest.is_enough(ask) for ask in asks)
         if wanted and round_.version != latest and not self._in_progress(round_, view):
-            # else some would wait for bytes while others load
+            # else some ranks would wait for bytes while others load
             if len(view.ranks) < view.expected or not all(latest in state.held for state in view.ranks):
                 return
             round_.assign(latest)
-            # all keep it, whoever asks first
+            # all must keep it, whichever rank asks first
             self._out.extend(Send(state.member, Assigned(latest)) for state in view.ranks)
         if round_.state in ("idle", "loaded"):
             return
         for state in view.ranks:
             ask = round_.asks.get(state.member)
-            # it declines it, or has it
+            # the rank declines it, or has loaded it
             if ask is None or ask.after >= round_.version or state.loaded == round_.version:
                 continue
             if round_.version in state.held:
@@ -358,7 +357,7 @@ class Rounds:
     def _given_again(self, round_: Round, view: ReplicaView, latest: int) -> bool:
         """Grant the version that all serve to ranks that ask for it again.
 
-        True: no other one may be opened, as a rank is still owed it.
+        Return True if no other version may be opened, as a rank is still owed this one.
         """
         version = round_.version
         asking = [state for state in view.ranks if state.member in round_.asks and state.member in round_.again]
@@ -378,14 +377,14 @@ class Rounds:
 
     @staticmethod
     def _in_progress(round_: Round, view: ReplicaView) -> bool:
-        """Return True if some rank has yet to load the round's version, and can."""
+        """Return True if a rank has yet to load the round's version, and can."""
         waiting = [state for state in view.ranks if state.loaded != round_.version]
         if round_.state in ("idle", "loaded") or not waiting or not view.begun(round_):
             return False
         if round_.taken:
             return True
         asks = [round_.asks.get(state.member) for state in waiting]
-        # a rank for which it is not enough never loads it
+        # a rank never loads a version below its bound
         declined = all(ask is not None and ask.after >= round_.version for ask in asks)
         if declined and all(state.member in round_.asks for state in view.ranks):
             return False

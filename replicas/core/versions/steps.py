@@ -1,9 +1,10 @@
 """Steps of the training, as publishers give them in ``meta["step"]``.
 
-They grow with the versions. A trainer that restarts without its checkpoint goes on with
-the next version and an early step: its untrained weights are committed and loaded like
-any others. That cannot be refused here, since it may be meant; it is told, once. A
-trainer that has loaded its checkpoint says so with ``meta["resumed"] = True``.
+They grow with the versions. A trainer that restarts without its checkpoint continues
+with the next version and an early step: its untrained weights are committed and loaded
+like any others. The coordinator cannot refuse them, as they may be intended, but it
+reports them once. A trainer that has loaded its checkpoint says so with
+``meta["resumed"] = True``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from replicas.core.base.effects import StepFell
 
 
 def number_in(meta: Mapping[str, object] | None, key: str) -> int | float | None:
-    """Return the number that ``meta`` has by this name; None: it has none."""
+    """Return the number that ``meta`` has by this name, or None."""
     found = (meta or {}).get(key)
     return found if isinstance(found, (int, float)) and not isinstance(found, bool) else None  # True is an int
 
@@ -22,8 +23,9 @@ def number_in(meta: Mapping[str, object] | None, key: str) -> int | float | None
 class Steps:
     """Watches the steps of one channel's committed versions.
 
-    :ivar reached: the highest so far, since a resume, or since they last passed it.
-    :ivar fell: how they fell below it; None: they have not, or have passed it again.
+    :ivar reached: the highest step so far, since a resume, or since steps last passed
+        it.
+    :ivar fell: the event of a fall that the steps have not made up for; else None.
     """
 
     def __init__(self, channel: str) -> None:
@@ -32,7 +34,7 @@ class Steps:
         self.fell: StepFell | None = None
 
     def committed(self, version: int, meta: Mapping[str, object] | None) -> StepFell | None:
-        """Return the event if the step of this version is the first below the last."""
+        """Return the event if this version's step is the first below the highest."""
         step = number_in(meta, "step")
         if step is None:
             return None

@@ -22,7 +22,7 @@ from replicas.testing import FakeRun
 from tests.support.channel.scripted import ScriptedWorld
 
 pytestmark = pytest.mark.anyio
-REFUSED = wire.WireError("NotAdopted", "version 3 is loaded by no target: rollout/1 does not load it: other shapes")
+REFUSED = wire.WireError("NotAdopted", "no target loads version 3: rollout/1 does not load it: other shapes")
 
 
 @pytest.fixture

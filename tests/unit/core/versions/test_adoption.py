@@ -188,7 +188,7 @@ def test_one_that_says_nothing_is_left_behind_at_the_deadline(fleet: Fleet) -> N
     assert not fleet.unready()
     fleet.world.advance(2.0)
     assert fleet.loaded() == [2, 2, 1]
-    assert fleet.failures(2)[2].startswith("it did not say within 20 s that it can load it")
+    assert fleet.failures(2)[2].startswith("it did not report within 20 s that it can load it")
     assert fleet.unready()[2].startswith("policy: has version 1, the others serve version 2; policy: version 2 was not")
     fleet.publish()
     fleet.ask(*fleet.targets[:2])

@@ -382,7 +382,7 @@ def test_a_rank_that_has_had_its_verdict_fails_the_publish_for_the_others() -> N
     assert error is not None
     assert (error.kind, error.phase) == ("SyncError", "commit")
     assert error.message == (
-        "version 1 was not committed by the coordinator that was here before: trainer/0/1 had its verdict"
+        "version 1 was not committed by the previous coordinator: trainer/0/1 had its verdict"
     )
 
 
