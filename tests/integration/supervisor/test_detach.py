@@ -184,7 +184,7 @@ async def test_replicas_leave_a_machine_that_has_lost_their_label_meanwhile(tmp_
         await second.wait_ready("b", timeout=30)
         group = second.fleet.groups["a"]
         with anyio.fail_after(30):
-            await second.fleet.until(lambda: "waits for" in group.status(0.0).replicas[0].reason)
+            await second.fleet.until(lambda: "waits for a node" in group.status(0.0).replicas[0].reason)
         assert group.status(0.0).replicas[0].reason == "its config has changed; waits for a node with pool=x"
         assert not alive(pid)
         await second.drain()
