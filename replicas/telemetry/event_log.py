@@ -6,11 +6,11 @@ was full) is cut off at the next start. Numbers strictly grow, in the file and o
 supervisors of the run, so any record can be found by bisection. A file that has reached
 its maximum size becomes ``events.jsonl.1``, replacing the earlier one.
 
-Followers share one ring of the newest records in memory. One that falls behind the ring
-reads from the files until it has caught up, so a slow follower costs no memory and
-loses only records that were rotated away (visible as a gap in the numbers). A full disk
-never stops the run: events are still counted and passed on, the failure is logged once,
-and the first line written again says how many are missing.
+Followers share one ring of the newest records in memory. A follower that falls behind
+the ring reads from the files until it has caught up, so a slow follower costs no memory
+and loses only records that were rotated away (visible as a gap in the numbers). A full
+disk never stops the run: events are still counted and passed on, the failure is logged
+once, and the next written line says how many are missing.
 
 Everything but :func:`read` runs on one event loop, and blocks it for no longer than a
 write to the disk.
@@ -76,7 +76,7 @@ class EventLog:
         self._ring: deque[Record] = deque(maxlen=_RING)
         self._news = asyncio.Event()
         self.finished = self._closed = False
-        """True if the last record was written that followers get."""
+        """True if followers get no later record."""
         self._fd = -1
         self._size = 0
         self._problem = ""
@@ -91,8 +91,8 @@ class EventLog:
             self.seq = record.seq
 
     def emit(self, event: Event) -> Record:
-        """Number, count, write and pass on one event, whatever the disk does."""
-        if self.tally.events_untold:  # the first line that is written again says how many events are missing
+        """Number, count, write and pass on one event, even if the disk is full."""
+        if self.tally.events_untold:  # the next written line says how many events are missing
             lost = EventsLost(count=self.tally.events_untold, reason=self._problem)
             record, line = self._next(lost)
             if self._write(line):
@@ -121,7 +121,7 @@ class EventLog:
         """Iterate over the records above ``after``, and new ones until the last one.
 
         :param after: number of the last record that the reader has; 0: from the oldest
-            kept. None, or a number not given yet: from now on.
+            record. None, or a number above the newest: only new records.
         """
         return self._follow(self.seq if after is None else min(after, self.seq))
 
@@ -140,7 +140,7 @@ class EventLog:
                 await news.wait()
 
     def after(self, position: int) -> list[Record]:
-        """Return some of the next records above ``position``; empty: none yet."""
+        """Return some of the next records above ``position``, if there are any."""
         if position >= self.seq:
             return []
         first = self._ring[0].seq if self._ring else self.seq + 1
@@ -198,13 +198,13 @@ class EventLog:
         words = error.strerror or str(error)
         if words != self._problem:
             self._problem = words
-            log.error("events cannot be written to %s: %s; the run goes on without", self.path, words)
+            log.error("continuing without writing events to %s: %s", self.path, words)
 
     def _make_room(self, nbytes: int) -> None:
         """Start a new file if ``nbytes`` more do not fit; on failure keep the old one.
 
         Call it before the next event is counted: it saves the counters, which must not
-        have an event that no file has.
+        include an event that no file has.
         """
         path = self.path
         if path is None or self._fd < 0 or self._closed or not self._size or self._size + nbytes <= self._max_nbytes:
@@ -233,14 +233,14 @@ class EventLog:
 
 
 def read(path: Path, after: int = 0) -> Iterator[Record]:
-    """Records above a number, the older file first, unknown ones left out. Blocks."""
+    """Yield records above ``after``, oldest first, without unknown ones. Blocks."""
     while records := _chunk(path, after):
         yield from records
         after = records[-1].seq
 
 
 def tail(path: Path, count: int = 200) -> Iterator[Record]:
-    """About the last ``count`` records; as :func:`read`."""
+    """Yield about the last ``count`` records; as :func:`read`."""
     return read(path, max(0, _last_seq(path) - count))
 
 
@@ -253,7 +253,7 @@ def _older(path: Path) -> Path:
 
 
 def _chunk(path: Path, after: int) -> list[Record]:
-    """Return some of the next records above ``after``, in order; empty: none left."""
+    """Return some of the next records above ``after``; empty at the end."""
     with ExitStack() as stack:
         files: list[BinaryIO] = []
         # This order: a rotation in between shows one file twice, and hides none.
@@ -296,7 +296,7 @@ def _offset(file: BinaryIO, after: int) -> int:
 
 
 def _line_from(file: BinaryIO, offset: int, end: int) -> tuple[int, int | None]:
-    """Return start and number of the first line that begins in ``(offset, end)``."""
+    """Return offset and number of the first line that begins in ``(offset, end)``."""
     file.seek(offset)
     file.readline()
     while (start := file.tell()) < end:

@@ -32,7 +32,7 @@ class RunStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class RunEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The run is over, and no process of it is left.
 
-    A run without this event ended by the death of its supervisor, or was left by it.
+    Without this event the supervisor of a run has died, or has detached.
     """
 
     exit_code: int
@@ -73,7 +73,7 @@ class Scaled(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class RestartAsked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """An operator or a program has asked for a restart.
+    """An operator or a program has requested a restart.
 
     ``target``: a group or a replica (``group/index``). ``rolling``: a few at a time.
     """
@@ -85,7 +85,7 @@ class RestartAsked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class FailedReset(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Failed replicas start again.
 
-    ``groups``: those whose restart budget was partly spent and is full again.
+    ``groups``: groups whose restart budget was partly spent and is full again.
     """
 
     replicas: tuple[str, ...]
@@ -123,7 +123,7 @@ class RankEnd(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _OfGeneration(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one generation of a replica."""
+    """Base of the events of one generation of a replica."""
 
     group: str
     replica: int
@@ -133,7 +133,7 @@ class _OfGeneration(msgspec.Struct, frozen=True, kw_only=True):
 class ReplicaExited(_OfGeneration, frozen=True, kw_only=True, tag=True):
     """The programs of one generation of a replica have ended.
 
-    ``ranks``: those that failed, in the order of their failures.
+    ``ranks``: the ranks that failed, in the order of their failures.
     """
 
     outcome: Literal["ok", "failed", "stopped", "lost"]
@@ -142,11 +142,11 @@ class ReplicaExited(_OfGeneration, frozen=True, kw_only=True, tag=True):
 
 
 class HeldUp(_OfGeneration, frozen=True, kw_only=True, tag=True):
-    """A replica waits with its start for what is left of its old generation.
+    """A replica's start waits for a remnant of its old generation.
 
-    ``what``: GPU memory, or a process that does not die: then ``pid`` names it,
-    and ``since`` is when it was killed (seconds since 1970). ``gave_up``: the replica
-    no longer waits.
+    ``what``: GPU memory, or a process that does not die: then ``pid`` names it, and
+    ``since`` is when it was killed (seconds since 1970). ``gave_up``: the replica no
+    longer waits.
     """
 
     what: str
@@ -159,7 +159,7 @@ class HeldUp(_OfGeneration, frozen=True, kw_only=True, tag=True):
 class StacksSaved(_OfGeneration, frozen=True, kw_only=True, tag=True):
     """The stacks of a replica's ranks were written to their logs.
 
-    ``reason``: why they were asked for.
+    ``reason``: why they were requested.
     """
 
     reason: str
@@ -182,14 +182,14 @@ How = Literal["record", "cgroup", "mark", "identity", "token"]
 """How a leftover was found.
 
 By a shim's record, the shim's control group, its mark, or the state folder's id
-(``identity``). Earlier versions used the token file's path, as their events say.
+(``identity``). Events of earlier versions have ``token`` (the token file's path), too.
 """
 
 
 class LeftoverFound(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A process that a dead supervisor left behind was found.
 
-    ``how``: what it was found by. ``swept``: it is gone now.
+    ``how``: by which evidence. ``swept``: it is gone now.
     """
 
     pid: int
@@ -222,8 +222,8 @@ TokenChange = Literal["made", "rotated", "revoked"]
 class TokenChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The valid join tokens of a role have changed. No event has a token itself.
 
-    ``change``: the run began with a new one (``made``), a new one is valid beside the
-    one before (``rotated``), or that one is no longer valid (``revoked``).
+    ``change``: the run began with a new token (``made``), a new one is valid beside the
+    previous one (``rotated``), or the previous one is no longer valid (``revoked``).
     """
 
     role: Literal["member", "operator"]
@@ -241,10 +241,11 @@ class StateSetAside(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class LeasesAwaited(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Nothing starts yet, as no state says what an earlier supervisor has left.
+    """Starts wait, as no state file says which processes an earlier supervisor left.
 
-    It waits until the agents of ``nodes`` have joined and said what they run, at most
-    for ``seconds``, when their leases are over; an empty name: it is not known which.
+    They wait until the agents of ``nodes`` have joined and reported their processes, at
+    most for ``seconds``, when their leases are over; an empty name: the node is
+    unknown.
     """
 
     nodes: tuple[str, ...]
@@ -262,7 +263,7 @@ class ConnectionsRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class EventsLost(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Some events before this one, ``count`` of them, could not be written to disk.
+    """``count`` events before this one could not be written to disk.
 
     Metrics counted them, and followers saw them.
     """
@@ -315,4 +316,4 @@ class Record(msgspec.Struct, frozen=True):
 encode = msgspec.json.Encoder().encode
 """Encode a record as one line of JSON, without the line break."""
 decode = msgspec.json.Decoder(Record).decode
-"""Decode a line; msgspec.DecodeError if it is no record of this version."""
+"""Decode a line; msgspec.DecodeError if this version does not know the record."""

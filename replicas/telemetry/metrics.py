@@ -1,18 +1,18 @@
 """Prometheus metrics of a run; the only module that imports prometheus_client.
 
-Nothing is kept here: each scrape makes gauges from one
-:class:`replicas.status.RunStatus`, and counters and histograms from the fold of the
-run's events (:class:`replicas.telemetry.tally.Tally`). So a metric cannot disagree with
-``GET /status`` or ``GET /events``, counters continue under a new supervisor, and the
-series of a removed replica or node disappear with it. The registry is private: an
-embedding program's own metrics are neither changed nor exported.
+Flow: at each scrape :class:`replicas.status.RunStatus` -> gauges, and the fold of the
+run's events (:class:`replicas.telemetry.tally.Tally`) -> counters and histograms. No
+values are kept here, so a metric cannot disagree with ``GET /status`` or ``GET
+/events``, counters continue under a new supervisor, and the series of a removed replica
+or node disappear with it. The registry is private: an embedding program's own metrics
+are neither changed nor exported.
 
-A metric is a row of a table: its name, its help, and where its value comes from. Every
-series has the label ``run``: another run that takes over an address is another series.
+A metric is a row of a table: its name, its help, and the source of its value. Every
+series has the label ``run``, so that another run at the same address is another series.
 All labels are bounded: ``run``, ``group``, ``replica``, ``channel``, ``node``,
 ``phase``, ``reason``, ``state``, ``outcome`` and ``kind``; never a rank, pid, address,
 version or error text. A counter with a label whose values are known begins with all of
-them at 0: an increase can be seen of a series that was there before.
+them at 0: Prometheus sees an increase only of a series that existed before.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ ERRORS = tuple(
 
 
 class _Gauge(NamedTuple):
-    """``value`` of one thing; None: it has none."""
+    """One metric; ``value`` returns the value of one thing, or None if it has none."""
 
     name: str
     text: str
@@ -73,7 +73,7 @@ class _Gauge(NamedTuple):
 
 
 class _Counter(_Gauge):
-    """As a gauge."""
+    """A gauge whose value only grows."""
 
 
 _RUN = (
@@ -194,7 +194,10 @@ _CHANNEL = (
 
 
 def _needed(group: GroupStatus) -> int:
-    """As the supervisor counts: of an external group as many as are expected."""
+    """Return how many replicas the group needs; the supervisor counts alike.
+
+    All expected replicas of an external group count.
+    """
     expected = group.size if group.launcher == "external" else len(group.replicas)
     return enough(group.min_ready, expected)
 
@@ -205,7 +208,7 @@ def _behind(replica: ReplicaStatus, channel: ChannelStatus) -> int | None:
 
 
 def _prefers_openmetrics(accept: str) -> bool:
-    """Whether an Accept header has OpenMetrics 1.0.0, and not plain text before it.
+    """Return True if an Accept header prefers OpenMetrics 1.0.0 to plain text.
 
     The function of prometheus-client echoes any version, and ignores ``q=0``.
     """
@@ -269,7 +272,7 @@ class Metrics(Collector):
     # ------------------------------------------------------------ with their own labels
 
     def _states(self, status: RunStatus) -> Iterator[Metric]:
-        """Metrics of things by their state, and of where they are."""
+        """Yield counts by state, and the nodes on which replicas run."""
         yield self._gauge("nodes", "Nodes of the run by state.", ("state",), _by_state((), status.nodes, _NODE_STATES))
         series = [pair for one in status.groups for pair in _by_state((one.name,), one.replicas, _STATES)]
         yield self._gauge("group_replicas", "Replicas of a group by state.", ("group", "state"), series)

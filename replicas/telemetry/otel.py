@@ -1,13 +1,13 @@
-"""Syncs as OpenTelemetry spans, made of the same events as everything else.
+"""Export syncs as OpenTelemetry spans, made from the run's events.
 
 A publish is a span, and a child of the span in which its trainer called ``publish``
 (``meta["traceparent"]``, :func:`replicas.messages.arguments.with_trace`). Its phases,
 the bytes between two members, and the load of each replica are its children.
 
-What is exported where is said by OpenTelemetry's own variables (``OTEL_*``); nothing is
-exported, and nothing imported, unless one of them names a place. It all happens on a
-thread of its own, which imports the SDK, as a collector may be slow or away; what does
-not fit its queue is dropped and counted. The extra ``otel`` has the packages.
+OpenTelemetry's own variables (``OTEL_*``) say which spans go where; without an endpoint
+or exporter in them nothing is exported or imported. All work runs on a thread of its
+own, which imports the SDK, as a collector may be slow or away; spans that do not fit
+its queue are dropped and counted. The extra ``otel`` has the packages.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _EXPORTER = "OTEL_TRACES_EXPORTER"
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _QUEUE = 10_000
 _SYNCS = 256
-"""Syncs whose loads are still told: as many as a replica may be behind."""
+"""Syncs whose loads are still exported: as many as a replica may be behind."""
 _TOLD = ("channel", "version", "outcome", "publisher", "nbytes", "moved_nbytes", "members", "lost", "step", "seconds")
 
 
 def exporters(environ: Mapping[str, str]) -> list[str]:
-    """Return the names of the exporters that the environment asks for; empty: none."""
+    """Return the exporters that the environment names; empty if it names none."""
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return []
     named = environ.get(_EXPORTER, "").strip() or ("otlp" if any(environ.get(one) for one in _ENDPOINTS) else "none")
@@ -78,7 +78,7 @@ class Traces:
         log.warning("%d events were not exported as spans: the collector does not keep up", count)
 
     def _take(self, record: Record | None) -> None:
-        """Write the spans that an event has ended; None: export all that is left."""
+        """Export the spans that an event has ended, or for None all that are left."""
         if self._useless:
             return
         try:
@@ -96,9 +96,9 @@ class Traces:
             log.warning(
                 "%s is set, but no spans are exported: %s (pip install torch-replicas[otel], or unset it)", names, error
             )
-        except Exception:  # whatever the SDK or an exporter raises: the run goes on without
+        except Exception:  # the SDK or an exporter may raise anything: the run continues without spans
             self._useless = True
-            log.exception("no spans are exported any more")
+            log.exception("exporting no more spans")
 
 
 class _Writer:
@@ -125,7 +125,7 @@ class _Writer:
         """The spans of syncs, by the numbers of their events."""
 
     def write(self, span: Span, seq: int) -> None:
-        """Export what the event ``seq`` has ended."""
+        """Export the spans that the event ``seq`` has ended."""
         channel = span.track.removeprefix("channel ")
         if span.id == seq and span.kind == "sync":
             self._sync(span, channel)
@@ -155,7 +155,7 @@ class _Writer:
     def _child(self, span: Span, name: str, about: Mapping[str, Any]) -> None:
         from opentelemetry.trace import NonRecordingSpan, set_span_in_context
 
-        if (parent := self._known.get(span.parent or 0)) is not None:  # else of an earlier supervisor
+        if (parent := self._known.get(span.parent or 0)) is not None:  # else the parent is of an earlier supervisor
             self._end(span, name, about, set_span_in_context(NonRecordingSpan(parent)))
 
     def _end(self, span: Span, name: str, about: Mapping[str, Any], context: Any) -> SpanContext:

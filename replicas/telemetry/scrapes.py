@@ -1,4 +1,4 @@
-"""Who scrapes the metrics regularly, and has not seen yet how the run ended.
+"""Clients that scrape the metrics regularly, and have not yet seen how the run ended.
 
 Pure: times are arguments, in seconds of any one monotonic clock.
 """
@@ -7,13 +7,13 @@ from __future__ import annotations
 
 _CLIENTS = 8
 _MISSED = 2
-"""Intervals after which a client that has not come is not waited for."""
+"""Intervals after which an absent client is no longer waited for."""
 _LATE = 1.5
-"""Intervals after which a client that comes regularly has come."""
+"""Intervals within which a regular client has come."""
 
 
 class Scrapes:
-    """The last scrapes of the clients that came last; a pair of servers are two."""
+    """The last two scrapes of each of the newest clients; a pair of servers are two."""
 
     def __init__(self) -> None:
         self._times: dict[str, tuple[float, float]] = {}
@@ -34,7 +34,7 @@ class Scrapes:
             self._told.discard(first)
 
     def due_s(self, now: float) -> float:
-        """Return seconds to wait for scrapers that have not seen the end; 0: none."""
+        """Return seconds to wait for scrapers that have not seen the end, or 0."""
         waits_s = 0.0
         for client, (before, last) in self._times.items():
             interval_s = last - before

@@ -1,4 +1,4 @@
-"""A run's events as spans of time and marks: what lanes and timelines show. Pure.
+"""A run's events as spans and marks, which pages and timelines draw. Pure.
 
 Theory of operation
 ===================
@@ -14,19 +14,19 @@ from the file, and both show the same. A *span* lies on a *track*::
     replica GROUP/INDEX  generation, state, version (its part: load), drain
 
 A *mark* is an instant: an exit, an order, a loss, wrong bytes. Both have the number of
-the event that they begin with, by which one event is found again, and a span that of
-the last event that changed it: a page asks for what changed since the last one it has.
+the event with which they begin, to find that event again. A span also has the number of
+the last event that changed it: a page asks for changes since its newest number.
 
 **Parts** of a sync, and the load of a version, follow from the span alone, so they are
 not kept: :func:`~replicas.telemetry.tracks.parts` makes them. A version on a replica's
 track begins when all ranks have loaded it; its parent is the sync that brought it.
 
-**Several supervisors.** One that takes over (``resumed``) continues the spans: what was
-open still is until an event says otherwise. ``ADOPT`` of the same generation goes on
-with it. A state that does not fit the next event ended at a time that nobody saw: it
-ends when that supervisor began, or at the last event before a gap in the numbers, and
-has ``unknown_end``. Any other ``RunStarted`` begins another run, and forgets the one
-before.
+**Several supervisors.** A supervisor that takes over (``resumed``) continues the spans:
+open spans stay open until an event ends them. ``ADOPT`` of the same generation
+continues that span. If a state does not fit the next event, its end was not recorded:
+it ends when that supervisor began, or at the last event before a gap in the numbers,
+and has ``unknown_end``. Any other ``RunStarted`` begins another run, and forgets the
+previous one.
 
 **Clocks.** Times are those of the events. A clock that was set back is marked, and no
 span ends before it begins.
@@ -99,7 +99,7 @@ class Spans:
     """The spans of one run.
 
     :param most: spans of one kind that a track keeps.
-    :ivar seq: number of the newest event. :ivar at: when it was.
+    :ivar seq: number of the newest event. :ivar at: when it happened.
     :ivar folded: spans and marks that are no longer kept, by track and kind.
     :ivar unknown: start and end of each time whose events are missing, in seconds since
         1970; start 0: since the run began.
@@ -119,10 +119,10 @@ class Spans:
         self._marks: dict[str, deque[Mark]] = {}
         self.unknown: deque[tuple[float, float]] = deque(maxlen=self._most)
         self._changes: OrderedDict[tuple[int, str, str, str], Span] = OrderedDict()
-        """All spans, the last changed one last."""
+        """All spans, ordered by their last change."""
         self._syncs: dict[tuple[str, int], Span] = {}
         self._doubt_at = 0.0
-        """When a span that does not fit the next event may have ended."""
+        """Presumed end of a span that does not fit the next event."""
 
     # ------------------------------------------------------------ results
 
@@ -133,7 +133,7 @@ class Spans:
 
     @property
     def tracks(self) -> int:
-        """How many tracks have spans."""
+        """Number of tracks that have spans."""
         return len({track for track, _ in self._kept})
 
     def totals(self) -> dict[str, dict[str, int]]:
@@ -149,7 +149,7 @@ class Spans:
         return sorted((mark for one in self._marks.values() for mark in one), key=lambda mark: mark.seq)
 
     def changed(self, since: int) -> tuple[list[Span], list[Mark]]:
-        """Return what events with numbers above ``since`` made or changed."""
+        """Return the spans and marks that events after number ``since`` changed."""
         spans: list[Span] = []
         for span in reversed(self._changes.values()):
             if span.changed <= since:
@@ -161,7 +161,7 @@ class Spans:
     # ------------------------------------------------------------ the fold
 
     def feed(self, record: events.Record) -> None:
-        """Take the next event; one that is not newer than the last changes nothing."""
+        """Take the next event; ignore an event that is not newer than the last."""
         if record.seq <= self.seq:
             return
         event, at = record.event, record.at
@@ -275,7 +275,7 @@ class Spans:
         track, channel, version = track_of(event), event.channel, event.version
         serves = self._open.get((track, "version", channel))
         if serves is not None and serves.attributes["version"] == version:
-            return  # told again by a new coordinator
+            return  # repeated by a new coordinator
         self._finish(track, "version", channel)
         if not version:
             return
@@ -299,9 +299,9 @@ class Spans:
     def _between(
         self, pulled: Mapping[str, Mapping[str, int]], moved_to: Mapping[str, int], publisher: str
     ) -> dict[str, dict[str, int]]:
-        """Return bytes by the node that they came from, and by the one they went to.
+        """Return bytes by the node that they came from, and by the node they went to.
 
-        A replica of which no node is known stands for its own.
+        A replica without a known node stands for its node.
         """
         found: dict[str, dict[str, int]] = {}
         ways = [(holder, member, nbytes) for member, givers in pulled.items() for holder, nbytes in givers.items()]
@@ -335,7 +335,7 @@ class Spans:
     def _begin(
         self, track: str, kind: str, name: str, *, key: str = "", parent: int | None = None, ago: float = 0, **more: Any
     ) -> Span:
-        """Begin a span, ``ago`` seconds before now, which ends the one before it."""
+        """Begin a span ``ago`` seconds before now; end the open one of its kind."""
         start, before = self.at - ago, self._finish(track, kind, key, at=self.at - ago)
         start = max(start, before.start) if before is not None and ago else start
         span = Span(id=self.seq, track=track, kind=kind, name=name, start=start, parent=parent, attributes=more)
@@ -354,7 +354,7 @@ class Spans:
         return span
 
     def _lose(self, track: str, kind: str, key: str = "") -> None:
-        """End a span of which nobody saw the end."""
+        """Close a span whose end event is missing."""
         if (span := self._finish(track, kind, key, at=self._doubt_at)) is not None:
             span.attributes["unknown_end"] = True
 

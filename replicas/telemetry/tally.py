@@ -53,7 +53,7 @@ Counts = dict[str, int]
 
 
 class Histogram(msgspec.Struct):
-    """``counts``: observations in each bucket, up to its bound; the last: above all."""
+    """``counts``: observations up to each bucket's bound, and above all bounds."""
 
     counts: list[int] = []
     total_s: float = 0.0
@@ -74,13 +74,13 @@ class Tally(msgspec.Struct):
 
     ``events_lost``: events that could not be written to disk; ``events_untold``: those
     of them that no :class:`EventsLost` has reported yet. ``epochs``: the newest epoch
-    of each channel. ``members``: who is on it, or was when a supervisor died and has
-    not come back yet. ``reload_ok``: whether the config that was last read is in use.
-    ``commits``: number and time of a channel's newest commits. ``received``: bytes by
-    channel and replica. ``loads``: by channel and group. ``operations`` and
-    ``operation_times``: by channel and kind. ``ready``: names of replicas.
-    ``serving``: the version of each replica, by channel. ``mixed``: since when ready
-    replicas have served different versions of a channel.
+    of each channel. ``members``: the members of each channel, with those that were lost
+    with a supervisor and have not come back yet. ``reload_ok``: whether the config that
+    was last read is in use. ``commits``: number and time of a channel's newest commits.
+    ``received``: bytes by channel and replica. ``loads``: by channel and group.
+    ``operations`` and ``operation_times``: by channel and kind. ``ready``: names of
+    replicas. ``serving``: the version of each replica, by channel. ``mixed``: since
+    when ready replicas have served different versions of a channel.
     """
 
     restarts: dict[str, Counts] = {}
@@ -111,7 +111,7 @@ class Tally(msgspec.Struct):
     mixed: dict[str, float] = {}
 
     def count(self, event: Event, at: float = 0.0) -> None:
-        """Count one event; most change nothing. ``at``: when, in seconds since 1970."""
+        """Count one event, if it has a counter. ``at``: when, in seconds since 1970."""
         match event:
             case Transition():
                 self._moved(event, at)
@@ -125,7 +125,7 @@ class Tally(msgspec.Struct):
             case ReplicaLoaded():
                 self.serving.setdefault(event.channel, {})[f"{event.group}/{event.replica}"] = event.version
                 self._mix(event.channel, at)
-                if event.version and event.load_s:  # else another coordinator has told it
+                if event.version and event.load_s:  # else another coordinator has reported it
                     spread = self.loads.setdefault(event.channel, {}).setdefault(event.group, Histogram())
                     spread.observe(event.load_s, SYNC_BUCKETS)
             case OperationEnded(channel, kind):
@@ -178,14 +178,14 @@ class Tally(msgspec.Struct):
             self.recoveries.setdefault(step.group, Histogram()).observe(step.recovery_s, START_BUCKETS)
 
     def _mix(self, channel: str, at: float) -> None:
-        """Note since when its ready replicas have served different versions."""
+        """Update since when ready replicas have served different versions."""
         if len(self.served(channel)) > 1:
             self.mixed.setdefault(channel, at)
         else:
             self.mixed.pop(channel, None)
 
     def served(self, channel: str) -> dict[int, int]:
-        """How many ready replicas serve each version of the channel."""
+        """Return how many ready replicas serve each version of the channel."""
         serving = self.serving.get(channel, {}).items()
         return dict(Counter(version for name, version in serving if version and name in self.ready))
 
@@ -210,7 +210,7 @@ class Tally(msgspec.Struct):
             phases.setdefault(phase, Histogram()).observe(seconds, SYNC_BUCKETS)
 
     def shown_in(self, status: RunStatus, now: float = 0.0) -> RunStatus:
-        """The status with these counters. ``now``: in seconds since 1970."""
+        """Return the status with these counters. ``now``: in seconds since 1970."""
         groups = (
             replace(
                 group,
@@ -228,7 +228,7 @@ class Tally(msgspec.Struct):
         )
 
     def channel(self, status: ChannelStatus) -> ChannelStatus:
-        """The status of a channel with these counters."""
+        """Return the status of a channel with these counters."""
         name, operations = status.name, Counter[str]()
         for counts in self.operations.get(name, {}).values():
             operations.update(counts)
@@ -249,11 +249,11 @@ class Tally(msgspec.Struct):
     def _replica(self, status: ReplicaStatus, now: float) -> ReplicaStatus:
         received = {name: counts[status.name] for name, counts in self.received.items() if status.name in counts}
         lag_s = {name: self._lag_s(name, version, now) for name, version in status.versions.items()}
-        lag_s = {name: min(seconds, status.lived_s) for name, seconds in lag_s.items()}  # it could load none before
+        lag_s = {name: min(seconds, status.lived_s) for name, seconds in lag_s.items()}  # no lag before it lived
         return replace(status, received_nbytes=received, lag_s=lag_s)
 
     def _lag_s(self, channel: str, version: int, now: float) -> float:
-        """Since when a version is committed that is newer than this one."""
+        """Return for how many seconds a version newer than this is committed."""
         since = next((at for number, at in self.commits.get(channel, ()) if number > version), now)
         return max(0.0, now - since)
 
@@ -267,7 +267,7 @@ class CounterDeltas:
         self._due = 0.0
 
     def since(self, counts: Mapping[str, int], now: float | None = None) -> list[tuple[str, int]]:
-        """Name and growth of each grown counter. ``now`` None: ignore the interval."""
+        """Return name and growth of each grown counter; without ``now`` at once."""
         if now is not None and now < self._due:
             return []
         grown = [(name, count - self._known.get(name, 0)) for name, count in counts.items()]

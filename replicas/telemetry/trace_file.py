@@ -1,10 +1,11 @@
 """Spans and marks as trace events, which ui.perfetto.dev and chrome://tracing open.
 
-The format is the JSON of Google's "Trace Event Format". A track of ours is a *process*
-there (``pid``), and each of its kinds of spans a *thread* (``tid``). Slices of one
-thread must nest, and ours may overlap (a version is packed while another one moves), so
-what overlaps gets a further thread of the same kind. A node also shows the generations
-that ran on it. An arrow leads from a sync to each load of its version.
+The format is the JSON of Google's "Trace Event Format". Each of our tracks is a
+*process* there (``pid``), and each of its kinds of spans a *thread* (``tid``). Slices
+of one thread must nest, but our spans may overlap (a version is packed while another
+one moves), so overlapping spans get a further thread of the same kind. A node also
+shows the generations that ran on it. An arrow leads from a sync to each load of its
+version.
 
 Times are microseconds since 1970, as in traces of ``torch.profiler``.
 """
@@ -38,7 +39,7 @@ _KINDS = (
 )
 _MARKS = len(_KINDS)
 _LANES = 100
-"""Threads of one kind, at most: ``tid`` is the number of the kind, and the lane."""
+"""Most threads of one kind: ``tid`` is the number of the kind, and the lane."""
 
 
 def trace_json(found: Spans) -> Iterator[bytes]:

@@ -1,6 +1,6 @@
-"""Spans of time and marks on tracks, and what follows from one of them alone. Pure.
+"""Data types of spans and marks, the tracks that they lie on, and parts of spans. Pure.
 
-:mod:`replicas.telemetry.spans` makes them of events; pages and timelines draw them.
+:mod:`replicas.telemetry.spans` makes them from events; pages and timelines draw them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _LAST = ("acknowledge", "commit")
 
 
 class Span(msgspec.Struct, kw_only=True):
-    """Something that lasted.
+    """A period of time on a track.
 
-    ``id``: number of the event with which it began (of a sync: ended). ``start``,
-    ``end``: seconds since 1970; ``end`` None: it goes on. ``parent``: the ``id`` of the
+    ``id``: number of the event with which it began (a sync: ended). ``start``, ``end``:
+    seconds since 1970; ``end`` is None while it lasts. ``parent``: the ``id`` of the
     span that it belongs to. ``changed``: number of the last event that changed it.
     """
 
@@ -50,7 +50,7 @@ class Mark(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Folded(msgspec.Struct):
-    """Spans no longer kept: their number, their time, and until when they were."""
+    """Spans that are no longer kept: their number, total seconds, and latest end."""
 
     count: int = 0
     seconds: float = 0.0
@@ -127,7 +127,7 @@ _ORDER = ("run", "channel", "group", "node", "replica")
 
 
 def order(track: str) -> tuple[int, str, int]:
-    """Sort tracks: the run, channels, groups, nodes, and replicas by their index."""
+    """Return a sort key of tracks: run, channels, groups, nodes, replicas by index."""
     kind, _, name = track.partition(" ")
     group, _, index = name.rpartition("/")
     number = int(index) if kind == "replica" and index.isdigit() else 0
@@ -135,5 +135,5 @@ def order(track: str) -> tuple[int, str, int]:
 
 
 def replica_of(member: str) -> str:
-    """Return the name of a member's replica: ``rollout/1`` of ``rollout/1/0``."""
+    """Return the replica of a member: ``rollout/1`` for ``rollout/1/0``."""
     return "/".join(member.split("/")[:2])

@@ -1,8 +1,8 @@
-"""What is wrong with a run, in sentences, the worst first. Pure.
+"""Judge a run: sentences about everything that is wrong, the worst first. Pure.
 
-Read off one status, so that the page, ``replicas top`` and a report say the same. A
-sentence has no age in it: it stays the same for as long as the trouble does, and
-``since`` says when it began.
+Read from one status, so that the page, ``replicas top`` and a report say the same. A
+sentence has no age in it: it stays the same as long as the trouble lasts, and ``since``
+says when it began.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from replicas.status import WAIT_S, ChannelStatus, GroupStatus, ReplicaState, Re
 
 Level = Literal["bad", "warn", "note"]
 BEHIND_S = 30.0
-"""For so long a target may have a committed version to load, before it is named."""
+"""Seconds that a target may take to load a committed version before it is named."""
 OPEN_S = 60.0
 LOOP_LAG_S = 1.0
 _NAMED = 3
@@ -28,10 +28,11 @@ _ORDER = {"bad": 0, "warn": 1, "note": 2}
 
 
 class Trouble(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that is wrong, or unfinished (``note``).
+    """One trouble, or unfinished work (``note``).
 
     ``about``: a track of the timeline, such as ``replica rollout/1`` or ``run``.
-    ``since``, and ``until`` when at the latest: seconds since 1970; None: not known.
+    ``since``: when it began; ``until``: when it ends at the latest; both in seconds
+    since 1970, None if unknown.
     """
 
     level: Level
@@ -106,7 +107,7 @@ _STATES: tuple[tuple[ReplicaState, Level, str, str], ...] = (
 
 
 def _of_group(group: GroupStatus, away: set[str], now: float) -> Iterator[Trouble]:
-    # of those on a node that is away, its own sentence tells
+    # the node's own sentence covers silent replicas on a node that is away
     replicas = [one for one in group.replicas if one.state != "silent" or away.isdisjoint(one.nodes)]
     for state, level, *words in _STATES:
         found = [(one, one.state_age_s) for one in replicas if one.state == state]
@@ -128,7 +129,7 @@ def _of_group(group: GroupStatus, away: set[str], now: float) -> Iterator[Troubl
 def _alike(
     found: Sequence[tuple[ReplicaStatus, float]], level: Level, one: str, many: str, *, now: float
 ) -> Iterator[Trouble]:
-    """One sentence for all replicas that have the same trouble, each for its age."""
+    """Yield one sentence for all replicas with the same trouble, given with its age."""
     if not found:
         return
     since = now - max(age_s for _, age_s in found)
@@ -140,7 +141,7 @@ def _alike(
 
 
 def _until(replicas: Sequence[ReplicaStatus], now: float) -> float | None:
-    """When the states of all these replicas have ended at the latest; None: unknown."""
+    """Return when the last of these states ends at the latest, or None if unknown."""
     left_s = [one.left_s for one in replicas if one.left_s is not None]
     return now + max(left_s) if left_s and len(left_s) == len(replicas) else None
 
@@ -155,7 +156,7 @@ def _of_channel(channel: ChannelStatus, status: RunStatus, now: float) -> Iterat
         text = f"Version {last.version} of {channel.name} was not committed: {last.outcome.replace('_', ' ')}."
         yield Trouble(level="warn", about=about, text=text)
     if channel.disk_problem:
-        text = f"The disk does not take a decision of {channel.name}, which waits for it: {channel.disk_problem}"
+        text = f"A decision of {channel.name} cannot be written to disk, and waits: {channel.disk_problem}"
         yield Trouble(level="bad", about=about, text=text)
     if channel.waits and channel.left_s is not None:
         text = f"{channel.name} waits {channel.waits}."
@@ -189,7 +190,7 @@ WELL = len(_ILL)
 
 
 def illness(replica: ReplicaStatus) -> int:
-    """Return how ill the replica is: 0 is the worst, :data:`WELL` is none."""
+    """Return how ill the replica is, from 0 for the worst to :data:`WELL`."""
     behind = replica.state in GOOD and max(replica.lag_s.values(), default=0.0) > BEHIND_S
     state = "behind" if behind else replica.state
     return _ILL.index(state) if state in _ILL else WELL

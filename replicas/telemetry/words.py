@@ -1,4 +1,4 @@
-"""What an event says, in words: for terminals, pages and timelines. Pure."""
+"""Describe events in words, for terminals, pages and timelines. Pure."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from replicas.core.lives.lifecycle import RUNNING, Transition
 from replicas.telemetry import events
 
 TONES = ("", "quiet", "title", "warning", "error", "alarm")
-"""How much a text asks for: quiet is routine, an alarm is never expected."""
+"""Tones of a text: quiet is routine, an alarm is never expected."""
 
 
 def duration_text(seconds: float) -> str:
-    """At most two units: ``0 s``, ``35 ms``, ``2.5 s``, ``3m 20s``, ``4d 1h``."""
+    """Return a duration in at most two units: ``35 ms``, ``3m 20s``, ``4d 1h``."""
     if 0 < seconds < 1:
         return f"{seconds * 1000:.3g} ms"
     if seconds < 60:
@@ -28,17 +28,18 @@ def duration_text(seconds: float) -> str:
 
 
 def concerns(record: events.Record, target: str) -> bool:
-    """Return True if the event is about this group, ``group/index``, rank, or all."""
+    """Return True if the event concerns this group, replica or rank, or all."""
     member = getattr(record.event, "member", None)
     who = subject(record.event) if member is None else member.name
     return not who or who == target or who.startswith(f"{target}/") or target.startswith(f"{who}/")
 
 
 def routine(event: events.Event) -> bool:
-    """Return True if every version, or collective, that goes well has such events.
+    """Return True if every successful version or collective has such events.
 
-    The same if another one tells it: a change of state tells how the replica ended, and
-    with it its version; ``LoadFailed`` why a version was not loaded by all ranks.
+    Also True if another event tells the same: a change of state tells how the replica
+    ended and which version it had; ``LoadFailed`` why a version was not loaded by all
+    ranks.
     """
     if isinstance(event, effects.SyncEnded):
         return event.record.outcome == "committed" and not event.record.lost
@@ -50,7 +51,7 @@ def routine(event: events.Event) -> bool:
 
 
 def subject(event: events.Event) -> str:
-    """Group or replica that an event is about; empty: the whole run, or a channel."""
+    """Return the group or replica of an event; empty for the whole run or a channel."""
     target = getattr(event, "target", None)
     if isinstance(target, str):
         return target
@@ -69,7 +70,7 @@ def in_words(event: events.Event, at: float) -> tuple[str, str, str]:
         case Transition():
             return who, _transition(event), event.after
         case events.RunStarted():
-            how = ", goes on where the one before died" if event.resumed else ""
+            how = ", continues the run of a dead one" if event.resumed else ""
             return "run", f"{event.run}: supervised by process {event.pid}, release {event.version}{how}", "title"
         case events.RunEnded():
             return "run", f"over, exit code {event.exit_code}{_because(event.reason)}", "title"
@@ -80,7 +81,7 @@ def in_words(event: events.Event, at: float) -> tuple[str, str, str]:
         case events.Scaled():
             return who, f"scaled from {event.before} to {event.after}", ""
         case events.RestartAsked():
-            return who, f"{'rolling ' if event.rolling else ''}restart asked for", ""
+            return who, f"{'rolling ' if event.rolling else ''}restart requested", ""
         case events.FailedReset():
             budgets = f"full restart budget: {', '.join(event.groups)}" if event.groups else ""
             failed = f"failures forgotten: {', '.join(event.replicas)}" if event.replicas else ""

@@ -255,7 +255,7 @@ def test_following_until_the_run_is_over(run: Run, replicas: Cli) -> None:
         until(watch, "2 of 2")
         until(events, "")  # it follows from here on
         replicas("restart", "a/0")
-        assert until(events, "a/0                restart asked for")
+        assert until(events, "a/0                restart requested")
         until(logs, "tick 0\n")  # the new generation is followed, too
         until(stream, '"name":"a/0","group":"a","replica":0,"state":"ready","generation":2')
         assert replicas("drain") == "the run is over\n"

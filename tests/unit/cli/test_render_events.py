@@ -58,7 +58,7 @@ TOLD: list[tuple[events.Event, str, str]] = [
     (events.Draining(target="a/0", hurry=True), "a/0", "draining (requested, at once)"),
     (events.Drained(target="a", seconds=1.5), "a", "drained in 1.5 s"),
     (events.Scaled(group="a", before=1, after=3), "a", "scaled from 1 to 3"),
-    (events.RestartAsked(target="a", rolling=True), "a", "rolling restart asked for"),
+    (events.RestartAsked(target="a", rolling=True), "a", "rolling restart requested"),
     (events.FailedReset(replicas=("a/0", "a/1")), "run", "failures forgotten: a/0, a/1"),
     (events.Reloaded(changed=("a",), removed=("b",)), "config", "reloaded: changed: a; removed: b"),
     (events.Reloaded(), "config", "reloaded: nothing has changed"),

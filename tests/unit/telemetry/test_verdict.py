@@ -92,7 +92,7 @@ def test_all_is_well() -> None:
             run(channels=(channel(disk_problem="No space left on device"),)),
             "bad",
             "channel policy",
-            "The disk does not take a decision of policy, which waits for it: No space left on device",
+            "A decision of policy cannot be written to disk, and waits: No space left on device",
             None,
         ),
         (
