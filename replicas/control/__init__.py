@@ -1,1 +1,6 @@
-"""The control port: health, metrics and status pages, event and log streams, orders."""
+"""The control port: health, metrics and status pages, event and log streams, orders.
+
+A request -> its access is checked (:mod:`replicas.control.access`) -> a page or stream
+is read from the run, or an order is carried out by it. The same routes serve the TCP
+port and the Unix socket. The room decides nothing about replicas or versions.
+"""

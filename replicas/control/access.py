@@ -1,13 +1,13 @@
-"""Who may give orders and read output, and what all others are shown.
+"""Access control: orders and output for operators, reduced pages for all others.
 
-The own user may on the Unix socket, an operator's token over TCP. A program may print a
-secret, and its last line becomes part of the reason why its replica failed, which is
-copied into states, events and members' texts. So no field is trusted: every text is cut
-after the exit code or the signal (:func:`without_output`). The store's address is
-hidden because the store knows no token.
+The own user has full access on the Unix socket, an operator's token over TCP. A program
+may print a secret, and its last line becomes part of the reason why its replica failed,
+which is copied into states, events and members' texts. So no field is trusted: every
+text is cut after the exit code or the signal (:func:`without_output`). The store's
+address is hidden because the store does not check tokens.
 
-A right lasts as long as the token that gave it: what a request starts and what goes on
-(a stream, a long wait) is a :class:`Lasting` response, which ends when its token does.
+Access lasts as long as the token: streams and long waits are :class:`Lasting`
+responses, which end with it.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _OUTPUT = re.compile(rf"(rank \d+{_ENDED}|torchrun of node \d+(?:{_ENDED})?): .*
 
 
 class Access(Protocol):
-    """Who may do what on one transport."""
+    """The access rules of one transport."""
 
     def __call__(self, request: Request, /) -> str:
-        """Why a request is limited to the public pages; empty: it is not."""
+        """Return why a request is limited to the public pages, or ""."""
         ...
 
     def watched(self, request: Request, end: Callable[[], None], /) -> AbstractContextManager[None]:
-        """Call ``end`` when the right of this request is revoked within the block."""
+        """Context manager: call ``end`` when this request's access is revoked."""
         ...
 
 
@@ -62,9 +62,9 @@ everyone: Access = _Everyone()
 
 
 class ByToken:
-    """``Authorization: Bearer TOKEN``; ``refused``: called at each wrong one.
+    """Access by ``Authorization: Bearer TOKEN``; calls ``refused`` at wrong tokens.
 
-    A member's token is known, and gives no right to order or to read output.
+    A member's token is not a wrong one, but permits neither orders nor output.
     """
 
     def __init__(self, tokens: Callable[[], Tokens], refused: Callable[[str], None]) -> None:
@@ -75,7 +75,7 @@ class ByToken:
         return self.by_headers(request.headers)
 
     def by_headers(self, headers: Mapping[str, str]) -> str:
-        """As the call, for a request with these headers."""
+        """Return why these headers do not give full access, or ""."""
         if headers.get("authorization") is None:
             return "this needs an operator's token, as `Authorization: Bearer TOKEN`, or the run's Unix socket"
         tokens = self._tokens()
@@ -83,7 +83,7 @@ class ByToken:
         if role is None:
             self._refused("token")
             return tokens.refusal(headers)
-        return "" if role == "operator" else "a member's token gives no right to this: show an operator's token"
+        return "" if role == "operator" else "a member's token does not permit this: show an operator's token"
 
     def watched(self, request: Request, end: Callable[[], None]) -> AbstractContextManager[None]:
         return self._tokens().watched(request.headers, end)
@@ -93,12 +93,14 @@ Right = Callable[[Callable[[], None]], AbstractContextManager[None]]
 
 
 class Lasting(StreamingResponse):
-    """A stream that is cut when its right ends, as when a token is revoked.
+    """A stream that is cut when its access ends, as when a token is revoked.
 
-    It is then incomplete: its reader sees a broken connection, and no end. Check the
-    right just before making one: a revocation during an ``await`` between is missed.
+    Its reader then sees a broken connection without an end of the response. Access must
+    be checked just before making one: a revocation during an ``await`` in between would
+    be missed.
 
-    :param held: ``held(end)`` is the right, for a block: it calls ``end`` when it ends.
+    :param held: ``held(end)`` is a context manager that calls ``end`` when the access
+        ends.
     """
 
     def __init__(self, parts: AsyncIterator[bytes], held: Right, **options: Any) -> None:
@@ -123,10 +125,10 @@ def hiding_store(status: RunStatus) -> RunStatus:
 
 
 class Cached:
-    """A cached JSON page, of which rendering takes a twentieth of the loop's time.
+    """A JSON page, cached so that rendering takes at most 5 % of the loop's time.
 
     It is rendered again when it is :data:`_SHARE` times as old as its rendering took,
-    and half a second at most: a cheap page is always fresh.
+    or half a second: a cheap page is always fresh.
     """
 
     def __init__(self, make: Callable[[], object]) -> None:

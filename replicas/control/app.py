@@ -1,10 +1,10 @@
 """The HTTP routes of the control port and the Unix socket: pages, streams and orders.
 
 The coordinator serves them beside its sessions; they also work in any other Starlette
-app. Pages and events are public, without the output of programs, which may hold secrets
-and needs the same right as an order (:mod:`replicas.control.access`). An idle stream
-sends an empty line now and then, so that each side notices the other's end. A slow
-reader delays only itself: the next part is produced when the last one was sent.
+app. Pages and events are public, without the output of programs, which may have secrets
+and needs the same access as an order (:mod:`replicas.control.access`). An idle stream
+sends an empty line at intervals, so that each side notices the other's end. A slow
+reader delays only its own stream: each part is produced after the last one was sent.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ Page = Callable[[Request], Awaitable[Response]]
 
 
 class ControlledRun(Commands, Protocol):
-    """A run with what the routes show; its methods do not block the event loop."""
+    """A run as the routes use it. Its methods do not block the event loop."""
 
     def status(self) -> RunStatus: ...
     def scrape(self, accept: str, client: str) -> tuple[bytes, str]: ...
     def live(self) -> bool: ...
     def events(self, after: int | None = None) -> AsyncIterator[Record]:
-        """Events numbered above ``after`` (None: from now on), then each new one."""
+        """Yield events above ``after`` (None: only new ones), then each new one."""
         ...
 
     @property
@@ -66,9 +66,9 @@ class ControlledRun(Commands, Protocol):
 
 
 def control_routes(source: ControlledRun, *, access: Access = everyone) -> list[Route]:
-    """The routes, the last of which answers unknown paths with JSON and status 404.
+    """Return the routes. The last one answers unknown paths with JSON and status 404.
 
-    Pages take GET and HEAD, orders POST; other methods get 405.
+    Pages accept GET and HEAD, orders POST; other methods get 405.
 
     :param access: authorizes orders and the output of programs on this transport.
     """
@@ -128,7 +128,7 @@ def control_routes(source: ControlledRun, *, access: Access = everyone) -> list[
 
 
 def _unless_starting(page: Page) -> Page:
-    """Answer 503 until there is a status: the port opens before the groups start."""
+    """Wrap a page: answer 503 until there is a status, as the port opens first."""
 
     async def answer(request: Request) -> Response:
         try:
@@ -140,7 +140,7 @@ def _unless_starting(page: Page) -> Page:
 
 
 def readiness_checks(status: RunStatus) -> Iterator[tuple[bool, str]]:
-    """``(good, line)`` for the store, each group and its replicas, and each channel."""
+    """Yield ``(good, line)`` for the store, groups, replicas and channels."""
     at = f" at {status.store.host}:{status.store.port}" if status.store.port else ""
     yield status.store.up, f"store: {'up' if status.store.up else 'down'}{at}"
     for group in status.groups:
@@ -194,7 +194,7 @@ def _stream_routes(source: ControlledRun, access: Access) -> list[Route]:
             await reader.aclose()
             return refusal(error.message, 404, hint=error.hint)
         kind = "application/x-ndjson" if as_json else "text/plain; charset=utf-8"
-        if (why := access(request)) or request.method == "HEAD":  # a token may end while a node is asked
+        if (why := access(request)) or request.method == "HEAD":  # a token may end while a node answers
             await reader.aclose()
             return unauthorized(why) if why else Response(media_type=kind, headers=NO_STORE)
         lines = _logs(reader, first, follow=follow, as_json=as_json)
@@ -204,7 +204,7 @@ def _stream_routes(source: ControlledRun, access: Access) -> list[Route]:
 
 
 def _after(request: Request) -> int | None:
-    """The event to start after; a reconnecting browser sends it in a header."""
+    """Return the event to start after; a reconnecting browser sends it in a header."""
     text = request.headers.get("last-event-id", request.query_params.get("after"))
     if text is None:
         return None

@@ -1,4 +1,4 @@
-"""The orders that a running run takes over HTTP, and their answers."""
+"""The orders that a run accepts over HTTP, and their answers."""
 
 from __future__ import annotations
 
@@ -45,17 +45,19 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Restart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``rolling``: at most ``max_unavailable`` replicas of the group at a time."""
+    """Restart replicas; ``rolling``: ``max_unavailable`` of the group at a time."""
 
     target: Target
     rolling: bool = False
 
 
 class Drain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``target`` None: the whole run, which then ends. ``hurry``: SIGKILL at once.
+    """Drain replicas, the whole run, or a node.
 
-    With ``node``: the replicas of that node, which start elsewhere; ``undo``: let it
-    take replicas again.
+    :ivar target: None for the whole run, which then ends.
+    :ivar hurry: True to send SIGKILL immediately.
+    :ivar node: drain this node instead; its replicas start elsewhere.
+    :ivar undo: let the node accept replicas again.
     """
 
     target: Target | None = None
@@ -65,11 +67,11 @@ class Drain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Detach(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Leave the run as it is to the next supervisor."""
+    """End the supervisor; leave the replicas running for the next one."""
 
 
 class ResetFailed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``target`` None: all failed replicas."""
+    """Reset failed replicas; ``target`` None means all of them."""
 
     target: Target | None = None
 
@@ -79,21 +81,23 @@ class Reload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class StacksOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``target`` None: every rank of the run."""
+    """Collect stacks; ``target`` None means every rank of the run."""
 
     target: Target | None = None
 
 
 class DoctorOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Check the machine of ``node``; None: those of all nodes."""
+    """Check the machine of ``node``, or of all nodes."""
 
     node: Name | None = None
 
 
 class TokensOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``role`` None: both. ``rotate``: make a new one. ``revoke_old``: end others.
+    """Show or change the tokens of a role, or of both.
 
-    ``force``: also those that nodes need which are away.
+    :ivar rotate: make a new token.
+    :ivar revoke_old: retire the previous token.
+    :ivar force: retire it even if disconnected nodes need it.
     """
 
     role: Role | None = None
@@ -119,7 +123,7 @@ ORDERS: dict[str, type[Order]] = {
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
-    """An error as data. ``problems``: those of the config ``source``, one line each."""
+    """An error as data. ``problems`` has a line for each of the config ``source``."""
 
     kind: str
     message: str
@@ -141,7 +145,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """Response to an order. ``done`` False without an error: still running."""
+    """Response to an order. It still runs if ``done`` is False without an error."""
 
     done: bool
     result: Any = None

@@ -4,16 +4,16 @@ The files are ``logs/<group>/<replica>/gen-<g>/rank-<r>.log``; rotated parts are
 ``rank-<r>.log.1`` (the next older) and so on. Only the log pump writes them. Reading
 relies on nothing but these names, so no supervisor has to run.
 
-A :class:`LogFollower` holds each selected file open and reads what was appended, a
-little from each in turn. At the end of a file it checks whether the name now refers to
-another file: then the old one was renamed and has been read to its end, and the parts
-after it are read in order. A file that has become shorter was emptied in place (by
+A :class:`LogFollower` holds each selected file open and reads appended lines, some from
+each file in turn. At the end of a file it checks whether the name now refers to another
+file: then the old file was renamed and has been read to its end, and the parts after it
+are read in order. A file that has become shorter was emptied in place (by
 ``copytruncate``) and is read from its start. New generations are found by listing the
 folders again. The standard library lacks inotify, so a follower polls every
 :data:`POLL_S`.
 
-``since`` uses the times that the pump notes beside a log (``rank-<r>.log.times``: lines
-of ``OFFSET TIME``, one for about each second of output); without them, the file's
+``since`` uses the pump's index of times beside a log (``rank-<r>.log.times``: lines of
+``OFFSET TIME``, one for about each second of output); without it, the file's
 modification time.
 """
 
@@ -39,7 +39,7 @@ _BLOCK_NBYTES = 64 * 1024
 _LINE_NBYTES = (1 << 20) + 1024
 """Longer lines are cut here."""
 _EACH_NBYTES = 64
-"""What a line takes beside its text, here and on its way."""
+"""Overhead of a line in memory and in messages."""
 _RANK = re.compile(r"rank-(\d+)\.log")
 _PART = re.compile(r"\.log\.\d+")
 
@@ -52,15 +52,16 @@ class LogLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def prefixed(line: LogLine) -> str:
-    """A line with its origin: ``group/replica/rank| text``."""
+    """Return the line with its origin: ``group/replica/rank| text``."""
     return f"{line.replica}/{line.rank}| {line.text}"
 
 
 class Selection(msgspec.Struct, frozen=True, kw_only=True):
-    """Which lines to read. None selects all, but of the generations only the newest.
+    """The lines to read. None selects all, but only the newest generation.
 
-    ``target``: ``group``, ``group/index`` or ``group/index/rank``. ``lines``: this many
-    last lines of each rank. ``since``: seconds since 1970.
+    :ivar target: ``group``, ``group/index`` or ``group/index/rank``.
+    :ivar lines: number of last lines of each rank.
+    :ivar since: seconds since 1970.
     """
 
     target: str | None = None
@@ -75,13 +76,13 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _parts(path: Path) -> list[Path]:
-    """The log and its rotated parts, the oldest first."""
+    """Return the log and its rotated parts, the oldest first."""
     older = [other for other in _entries(path.parent) if _PART.fullmatch(other.name.removeprefix(path.stem))]
     return [*reversed(older), path]
 
 
 def tail_offset(file: BinaryIO, lines: int) -> tuple[int, int]:
-    """Offset of a file's last ``lines`` lines, and their number (maybe fewer)."""
+    """Return the offset of a file's last ``lines`` lines, and their number."""
     position = file.seek(0, os.SEEK_END)
     found = 0
     first = True
@@ -102,7 +103,7 @@ def tail_offset(file: BinaryIO, lines: int) -> tuple[int, int]:
 
 
 def offset_since(log: Path, since: float) -> int | None:
-    """Offset of the lines written after ``since``, to about 1 s; None: no lines."""
+    """Return the offset of lines after ``since`` (to about 1 s), None without lines."""
     try:
         found = log.stat()
         if found.st_mtime < since:
@@ -130,7 +131,7 @@ class _Stream:
         self._at_end = False
 
     def begin(self, selection: Selection, *, fresh: bool) -> None:
-        """Choose the start. ``fresh``: the log appeared later; read from its start."""
+        """Choose the start: that of the file if the log appeared later (``fresh``)."""
         parts = _parts(self.path)
         offset = 0
         if not fresh and selection.since is not None:
@@ -163,7 +164,7 @@ class _Stream:
             self._file.close()
 
     def read(self) -> list[bytes]:
-        """New complete lines, at most some hundred KiB; empty: none for now."""
+        """Return new complete lines, at most a few hundred KiB, or an empty list."""
         if self._file is None and not self._open():
             self._todo = _parts(self.path)
             self._at_end = True
@@ -181,7 +182,7 @@ class _Stream:
         return lines
 
     def _chunk(self) -> bytes:
-        """Return the next bytes, also from the next file; b"" if none came yet."""
+        """Return the next bytes, also from the next file, or b"" if there are none."""
         while True:
             assert self._file is not None
             if data := self._file.read(_READ_NBYTES):
@@ -208,7 +209,7 @@ class _Stream:
         return not self._todo and (found.st_dev, found.st_ino) == self._inode
 
     def _after(self) -> list[Path]:
-        """The parts after the open one; all remaining parts if that one was deleted."""
+        """Return the parts after the open one; all parts if that was deleted."""
         parts = _parts(self.path)
         for index, part in enumerate(parts):
             with contextlib.suppress(FileNotFoundError):
@@ -222,7 +223,7 @@ class _Stream:
         return self._at_end and not self.path.parent.exists()
 
     def rest(self) -> bytes:
-        """The last line, if it has no newline yet."""
+        """Return the last line, if it has no newline yet, or b""."""
         rest, self._rest = self._rest, b""
         return rest
 
@@ -235,7 +236,10 @@ def _size(path: Path) -> int:
 
 
 def _last_lines(parts: list[Path], lines: int, least: int) -> tuple[list[Path], int]:
-    """Parts with the last lines, their offset in the first; ``least``: in parts[0]."""
+    """Return the parts with the last lines, and the offset in the first of them.
+
+    :param least: minimum of the offset in ``parts[0]``.
+    """
     if lines == 0:
         return parts[-1:], _size(parts[-1])
     taken: list[Path] = []
@@ -255,11 +259,11 @@ def _last_lines(parts: list[Path], lines: int, least: int) -> tuple[list[Path], 
 
 
 class LogReader(Protocol):
-    """The selected logs, wherever they are, read in batches. For an event loop."""
+    """The selected logs, on this or other machines, in batches. For an event loop."""
 
     @property
     def many(self) -> bool:
-        """True if the logs are of several ranks."""
+        """Return True if the logs are of several ranks."""
         ...
 
     async def poll(self) -> list[LogLine]:
@@ -270,7 +274,7 @@ class LogReader(Protocol):
         ...
 
     async def aclose(self) -> list[LogLine]:
-        """Close the files; the last lines without a newline."""
+        """Close the files; return last lines without a newline."""
         ...
 
 
@@ -294,7 +298,7 @@ class FolderReader:
 
 
 class LogFollower:
-    """Reads the selected logs in batches; blocks on files, so not for an event loop.
+    """Reads the selected logs in batches. It blocks: not for an event loop.
 
     :param logs: the folder ``logs`` of a run (or ``logs.previous``).
     :raises replicas.errors.UsageError: at the first :meth:`poll`, if the selection has
@@ -309,7 +313,7 @@ class LogFollower:
         self._turn = 0
 
     def poll(self) -> list[LogLine]:
-        """The new lines, about :data:`BATCH_NBYTES` at a time; empty: none for now."""
+        """Return new lines, about :data:`BATCH_NBYTES` at a time, or an empty list."""
         for path, replica, generation, rank in self._find():
             if path not in self._streams:
                 stream = self._streams[path] = _Stream(path, replica, generation, rank)
@@ -335,7 +339,7 @@ class LogFollower:
         return found
 
     def rest(self) -> list[LogLine]:
-        """Last lines without a newline, for a caller that stops following."""
+        """Return last lines without a newline, for a caller that stops following."""
         return _rests(self._streams.values())
 
     def close(self) -> None:
@@ -374,7 +378,7 @@ class LogFollower:
         )
         if not known and len(words) == 1 and chosen.target is None:
             text = f"this start of the run has written no log yet in {self._logs}"
-            return UsageError(text, hint="--previous shows the last one; programs that others start log elsewhere")
+            return UsageError(text, hint="--previous shows the last one; external programs log elsewhere")
         return UsageError(
             f"there is no log of {', '.join(words)} in {self._logs}",
             hint=f"there are logs of: {', '.join(known)}"
@@ -388,7 +392,7 @@ def _folders(path: Path) -> list[Path]:
 
 
 def _entries(folder: Path) -> list[Path]:
-    """Entries of a folder, by number; none if it was deleted, as generations are."""
+    """Return entries of a folder, by number; none if the folder was deleted."""
     try:
         return sorted(folder.iterdir(), key=lambda path: (len(path.name), path.name))
     except FileNotFoundError:

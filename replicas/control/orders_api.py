@@ -6,15 +6,15 @@ A body is a small JSON object with the fields of its order
 (if the header :data:`RUN_HEADER` gives one: the file with the socket's path may belong
 to a dead run), then the body; only then does any work begin.
 
-An order may take as long as a replica needs to finish its sync. One that is done within
-:data:`QUICK_S` is answered with its own status code. A longer one is answered with code
-200 and a newline every :data:`BEAT_S`, which JSON allows before a value: both sides see
-that the other is alive without guessing a timeout, and the body alone tells the
-outcome. With ``?wait=0`` the response is 202 instead, and events tell the outcome.
+An order may take as long as a replica needs to finish its sync. An order that is done
+within :data:`QUICK_S` is answered with its own status code. A longer one is answered
+with code 200 and a newline every :data:`BEAT_S`, which JSON allows before a value: both
+sides see that the other is alive without guessing a timeout, and only the body has the
+outcome. With ``?wait=0`` the response is 202 instead, and events have the outcome.
 Draining the whole run ends the control port too: that order always gets 202.
 
-The work runs in tasks of the routes: a caller that disconnects cancels nothing, nor
-does one whose token ends: it only hears nothing more of it.
+The work runs in tasks of the routes: it goes on if the caller disconnects or its token
+ends; the caller then only misses the outcome.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ NO_STORE = {"Cache-Control": "no-store"}
 
 
 def json_response(value: object, code: int = 200, **headers: str) -> Response:
-    """An uncached JSON response; values without a JSON form (paths) become text."""
+    """Return an uncached JSON response; values without a JSON form become text."""
     return json_bytes(msgspec.json.encode(value, enc_hook=str), code, **headers)
 
 
@@ -61,12 +61,12 @@ def refusal(message: str, code: int, *, hint: str = "", **headers: str) -> Respo
 
 
 def unauthorized(why: str) -> Response:
-    """A refusal, after which the connection ends: it may have been let in earlier."""
+    """Return a 401 response that ends the connection, which may have had access."""
     return refusal(why, 401, **{"WWW-Authenticate": "Bearer", "Connection": "close"})
 
 
 def order_routes(commands: Commands, access: Access, run: Callable[[], str]) -> list[Route]:
-    """A route for each order. ``run`` returns the run's name."""
+    """Return a route for each order. ``run`` returns the run's name."""
     running: set[asyncio.Task[object]] = set()  # the loop itself keeps only weak references
 
     def over(task: asyncio.Task[object]) -> None:
@@ -85,7 +85,7 @@ def order_routes(commands: Commands, access: Access, run: Callable[[], str]) -> 
             task.add_done_callback(over)
             ends_all = isinstance(order, Drain) and order.target is None and order.node is None
             wait = request.query_params.get("wait", "1") != "0" and not ends_all
-            # Who ends the own token is told of the new one.
+            # A caller that retires its own token gets the new one.
             guard = everyone if isinstance(order, orders.TokensOrder) else access
             return await _answer(task, request, guard, wait=wait)
 
@@ -95,7 +95,7 @@ def order_routes(commands: Commands, access: Access, run: Callable[[], str]) -> 
 
 
 async def _carry_out(commands: Commands, path: str, order: Order) -> object:
-    """Run the command that has the name of the path, with the fields of the order."""
+    """Call the command named by the path, with the fields of the order."""
     name, given = path[1:].replace("-", "_"), msgspec.structs.asdict(order)
     if isinstance(order, Drain):
         name, fields = ("drain", ("target", "hurry")) if order.node is None else ("drain_node", ("node", "undo"))
@@ -106,7 +106,7 @@ async def _carry_out(commands: Commands, path: str, order: Order) -> object:
 async def _order(
     request: Request, path: str, kind: type[Order], access: Access, run: Callable[[], str]
 ) -> Order | Response:
-    """The order of this request, or its refusal."""
+    """Return the order of this request, or a refusal."""
     if why := access(request):
         return unauthorized(why)
     if problem := _another_run(request, run):
@@ -118,7 +118,7 @@ async def _order(
         return refusal(f"not a body for {path}: {error}", 400, hint=f"fields: {fields}")
     except HTTPException as error:
         return refusal(error.detail, error.status_code)
-    why = access(request)  # the token may have ended while the body came
+    why = access(request)  # the token may have ended while the body was read
     return unauthorized(why) if why else order
 
 
@@ -140,7 +140,7 @@ async def _body(request: Request) -> bytes:
             async for part in request.stream():
                 body += part
                 if len(body) > BODY_NBYTES:
-                    raise HTTPException(413, f"a body may have {BODY_NBYTES} bytes")
+                    raise HTTPException(413, f"the body is larger than {BODY_NBYTES} bytes")
     except TimeoutError:
         raise HTTPException(408, f"no complete body within {BODY_TIMEOUT_S:g} s") from None
     except ClientDisconnect:
@@ -154,7 +154,7 @@ def _outcome(task: asyncio.Task[object]) -> Answer:
         return Answer(done=True, result=task.result())
     if isinstance(error, errors.ReplicasError):
         return Answer(done=False, error=Problem.of(error))
-    text = f"{type(error).__name__}: {error}"  # a bug, which is logged, and told to the caller
+    text = f"{type(error).__name__}: {error}"  # a bug: it is logged, and the caller gets it, too
     return Answer(done=False, error=Problem(kind="InternalError", message=text))
 
 

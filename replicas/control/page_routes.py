@@ -1,8 +1,8 @@
 """The routes of the page: its files, the document that it shows, and its changes.
 
-All of it is public, so no text of a program is in it (:mod:`replicas.control.access`);
-orders, logs, stacks and whole reasons are asked for at their own routes, with the
-token.
+These routes are public, so they show no text of a program
+(:mod:`replicas.control.access`); orders, logs, stacks and whole reasons have their own
+routes, which need the token.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _AGAIN_S = "10"
 
 
 def wants_page(request: Request) -> bool:
-    """Return True for a browser, which asks for HTML by name; ``curl`` does not."""
+    """Return True for a browser, which accepts HTML by name; ``curl`` does not."""
     return "text/html" in request.headers.get("accept", "")
 
 
 def file_response(request: Request, name: str) -> Response:
-    """One file of the page, packed where the client takes that."""
+    """Return one file of the page, compressed if the client accepts that."""
     found = asset(name)
     if found is None:
         return PlainTextResponse("no such file\n", 404, headers=NO_STORE)
@@ -56,7 +56,7 @@ def page_routes(source: Watched, access: Access) -> list[Route]:
             return Response(media_type="text/event-stream", headers=NO_STORE)
         viewer = request.client.host if request.client is not None else "", not access(request)
         if live.places.full(*viewer):
-            return refusal(f"{VIEWERS} look at this page already", 503, **{"Retry-After": _AGAIN_S})
+            return refusal(f"this page has {VIEWERS} viewers already", 503, **{"Retry-After": _AGAIN_S})
         held = partial(live.places.take, *viewer)
         return Lasting(live.changes(after), held, media_type="text/event-stream", headers=NO_STORE)
 

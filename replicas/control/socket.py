@@ -2,16 +2,16 @@
 
 Three protections, each sufficient: the file's mode is 0600 from the moment it exists
 (set on the socket *before* bind, which avoids changing the process's umask); the kernel
-tells who connects (SO_PEERCRED), and only our own user and root are served; and the
-file lies in the run's state folder. The socket serves the same pages as the control
-port, where orders need the token.
+names the user that connects (SO_PEERCRED), and only our own user and root are served;
+and the file is in the run's state folder. The socket serves the same pages as the
+control port, where orders need the token.
 
 A longer path than a Unix socket's 107 bytes is reached through a descriptor of its
 folder (:func:`replicas.linux.sockets.reachable`), so no shared folder is needed.
 
 The file of an earlier, killed supervisor is replaced only if no process listens on it:
 another run's config may name the same path, and its socket must survive. At the end our
-file is removed, unless another one has replaced it.
+file is removed, unless another file has replaced it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _BACKLOG = 64
 _REFUSAL = b'{"done":false,"error":{"kind":"UsageError","message":"this socket is for its own user"}}'
 _FORBIDDEN = (
     b"HTTP/1.1 403 Forbidden\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    b"Content-Length: %d\r\n\r\n%s" % (len(_REFUSAL), _REFUSAL)  # who still sends is told no end, but a reset
+    b"Content-Length: %d\r\n\r\n%s" % (len(_REFUSAL), _REFUSAL)  # a client that still sends gets a reset, not an end
 )
 
 
@@ -56,7 +56,7 @@ class ControlSocket:
         self._inode: tuple[int, int] | None = None
 
     async def __aenter__(self) -> Self:
-        """Serve. WorldError: the socket cannot be created there."""
+        """Serve. Raises WorldError if the socket cannot be created."""
         listener = self._listen()
         self._server = Server(listener, self._routes, self._refused, turns_away=self._turns_away)
         try:
@@ -75,7 +75,7 @@ class ControlSocket:
         self._remove()
 
     def _turns_away(self, transport: asyncio.Transport) -> bytes:
-        """The answer to another user's process; empty: it is our own, or root's."""
+        """Return the refusal for another user's process; b"" for our user and root."""
         if peer_uid(transport.get_extra_info("socket")) in (os.geteuid(), 0):
             return b""
         self._refused("peer")
@@ -86,7 +86,7 @@ class ControlSocket:
         try:
             with contextlib.suppress(FileNotFoundError):
                 if not stat.S_ISSOCK(self.path.lstat().st_mode):
-                    raise OSError(0, "there is something else in its place")
+                    raise OSError(0, "another kind of file is in its place")
                 if not is_own(self.path):
                     raise OSError(0, "another user's socket is in its place")
                 if listens(self.path):

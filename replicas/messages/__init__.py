@@ -27,20 +27,20 @@ all ranks of the replica. In between the coordinator moves the version with *tra
   pinned or reserved) or :class:`TransferFailed`. When all are ready and the lane has
   formed: :class:`TransferGo` → :class:`TransferDone` with the digests, or
   :class:`TransferFailed`. :class:`TransferCancel` withdraws it at any time.
-* On one host nothing is sent. An offer with the role ``map`` names the place of a
-  holder's slot → the others open it there, lock it, check that it is still that version
-  → :class:`TransferDone` or :class:`TransferFailed`. :class:`Released` tells the owner
-  of memory that no member uses it for that version any more.
-* With several hosts, a publish whose weights are all at hand is sent while it is
+* On one host no bytes are sent. An offer with the role ``map`` names the place of a
+  holder's slot → the others open the slot, lock it, check that it still has that
+  version → :class:`TransferDone` or :class:`TransferFailed`. :class:`Released` tells
+  the owner of memory that no member uses it for that version.
+* With several hosts, a publish whose weights are all available is sent while it is
   packed: ``Packed(streaming)`` as soon as its slot is reserved, :class:`Filled` when it
   is full. Only then is it mapped, compared and committed.
 * While all members are on one host no member has a sidecar; :class:`LaneAhead`
   announces that this has changed.
 * Hosts are found by beacons: a newcomer tries to open the beacons that :class:`Locate`
   names → :class:`Located`.
-* Manifests are named by their hash. The side that lacks one asks for it
-  (:class:`ManifestAsk` → :class:`ManifestPiece`, one or more): a member for one that it
-  was offered, the coordinator for one that was packed or described
+* Manifests are named by their hash. A side asks for a manifest that it lacks
+  (:class:`ManifestAsk` → :class:`ManifestPiece`, one or more): a member after an offer,
+  the coordinator after ``Packed`` or ``Described``
   (:mod:`replicas.core.versions.fetching`).
 * When every live target has verified the version: :class:`Commit`, to all members.
   :class:`Discard` withdraws a version's number.
@@ -56,22 +56,22 @@ member's own operations) → when all participants have posted, :class:`Operatio
 sidecars run it → :class:`OperationDone` or :class:`OperationFailed` →
 :class:`OperationEnd`, the common verdict; only then are the caller's tensors written.
 
-**A new coordinator** has another term. Sessions and queues of the old one are gone, the
-decision log may be. In Hello the member says what it knows: ``epoch``, ``latest``, the
-versions that it holds, serves, was assigned and knows adopted. After the Welcome it
-announces its unfinished work again: a publish that already had a number with
-``PublishBegin(resumed=True)`` and that number (and :class:`Packed`, if it was packed),
-asks and watches; then :class:`Resumed`. The coordinator asks a holder for the manifest
-of the newest committed version (:class:`Describe` → :class:`Described`). So a publish
-outlives its coordinator.
+**A new coordinator** has another term. Sessions and queues of the old coordinator are
+lost, the decision log may be. In Hello the member sends its knowledge: ``epoch``,
+``latest``, the versions that it holds, serves, was assigned and knows adopted. After
+the Welcome it announces its unfinished work again: a publish that already had a number
+with ``PublishBegin(resumed=True)`` and that number (and :class:`Packed`, if it was
+packed), asks and watches; then :class:`Resumed`. The coordinator asks a holder for the
+manifest of the newest committed version (:class:`Describe` → :class:`Described`). So a
+publish outlives its coordinator.
 
 **Operations with an unknown outcome.** Each operation that ran has a ``ref``, unique
-over terms. A member that must end one by itself after it has sent
-:class:`OperationDone` names it in ``unsettled`` of its next post; each post names in
-``applied`` the last ones whose results were written. When the domain's next collective
-is complete, the coordinator tells the members in doubt the outcome of theirs
-(:class:`OperationSettled`) before the Go: applied if any member applied it, else none
-ever will.
+over terms. A member that must end an operation without a verdict, after it has sent
+:class:`OperationDone`, names it in ``unsettled`` of its next post; each post names in
+``applied`` the last operations whose results were written. When the domain's next
+collective is complete, the coordinator sends these members the outcome
+(:class:`OperationSettled`) before the Go: applied if any member applied it; otherwise
+no member ever will.
 
 Durations are ``*_s`` in seconds, always remaining time and never a clock reading: no
 two clocks are compared.

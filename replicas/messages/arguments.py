@@ -1,9 +1,9 @@
 """Validate the public API's arguments and convert them to their wire form.
 
-They travel to other processes, or are used later on another thread, where an error
-could no longer reach the caller. A function takes the argument's name for the message
-(``what``) and the value. It returns a plain int, float, bool, str or dict within the
-limits that the other side checks (:mod:`replicas.messages.bounds`), or raises
+They are sent to other processes, or used later on another thread, where an error could
+not reach the caller. A function takes the argument's name for the message (``what``)
+and the value. It returns a plain int, float, bool, str or dict within the limits that
+the other side checks (:mod:`replicas.messages.bounds`), or raises
 :class:`~replicas.errors.UsageError`: only the bad call fails.
 
 Integers are accepted by ``__index__``, seconds by ``__index__`` or ``__float__``; so
@@ -39,8 +39,10 @@ def _refuse(text: str, hint: str = "", cause: BaseException | None = None) -> No
 
 
 def named(api: type[Class]) -> type[Class]:
-    """Have public methods of a class refuse an unknown keyword by an error that names
-    theirs: some take a ``deadline``, others a ``timeout``."""
+    """Class decorator: public methods refuse unknown keywords, and name theirs.
+
+    Some methods take a ``deadline``, others a ``timeout``.
+    """
     for name, method in [*vars(api).items()]:
         if inspect.isfunction(method) and not name.startswith("_"):
             setattr(api, name, _named(f"{api.__name__}.{name}", method, [*inspect.signature(method).parameters][1:]))
@@ -89,7 +91,7 @@ def seconds(what: str, value: object, *, zero: bool = False, least: float = 0.0)
 
 
 def patience(what: str, value: object) -> float | None:
-    """Check a timeout of at most 1e9 seconds; None: no limit, below 0: already over."""
+    """Check a timeout of at most 1e9 s. Below 0 becomes 0; None means no limit."""
     if value is None:
         return None
     found = _float(value)
@@ -131,7 +133,7 @@ def _float(value: object) -> float | None:
 
 
 def _is_bool(value: object) -> bool:
-    """Return whether the value is a bool of numpy or torch."""
+    """Return True if the value is a bool of numpy or torch."""
     return str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
 
 
@@ -196,11 +198,11 @@ def texts(what: str, value: object) -> dict[str, str]:
     except Exception as error:  # noqa: BLE001  # a foreign mapping
         _refuse(f"{what} must map text to text, not be {shown(value)}", cause=error)
     if len(found) > bounds.INFO_ENTRIES:
-        _refuse(f"{what} has {len(found)} entries: at most {bounds.INFO_ENTRIES} are taken")
+        _refuse(f"{what} has {len(found)} entries, above the limit of {bounds.INFO_ENTRIES}")
     texts = {text(f"{what}: a key", key): text(f"{what}[{shown(key)}]", one) for key, one in found.items()}
     nbytes = len(msgspec.msgpack.encode(texts))
     if nbytes > bounds.INFO_NBYTES:
-        _refuse(f"{what} takes {nbytes:,} bytes: at most {bounds.INFO_NBYTES:,} travel")
+        _refuse(f"{what} takes {nbytes:,} bytes, above the limit of {bounds.INFO_NBYTES:,}")
     return texts
 
 
@@ -220,7 +222,7 @@ def meta(what: str, value: object) -> Meta:
     nbytes = len(msgspec.msgpack.encode(found))
     if nbytes > bounds.META_NBYTES:
         _refuse(
-            f"{what} takes {nbytes:,} bytes: at most {bounds.META_NBYTES:,} travel",
+            f"{what} takes {nbytes:,} bytes, above the limit of {bounds.META_NBYTES:,}",
             "keep it in a file, and pass its path",
         )
     return found
@@ -229,8 +231,10 @@ def meta(what: str, value: object) -> Meta:
 def with_adapter(
     what: str, given: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None, adapter: object, weights: object
 ) -> Meta | Callable[[], Mapping[str, Any]]:
-    """Check a publisher's ``meta``, or a function that returns it later, and add the
-    name and the configuration of a LoRA adapter."""
+    """Check a publisher's ``meta``, or a function that returns it later.
+
+    Add the name and the configuration of a LoRA adapter, if there is one.
+    """
     if adapter is None:
         return given if callable(given) else meta(f"{what}: meta", given)
     config = getattr(weights, "adapter_config", None)
@@ -244,9 +248,10 @@ def with_adapter(
 
 
 def with_trace(what: str, given: Meta | Callable[[], Mapping[str, Any]]) -> Meta | Callable[[], Mapping[str, Any]]:
-    """Add the W3C ``traceparent`` of the caller's span, where there is one.
+    """Add the W3C ``traceparent`` of the caller's span, if there is one.
 
-    A program that has not imported OpenTelemetry has none. A publisher's own wins.
+    A program that has not imported OpenTelemetry has no span. A publisher's own entry
+    takes precedence.
     """
     tracing = sys.modules.get("opentelemetry.trace")
     caller = tracing.get_current_span().get_span_context() if tracing is not None else None
@@ -283,12 +288,12 @@ def _scalar(what: str, value: object) -> bool | int | float | str | None:
         return text(what, value, most=bounds.META_NBYTES)
     if _is_bool(value):
         return flag(what, value)
-    floating = "float" in str(getattr(value, "dtype", ""))  # such a tensor has __index__ all the same
+    floating = "float" in str(getattr(value, "dtype", ""))  # floating tensors have __index__, too
     if hasattr(type(value), "__index__") and not floating:
         return integer(what, value, least=-(2**63), most=2**64 - 1)
     found = _float(value) if hasattr(type(value), "__float__") else None
     if found is None:
-        _refuse(f"{what} is {shown(value)}, which cannot travel", _META_HINT)
+        _refuse(f"{what} is {shown(value)}, which cannot be sent", _META_HINT)
     if not math.isfinite(found):
         _refuse(
             f"{what} is {found}, which JSON has no number for", 'leave it out, or pass None or a text such as "nan"'

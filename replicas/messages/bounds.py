@@ -1,7 +1,7 @@
 """Limits of message contents, and texts made to fit into messages.
 
 Limits are checked in the call (:mod:`replicas.messages.arguments`), so the coordinator
-(:mod:`replicas.coordinator.limits`) never gets bad ones from a library that works.
+(:mod:`replicas.coordinator.limits`) gets no values beyond them from this library.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from replicas.common.foreign import lines, one_line
 VERSION_MAX = 2**53
 """The largest number that a publisher may choose.
 
-Metrics, which are floats, can still distinguish it from the next one, and the library's
-numbers that follow it stay far below :data:`INTEGER_MAX`.
+Metrics are floats, which are exact up to it, and the library's numbers that follow stay
+far below :data:`INTEGER_MAX`.
 """
 INTEGER_MAX = 2**62
 RANKS_MAX = 1_000_000
@@ -28,28 +28,27 @@ NAME_LENGTH = 128
 INFO_ENTRIES = 512
 INFO_LENGTH = 4096
 INFO_NBYTES = 8 * 2**10
-"""All of a member's ``info``, encoded: the status page shows that of every member."""
+"""Encoded size of a member's ``info``: the status page shows that of every member."""
 ENV_NBYTES = 64 * 2**10
-"""All of a process's NCCL variables, encoded."""
+"""Encoded size of a process's NCCL variables."""
 TEXT_LENGTH = 16 * 2**10
-"""Characters of an error's text; longer ones are cut."""
+"""Characters of an error's text; longer texts are cut."""
 REASON_LENGTH = 500
-"""Of the text for one member or replica among many."""
+"""Characters of the text for one member or replica among many."""
 REASONS_MAX = 64
-"""Such texts in one message, as a receipt, which every rank of a source gets."""
+"""Such texts in one message, such as a receipt, which every rank of a source gets."""
 TEXT_NBYTES = 4 * TEXT_LENGTH + 256
-"""The same in UTF-8, with what says that it was cut."""
-
+"""Bytes of an error's text in UTF-8, with the note about the cut."""
 CONTROL_PORT = 9477
-"""The control port of a run whose config names none, where it is free."""
+"""The control port of a run whose config names none, if it is free."""
 CARRY_PORTS = 64
-"""A carrier takes a fixed port, or the first free one of those behind it."""
+"""A carrier tries its configured port, then this many ports after it."""
 FRAME_NBYTES = 8 * 2**20
-"""Hard limit of the WebSocket; above its own, smaller limit a message gets an error."""
+"""Hard limit of the WebSocket. Messages have smaller limits, with an error each."""
 MANIFEST_NBYTES = 64 * 2**20
 """Size of an encoded manifest of one rank, and of all ranks of a source together.
 
-It is sent in pieces, each far smaller.
+It is sent in pieces, which are far smaller.
 """
 MANIFEST_TENSORS = 500_000
 """Tensors of one manifest, aliases included."""
@@ -66,12 +65,12 @@ def most_nbytes(kind: str) -> int:
 
 
 def is_name(text: str) -> bool:
-    """Return whether ``text`` can name a channel, a group or an incarnation."""
+    """Return True if ``text`` can name a channel, a group or an incarnation."""
     return 0 < len(text) <= NAME_LENGTH and text.isprintable() and "/" not in text
 
 
 def encodable(text: str) -> bool:
-    """Return whether ``text`` can be encoded as UTF-8: it has no lone surrogates."""
+    """Return True if ``text`` can be encoded as UTF-8: it has no lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -80,7 +79,7 @@ def encodable(text: str) -> bool:
 
 
 def plain(text: str) -> str:
-    """Return a plain str with the same characters as a subclass's, such as numpy's."""
+    """Return a plain str of an instance of a subclass, such as numpy's."""
     return str.__str__(text)
 
 
@@ -90,9 +89,9 @@ def clean(text: str) -> str:
 
 
 def text_of(value: object, most: int = TEXT_LENGTH) -> str:
-    """Return ``str(value)`` of any value, such as a foreign exception, fit to be shown.
+    """Return ``str(value)`` of any value, such as a foreign exception, safe to show.
 
-    Cut to about ``most`` characters; only printable characters and line breaks.
+    It is cut to about ``most`` characters, and has only printable ones and line breaks.
     """
     try:
         text = str(value)
@@ -112,7 +111,7 @@ def texts_of(found: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_tensor(value: object, depth: int = 3) -> bool:
-    """Whether it is a tensor of torch's, or holds one."""
+    """Return True for a tensor of torch's, or a container of tensors."""
     torch = sys.modules.get("torch")
     if torch is None or not depth:
         return False
@@ -126,8 +125,8 @@ def _is_tensor(value: object, depth: int = 3) -> bool:
 def shown(value: object, most: int = 80) -> str:
     """Return a short ``repr(value)`` for an error message.
 
-    Tensors are named by their type only: to print the elements of one whose memory was
-    freed would end the process.
+    Tensors are shown by their type only: printing one whose memory was freed would end
+    the process.
     """
     try:
         text = f"<{type(value).__name__}>" if _is_tensor(value) else repr(value)

@@ -1,4 +1,4 @@
-"""Value types that several messages carry."""
+"""Value types that several messages use."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ OperationKind = Literal[
 ReduceOp = Literal["sum", "mean", "min", "max"]
 Scalar = None | bool | int | float | str
 Meta = dict[str, Scalar | list[Scalar] | dict[str, Scalar]]
-"""User data that travels with a version: scalars, and lists and dicts of scalars."""
+"""User data of a version: scalars, and lists and dicts of scalars."""
 _MEMBERS = 128
 """Maximum number of members that an error names."""
 
@@ -103,9 +103,11 @@ class WireError(msgspec.Struct, frozen=True):
 class Beacon(msgspec.Struct, frozen=True):
     """A small memory by which other processes find out whether they are on this host.
 
-    They open ``/proc/PID/fd/FD`` and read the nonce. ``uid``: effective user of the
-    process; another user may not open its memory. ``door``: the socket, with its
-    secret, at which processes of other pid namespaces get it; empty: none.
+    They open ``/proc/PID/fd/FD`` and read the nonce.
+
+    :ivar uid: effective user of the process; another user cannot open its memory.
+    :ivar door: the socket, with its secret, that sends the descriptor to processes of
+        other pid namespaces; may be empty.
     """
 
     pid: int
@@ -118,11 +120,13 @@ class Beacon(msgspec.Struct, frozen=True):
 class SlotPlace(msgspec.Struct, frozen=True):
     """A version's memory in a member's process, opened as ``/proc/PID/fd/FD``.
 
-    ``inode`` and ``nbytes``: what ``fstat`` must report. ``serial``: number of times
-    the memory has been filled, so that another version is not taken for this one.
-    ``part``: number of the part in it, of a version that has several. ``device``: UUID
-    of the GPU that has the bytes; the file then is a page that tells how to open them.
-    Empty: the file has the bytes. ``door``: of the process, as in its beacon.
+    :ivar inode: inode that ``fstat`` must report; ``nbytes``: its size.
+    :ivar serial: number of times the memory has been filled, which excludes that it has
+        another version now.
+    :ivar part: number of the part in it, of a version with several parts.
+    :ivar device: UUID of the GPU that has the bytes; the file then says how to open
+        them. Empty if the file has the bytes.
+    :ivar door: socket of the process, as in its beacon.
     """
 
     pid: int
@@ -136,10 +140,11 @@ class SlotPlace(msgspec.Struct, frozen=True):
 
 
 class HolderAddress(msgspec.Struct, frozen=True):
-    """Where the carrier of a member serves a version. ``name``: of the member.
+    """Address at which the carrier of a member serves a version.
 
-    ``certificate_hash``: SHA-256 of the certificate that it shows, in hexadecimal;
-    empty: it speaks no TLS.
+    :ivar name: name of the member.
+    :ivar certificate_hash: SHA-256 of the carrier's certificate, in hexadecimal; empty
+        if it does not speak TLS.
     """
 
     name: str
@@ -149,10 +154,10 @@ class HolderAddress(msgspec.Struct, frozen=True):
 
 
 class PartPull(msgspec.Struct, frozen=True):
-    """From whom to pull a part of a version, in order of preference.
+    """The holders of a part of a version, in order of preference.
 
-    ``part``: its number; -1: the whole version. ``digest``: of the part, if it is known
-    and not the whole.
+    :ivar part: its number; -1 for the whole version.
+    :ivar digest: digest of the part, if known; empty for the whole version.
     """
 
     part: int
@@ -163,7 +168,7 @@ class PartPull(msgspec.Struct, frozen=True):
 class HeldVersion(msgspec.Struct, frozen=True):
     """A complete version in a member's slot.
 
-    ``digest``: empty where it was never computed (a source's own slot).
+    ``digest`` is empty if it was never computed (a source's own slot).
     """
 
     version: int
@@ -173,9 +178,9 @@ class HeldVersion(msgspec.Struct, frozen=True):
 
 
 class ManifestAsk(msgspec.Struct, frozen=True, tag=True):
-    """Sent by either side: send ``nbytes`` of this manifest from ``offset`` on.
+    """Ask the other side for ``nbytes`` of a manifest from ``offset`` on.
 
-    It is sent in pieces (:mod:`replicas.core.versions.fetching`).
+    Manifests are sent in pieces (:mod:`replicas.core.versions.fetching`).
     """
 
     manifest_hash: str
@@ -186,8 +191,8 @@ class ManifestAsk(msgspec.Struct, frozen=True, tag=True):
 class ManifestPiece(msgspec.Struct, frozen=True, tag=True):
     """Answer to :class:`ManifestAsk`: the data at ``offset`` of a manifest.
 
-    ``total_nbytes``: size of the manifest. ``data``: empty if the sender does not have
-    it.
+    ``total_nbytes`` is the size of the manifest; ``data`` is empty if the sender does
+    not have it.
     """
 
     manifest_hash: str
@@ -208,23 +213,25 @@ class ChannelSettings(msgspec.Struct, frozen=True):
     heartbeat_interval_s: float
     staging: Literal["host", "device"] = "host"
     pulls: bool = False
-    """Versions come to this host through a carrier, not over lanes."""
+    """True if versions come to this host through a carrier, not over lanes."""
     encrypt: bool = False
-    """Carriers speak TLS with each other, and no version passes a process group."""
+    """True if carriers use TLS, and no version is sent over a process group."""
     carry_port: int = 0
-    """The first port at which a carrier may listen; 0: any."""
+    """The first port at which a carrier may listen; 0 for any port."""
     adopt_together: bool = False
-    """A version is loaded once all targets can load it."""
+    """True if a version is loaded only when all targets can load it."""
 
 
 class ReceiptData(msgspec.Struct, frozen=True):
     """The outcome of a successful publish or operation.
 
-    ``phases``: seconds by phase. ``reasons``: why each of ``lost`` was lost or left
-    behind, in one line. ``staging``: memory of the channel's slots; empty for an
-    operation. ``digest``: of the version's image, empty where there is none yet.
-    ``not_loaded``: why replicas failed to load a version since the receipt before, by
-    name. ``wire_nbytes``: bytes that were sent over the network for it.
+    :ivar phases: seconds by phase.
+    :ivar reasons: why each of ``lost`` was lost or left behind, in one line.
+    :ivar staging: memory of the channel's slots; empty for an operation.
+    :ivar digest: digest of the version's image; empty if it is not known yet.
+    :ivar not_loaded: why replicas failed to load a version since the previous receipt,
+        by name.
+    :ivar wire_nbytes: bytes sent over the network.
     """
 
     epoch: int

@@ -57,9 +57,10 @@ class _FromCoordinator(msgspec.Struct, frozen=True, tag=True):
 class Welcome(_FromCoordinator, frozen=True):
     """Answer to Hello.
 
-    ``replica``: index of its replica. ``address``: this member's IP address as seen by
-    the coordinator. ``publishes``: number of publishes of the replica so far, from
-    which a rank that rejoins continues counting.
+    :ivar replica: index of the member's replica.
+    :ivar address: the member's IP address as seen by the coordinator.
+    :ivar publishes: number of publishes of the replica so far; a rank that rejoins
+        continues with it.
     """
 
     term: int
@@ -79,11 +80,11 @@ class Refused(_FromCoordinator, frozen=True):
 
 
 class Ack(_FromCoordinator, frozen=True):
-    """Carries only the frame's ack."""
+    """An empty message for the frame's ack."""
 
 
 class Locate(_FromCoordinator, frozen=True):
-    """Find out on which of these beacons' hosts you are; answered by ``Located``."""
+    """Find the beacon that is on your host; answered by ``Located``."""
 
     beacons: tuple[Beacon, ...]
 
@@ -91,9 +92,9 @@ class Locate(_FromCoordinator, frozen=True):
 class View(_FromCoordinator, frozen=True):
     """A new epoch.
 
-    ``since`` 0: ``members`` are all members. Otherwise ``members`` have joined and
-    ``left`` have gone since that epoch, which the receiver knows.
-    ``heartbeat_interval_s``: interval of heartbeats from now on; 0: unchanged.
+    :ivar since: 0 if ``members`` are all members. Otherwise an epoch that the receiver
+        knows, since which ``members`` have joined and ``left`` have gone.
+    :ivar heartbeat_interval_s: interval of heartbeats from now on; 0 if unchanged.
     """
 
     epoch: int
@@ -119,11 +120,12 @@ class PublishEnd(_FromCoordinator, frozen=True):
 class LaneForm(_FromCoordinator, frozen=True):
     """Form a process group as ``rank`` of ``size``, under a fresh store ``prefix``.
 
-    ``addresses``: IP address of each rank, in order (yours is the one to bind).
-    ``names``: of the members, for messages. ``probe``: nothing will be sent in it;
-    exchange a few bytes with each rank before you report that it has formed.
-    ``secret``: shared by the lane's members, to authenticate what they write into the
-    store.
+    :ivar addresses: IP address of each rank, in order (bind your own).
+    :ivar names: names of the members, for messages.
+    :ivar probe: True for a group that only tests the links: exchange a few bytes with
+        each rank before you report that it has formed.
+    :ivar secret: secret of the lane's members, which authenticates their entries in the
+        store.
     """
 
     lane: str
@@ -151,21 +153,23 @@ class LaneDrop(_FromCoordinator, frozen=True):
 
 
 class TransferOffer(_FromCoordinator, frozen=True):
-    """Get ready to send or receive ``version``, or map, serve or pull it at once.
+    """Get ready to send or receive ``version``, or map, serve or pull it now.
 
     A receiver that lacks the manifest asks for it. A sender of mode ``"parts"`` sends
-    its own publish slot, one of mode ``"image"`` a whole version that it holds. A
-    mapper opens ``place`` and answers ``TransferDone`` at once. A server lets whoever
-    knows ``secret`` pull its ``part`` (-1: the whole version) from it, until the
-    transfer is cancelled. A puller takes each of ``pulls`` from the first holder that
-    works, and serves what it has meanwhile; parts at ``places``, on its own host, it
-    copies. It answers ``TransferReady`` when it begins. The same transfer again: what
-    was pulled is not what was published; pull what is wrong. ``digest``: of the image's
-    data (or of the sender's part), if known. ``streaming``: the sender's slot is still
-    being filled by its own rank. ``base``: a version that server and puller hold, with
-    one digest: blocks may go as deltas to it; 0: none. ``sharing``: number of members
-    on the receiver's host that get the version together, and will mostly load it at the
-    same time.
+    its own publish slot, in mode ``"image"`` a whole version that it holds. A mapper
+    opens ``place`` and answers ``TransferDone``. A server lets all members that know
+    ``secret`` pull its ``part`` (-1 for the whole version), until the transfer is
+    cancelled. A puller gets each of ``pulls`` from the first holder that works, serves
+    its own bytes meanwhile, and copies parts at ``places``, which are on its host. It
+    answers ``TransferReady`` when it begins. A repeated offer means that the pulled
+    bytes were wrong: pull the wrong ones again.
+
+    :ivar digest: digest of the image's data (or of the sender's part), if known.
+    :ivar streaming: True while the sender's own rank still fills the slot.
+    :ivar base: a version that server and puller hold with the same digest, so that
+        blocks may be sent as deltas to it; 0 for none.
+    :ivar sharing: number of members on the receiver's host that get the version
+        together, and will probably load it at the same time.
     """
 
     transfer: int
@@ -189,10 +193,11 @@ class TransferOffer(_FromCoordinator, frozen=True):
 class TransferGo(_FromCoordinator, frozen=True):
     """Move the bytes.
 
-    ``routes``: for each part (one for mode ``"image"``) the lane ranks that it passes,
-    its owner first. Ranks not named take no part in it; an empty route: all have the
-    part by other means. ``places``: parts on the receiver's own host, which it copies
-    from there. ``lane``: empty when all parts are.
+    :ivar routes: for each part (one for mode ``"image"``) the lane ranks that it
+        passes, its owner first. Other ranks do not receive it; a route is empty if all
+        have the part by other means.
+    :ivar places: parts on the receiver's own host, which it copies.
+    :ivar lane: empty if all parts are on the receiver's host.
     """
 
     transfer: int
@@ -203,7 +208,7 @@ class TransferGo(_FromCoordinator, frozen=True):
 
 
 class Released(_FromCoordinator, frozen=True):
-    """All readers of ``version`` on your host are gone or silent: await none."""
+    """All readers of ``version`` on your host are gone or silent: wait for none."""
 
     version: int
 
@@ -240,7 +245,7 @@ class ReceiveGrant(_FromCoordinator, frozen=True):
 
 
 class LoadDecided(_FromCoordinator, frozen=True):
-    """Load ``version`` now, as all targets do; or not at all, for this ``error``."""
+    """Load ``version`` now, as all targets do; with an ``error``, do not load it."""
 
     version: int
     error: WireError | None = None
@@ -249,7 +254,7 @@ class LoadDecided(_FromCoordinator, frozen=True):
 class WatchEnd(_FromCoordinator, frozen=True):
     """All live target replicas have loaded ``version``, or none will.
 
-    ``failed``: those that go on with an older one; why, by name.
+    ``failed`` has the reason, by name, of each that keeps an older version.
     """
 
     watch: int
@@ -260,10 +265,10 @@ class WatchEnd(_FromCoordinator, frozen=True):
 class OperationGo(_FromCoordinator, frozen=True):
     """Run the operation, or rerun it on the posted inputs with the participants left.
 
-    ``attempt``: above 1 for a rerun. ``participants`` and ``segments`` (as each posted
-    them) are in the order of lane ranks. ``places``: index of each participant among
-    those of the first attempt, by which ``scatter`` and ``reduce_scatter`` find a
-    participant's segment.
+    :ivar attempt: above 1 for a rerun.
+    :ivar participants: in the order of lane ranks, as are ``segments``.
+    :ivar places: index of each participant in the first attempt, by which ``scatter``
+        and ``reduce_scatter`` find its segment.
     """
 
     post: int

@@ -61,15 +61,18 @@ class _FromMember(msgspec.Struct, frozen=True, tag=True):
 class Hello(_FromMember, frozen=True):
     """First message of a session.
 
-    ``resume_term``: 0 for a new join, else the term whose session continues. ``epoch``,
-    ``latest`` (with its digest), ``assigned`` and ``publishes``: the member's
-    knowledge, for a coordinator of another term. ``nccl_env``: the process's NCCL_*
-    variables. ``nccl_version``: empty without NCCL. ``lent``: versions that this member
-    no longer holds, but whose memory others may still have mapped. ``any_replica``: the
-    coordinator chooses the index of its replica. ``proof``: that the process runs under
-    a shim of this generation (:func:`~replicas.messages.identity.proof_of`); empty:
-    others have started it. ``adopted``, ``unadopted``: the newest version that it knows
-    adopted, and the newest that it knows rejected, or has refused.
+    :ivar resume_term: 0 for a new join, else the term whose session continues.
+    :ivar epoch: knowledge for a coordinator of another term, as are ``latest`` (with
+        its digest), ``assigned`` and ``publishes``.
+    :ivar nccl_env: the process's NCCL_* variables.
+    :ivar nccl_version: empty without NCCL.
+    :ivar lent: versions that this member no longer holds, but whose memory others may
+        still have mapped.
+    :ivar any_replica: True if the coordinator chooses the index of its replica.
+    :ivar proof: proves that the process runs under a shim of this generation
+        (:func:`~replicas.messages.identity.proof_of`); empty without a shim.
+    :ivar adopted: the newest version that it knows adopted; ``unadopted``: the newest
+        that it knows rejected, or has refused.
     """
 
     protocol: int
@@ -122,7 +125,7 @@ class Resumed(_FromMember, frozen=True):
 class Described(_FromMember, frozen=True):
     """Answer to ``Describe``: a complete version that this member holds.
 
-    An empty ``manifest_hash``: it holds it no longer.
+    ``manifest_hash`` is empty if the member no longer holds it.
     """
 
     version: int
@@ -133,7 +136,7 @@ class Described(_FromMember, frozen=True):
 
 
 class Heartbeat(_FromMember, frozen=True):
-    """Sign of life, every ``heartbeat_interval_s``; also carries the ack."""
+    """Heartbeat, every ``heartbeat_interval_s``; also brings the ack."""
 
 
 class Progress(_FromMember, frozen=True):
@@ -143,7 +146,7 @@ class Progress(_FromMember, frozen=True):
 
 
 class Bye(_FromMember, frozen=True):
-    """The member leaves in good order."""
+    """The member leaves in order."""
 
     reason: str = ""
 
@@ -151,7 +154,7 @@ class Bye(_FromMember, frozen=True):
 class PublishBegin(_FromMember, frozen=True):
     """A publish begins.
 
-    ``resumed``: it began under another coordinator, which gave it the number
+    ``resumed`` is True if it began under another coordinator, which gave it the number
     ``version``.
     """
 
@@ -166,13 +169,15 @@ class PublishBegin(_FromMember, frozen=True):
 class Packed(_FromMember, frozen=True):
     """The slot is filled, and stays pinned until the verdict.
 
-    ``streaming``: it is still being filled, and its filled beginning may be sent
-    already; :class:`Filled` follows with the values not known yet. ``manifest_hash``:
-    empty on a rank that carries no bytes (leader mode, not the leader). ``digest``: of
-    the packed bytes (an image's data, or a part), ready ``digest_s`` after the copy.
-    ``place``: of the slot. ``hold_s``: time for which the copy held the caller's CUDA
-    stream, 0 without a GPU. ``meta``: where it was not known when the publish began;
-    the leader's counts.
+    :ivar streaming: True while it is still being filled. Its filled beginning may be
+        sent; :class:`Filled` follows with the missing values.
+    :ivar manifest_hash: empty on a rank without bytes (leader mode, not the leader).
+    :ivar digest: digest of the packed bytes (an image's data, or a part), ready
+        ``digest_s`` after the copy.
+    :ivar place: place of the slot.
+    :ivar hold_s: time for which the copy blocked the caller's CUDA stream, 0 without a
+        GPU.
+    :ivar meta: set if it was not known when the publish began; the leader's counts.
     """
 
     publish: int
@@ -213,7 +218,7 @@ class LaneFormed(_FromMember, frozen=True):
 class LaneFailed(_FromMember, frozen=True):
     """The lane's sidecar or process group failed, while forming or later.
 
-    ``links``: pairs of addresses between which its members could not connect.
+    ``links`` has pairs of addresses between which its members could not connect.
     """
 
     lane: str
@@ -224,10 +229,10 @@ class LaneFailed(_FromMember, frozen=True):
 class LaneMoved(_FromMember, frozen=True):
     """Progress of the own sidecar in a lane's current request, about once a second.
 
-    ``sent`` and ``received``: bytes so far. ``still_s``: time without any bytes moved
-    while waiting for the network. ``rtt_s``: longest round trip to another member.
-    ``held_up``: addresses to which bytes wait because the network takes them too slowly
-    or not at all.
+    :ivar sent: bytes so far, as is ``received``.
+    :ivar still_s: time without a moved byte while waiting for the network.
+    :ivar rtt_s: longest round trip to another member.
+    :ivar held_up: addresses to which bytes wait for a slow or broken network.
     """
 
     lane: str
@@ -247,11 +252,14 @@ class TransferReady(_FromMember, frozen=True):
 class TransferDone(_FromMember, frozen=True):
     """This member's part of the transfer (send, receive or map) is done.
 
-    ``image_digest``: of the whole image's data (senders of an image and every receiver;
-    else empty). ``part_digests``: by number of the part, of each one sent or received
-    over the lane (mode ``"parts"``). ``place``: of the version in this member's memory
-    now. ``received``: bytes by holder, of a version that was pulled. ``wrong``: those
-    that served wrong bytes, and which. ``holders``: as in :class:`TransferFailed`.
+    :ivar image_digest: digest of the whole image's data (from senders of an image and
+        every receiver; else empty).
+    :ivar part_digests: digests of the parts sent or received over the lane (mode
+        ``"parts"``), by number of the part.
+    :ivar place: place of the version in this member's memory now.
+    :ivar received: bytes by holder, of a version that was pulled.
+    :ivar wrong: the wrong bytes, by holder that served them.
+    :ivar holders: as in :class:`TransferFailed`.
     """
 
     transfer: int
@@ -273,7 +281,7 @@ class TransferMoved(_FromMember, frozen=True):
 
 
 class TransferFailed(_FromMember, frozen=True):
-    """``holders``: those from whom nothing, or little, gets here, and why, by name."""
+    """The transfer failed; ``holders`` has reasons by name of slow or dead holders."""
 
     transfer: int
     error: WireError
@@ -281,9 +289,9 @@ class TransferFailed(_FromMember, frozen=True):
 
 
 class CarrierUp(_FromMember, frozen=True):
-    """This member's carrier listens at its address. ``port`` 0: it has none now.
+    """This member's carrier listens at its address; ``port`` is 0 if it has ended.
 
-    ``certificate_hash``: SHA-256 of the certificate that it shows, in hexadecimal.
+    ``certificate_hash`` is the SHA-256 of the carrier's certificate, in hexadecimal.
     """
 
     port: int
@@ -299,11 +307,11 @@ class Dropped(_FromMember, frozen=True):
 class ReceiveAsk(_FromMember, frozen=True):
     """Ask for a committed version newer than ``after``.
 
-    With a bound, ``after`` may be less than the version that the rank serves: it asks
-    for that one again, if there is no newer one.
+    With a bound, ``after`` may be less than the version that the rank serves, which is
+    then granted again if there is no newer one.
 
-    ``at_least``: minimum of the version's number or, with a ``key``, of the number of
-    that name in its publisher's ``meta``.
+    ``at_least`` is the minimum of the version's number or, with a ``key``, of that
+    number in its publisher's ``meta``.
     """
 
     ask: int
@@ -322,9 +330,9 @@ class Loaded(_FromMember, frozen=True):
 
 
 class LoadFailed(_FromMember, frozen=True):
-    """A load has failed, and this member may hold a part of the version only.
+    """A load has failed, and this member may hold only a part of the version.
 
-    ``kept``: it has loaded nothing of it, and goes on with the version that it has.
+    ``kept`` is True if it has loaded no part of it, and keeps its present version.
     """
 
     version: int
@@ -335,7 +343,7 @@ class LoadFailed(_FromMember, frozen=True):
 class CanLoad(_FromMember, frozen=True):
     """This rank can load a version that it was granted; answered by ``LoadDecided``.
 
-    ``whole``: it has checked for all ranks of its replica.
+    ``whole`` is True if it has checked for all ranks of its replica.
     """
 
     version: int
@@ -343,9 +351,9 @@ class CanLoad(_FromMember, frozen=True):
 
 
 class WatchLoaded(_FromMember, frozen=True):
-    """Ask to be told when every live target replica has loaded ``version`` or newer.
+    """Ask for ``WatchEnd`` when every live target replica has loaded ``version``.
 
-    It replaces this member's earlier watch.
+    A newer version counts, too. It replaces this member's earlier watch.
     """
 
     watch: int
@@ -355,11 +363,12 @@ class WatchLoaded(_FromMember, frozen=True):
 class OperationPost(_FromMember, frozen=True):
     """A member posts an operation.
 
-    ``root``: name of the root, source or destination (``group/replica`` or
-    ``group/replica/rank``), or empty. ``segments``: of ``recv`` empty to accept any; of
-    ``scatter`` the root's inputs, one for each participant, and on the others the
-    output or empty. ``applied``: refs of the newest operations whose results this
-    member wrote; ``unsettled``: refs of those that ended here with an unknown outcome.
+    :ivar root: name of the root, source or destination (``group/replica`` or
+        ``group/replica/rank``), or empty.
+    :ivar segments: for ``recv``, empty accepts any; for ``scatter``, the root's inputs,
+        one for each participant, and on other members the output or empty.
+    :ivar applied: refs of the newest operations whose results this member wrote.
+    :ivar unsettled: refs of operations that ended here with an unknown outcome.
     """
 
     post: int

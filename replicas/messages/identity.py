@@ -36,7 +36,7 @@ class Member(msgspec.Struct, frozen=True, order=True, cache_hash=True):
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True):
-    """What identifies a process on its machine, as a pid alone is reused.
+    """Identity of a process on its machine; a pid alone could be reused.
 
     :param pid: process id in its own pid namespace.
     :param start_time: field 22 of ``/proc/PID/stat``, in clock ticks since boot.
@@ -51,5 +51,5 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
 
 
 def proof_of(mark: str, incarnation: str) -> str:
-    """What a member shows of the secret mark of its shim: good for this one join."""
+    """Return the proof that a member knows its shim's secret mark, for one join."""
     return hmac.new(mark.encode(), incarnation.encode(), "sha256").hexdigest() if mark else ""

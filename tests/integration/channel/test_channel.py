@@ -521,7 +521,7 @@ async def test_bad_arguments_of_publish() -> None:
         trainer = await world.join("trainer")
         with pytest.raises(errors.UsageError, match="version must be a whole number from 1"):
             trainer.publish({}, version=0)
-        with pytest.raises(errors.UsageError, match="which cannot travel"):
+        with pytest.raises(errors.UsageError, match="which cannot be sent"):
             trainer.publish({}, meta={"model": torch.nn.Linear(1, 1)})
         with pytest.raises(errors.UsageError, match="deadline"):
             trainer.publish({}, deadline=-1)

@@ -80,7 +80,7 @@ async def test_what_a_killed_supervisor_left_is_replaced_and_nothing_else(tmp_pa
         path.touch()
     assert path.read_bytes() == b""  # it is not ours
     with pytest.raises(
-        errors.WorldError, match=r"something else in its place \(name another path with control\.socket"
+        errors.WorldError, match=r"another kind of file is in its place \(name another path with control\.socket"
     ):
         async with serving(path, Run()):
             pass

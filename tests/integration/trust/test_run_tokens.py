@@ -60,7 +60,7 @@ def test_what_each_role_may(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
             order = msgspec.convert(needed.get(kind, {}), kind)
             with pytest.raises(UsageError, match="operator's token"):
                 member.order(order)
-        with pytest.raises(UsageError, match="a member's token gives no right to this"):
+        with pytest.raises(UsageError, match="a member's token does not permit this"):
             next(member.logs({}))
         for command in (["status"], ["scale", "a", "2"]):
             assert (

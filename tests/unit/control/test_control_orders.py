@@ -177,7 +177,7 @@ async def test_each_order_is_carried_out(path: str, body: object, order: tuple[A
     [
         ({}, "this needs an operator's token", []),
         ({"Authorization": "Bearer secre"}, "wrong token", ["token"]),
-        ({"Authorization": "Bearer member"}, "a member's token gives no right to this", []),
+        ({"Authorization": "Bearer member"}, "a member's token does not permit this", []),
     ],
 )
 async def test_no_order_without_the_token(path: str, headers: dict[str, str], words: str, refused: list[str]) -> None:

@@ -109,7 +109,7 @@ async def test_one_viewer_too_many_is_told_when_to_come_again(monkeypatch: pytes
     monkeypatch.setattr(Places, "full", lambda *_: True)
     found = await ask("/page/changes?after=x")
     assert (found.status_code, found.headers["retry-after"]) == (503, "10")
-    assert f"{VIEWERS} look at this page already" in found.text
+    assert f"this page has {VIEWERS} viewers already" in found.text
 
 
 async def test_a_viewer_that_loses_its_place_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
