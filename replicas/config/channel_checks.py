@@ -1,4 +1,4 @@
-"""What the keys of a channel must be together; each function notes the problems."""
+"""Checks across the keys of a channel. Each function adds problems to a place."""
 
 from __future__ import annotations
 
@@ -29,36 +29,36 @@ def roles(place: Place, channel: ChannelConfig) -> None:
 
 
 def together(place: Place, channel: ChannelConfig) -> None:
-    """Refuse it where nobody loads a version."""
+    """Refuse ``adopt_together`` on a channel without targets."""
     if channel.peers:
         place.problem("is for targets, which load versions, and peers run collectives; remove it")
 
 
 def encryption(place: Place, channel: ChannelConfig) -> None:
-    """Refuse what would let weights of the channel pass a process group."""
+    """Refuse settings with which weights would be sent over a process group."""
     if channel.peers:
-        place.problem("collectives of peers pass process groups, which torch does not encrypt; remove it")
+        place.problem("collectives of peers use process groups, which torch does not encrypt; remove it")
     elif channel.transport == "group":
-        place.problem('transport = "group" passes process groups, which torch does not encrypt; remove one of the two')
+        place.problem('transport = "group" uses process groups, which torch does not encrypt; remove one of the two')
     elif channel.staging != "host":
         place.problem('is for slots in host memory, and these are on GPUs; set staging = "host", or remove it')
 
 
 def slots(place: Place, channel: ChannelConfig, replicas: Mapping[str, int]) -> None:
-    """Check ``min_targets`` and ``slots``. ``replicas``: by name of known groups."""
+    """Check ``min_targets`` and ``slots``, with the replicas of known groups."""
     targets = [replicas.get(party.group) for party in channel.targets]
     count = sum(number for number in targets if number is not None)
     if channel.min_targets > count and None not in targets:
         place.at("min_targets").problem(f"{channel.min_targets} is more than the {count} replicas of the target groups")
     if channel.sources and channel.slots < _FEWEST_SLOTS:
         place.at("slots").problem(
-            f"{channel.slots} is too few: the newest version stays in one while the next comes into another; "
+            f"{channel.slots} is too few: the newest version stays in one while the next is received into another; "
             f"use at least {_FEWEST_SLOTS}"
         )
 
 
 def device_staging(place: Place, channel: ChannelConfig, config: Config) -> None:
-    """Note groups without GPUs: ``gpus = 0``, or none while other groups have some."""
+    """Refuse groups without GPUs: ``gpus = 0``, or unset while other groups set it."""
     shared_out = any(group.resources.gpus for group in config.groups.values())
     for party in (*channel.sources, *channel.targets, *channel.peers):
         group = config.groups.get(party.group)

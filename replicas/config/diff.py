@@ -12,7 +12,7 @@ from replicas.common.sizes import size_text
 from replicas.config.structs import Config, GroupConfig
 
 _RESTARTING = ("nproc_per_node", "nnodes", "command", "launcher", "resources", "placement", "env", "cwd")
-"""Fields of a group that its processes start with: a change restarts those we start."""
+"""Fields of a group for the start of its processes, which a change restarts."""
 _WITHOUT_EFFECT = ("name", "replicas", "env_file")
 _started_with = attrgetter(*_RESTARTING)
 _others = attrgetter(
@@ -32,26 +32,26 @@ _FIXED = (
     "cluster.carry_port",
     "channels",
 )
-"""All settings of the run but ``run.stop_when``, ``logs``, ``cluster.labels`` and
-``cluster.join_timeout``, which apply at once, and ``cluster.min_nodes`` and ``slurm``,
-which are for the start only."""
+"""Settings that a reload cannot change. ``run.stop_when``, ``logs``, ``cluster.labels``
+and ``cluster.join_timeout`` apply immediately; ``cluster.min_nodes`` and ``slurm`` are
+for the start only."""
 
 
 def digest_of_start(group: GroupConfig) -> str:
-    """A digest of what the group's processes start with, to see whether it changed."""
+    """Return a digest of the group's start settings, to detect changes."""
     return hashlib.sha256(msgspec.json.encode(_started_with(group), enc_hook=str)).hexdigest()[:32]
 
 
 class ConfigDiff(msgspec.Struct, frozen=True, kw_only=True):
     """The difference between two configs of a run.
 
-    :param added: groups to start. :param removed: groups to drain.
-    :param restarted: groups whose processes must be replaced, as a field that they
-        start with has changed.
+    :param added: groups to start.
+    :param removed: groups to drain.
+    :param restarted: groups whose processes must be replaced, as a start setting has
+        changed.
     :param adjusted: groups whose other settings (policies, timeouts, dependencies)
-        apply from now on; none of ``restarted``.
-    :param resized: new number of replicas by group, where it has changed, ``restarted``
-        ones included.
+        apply from now on; without those in ``restarted``.
+    :param resized: new number of replicas by group, if changed, also of ``restarted``.
     :param refused: changes that are impossible while the run lives, one line each.
     """
 
@@ -64,7 +64,7 @@ class ConfigDiff(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def diff(old: Config, new: Config) -> ConfigDiff:
-    """What a reload from ``old`` to ``new`` does, in the order of the new config."""
+    """Return the plan of a reload to ``new``, in the order of the new config."""
     both = {name: (old.groups[name], group) for name, group in new.groups.items() if name in old.groups}
     changed = [name for name, (before, after) in both.items() if _started_with(before) != _started_with(after)]
     restarted = [name for name in changed if not new.groups[name].external]
@@ -88,7 +88,7 @@ def _refusals(old: Config, new: Config) -> Iterator[str]:
             yield f"{name} cannot change while the run lives{change}: {_REMEDY}"
     for name in old.groups.keys() & new.groups.keys():
         if old.groups[name].external != new.groups[name].external:
-            yield f"groups.{name}.launcher: who starts its programs cannot change while the run lives: {_REMEDY}"
+            yield f'groups.{name}.launcher: a change from or to "external" is impossible while the run lives: {_REMEDY}'
     if (asking := _asking(new, "gpus")) and not _asking(old, "gpus"):
         place = f"groups.{asking[0]}.resources.gpus"
         yield f"{place}: GPUs are assigned from the start on, and running processes may use all of them: {_REMEDY}"
@@ -98,7 +98,7 @@ def _refusals(old: Config, new: Config) -> Iterator[str]:
 
 
 def _text(path: str, value: object) -> str:
-    """A setting as the file has it, with its unit."""
+    """Return a setting as in the file, with its unit."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float | int) and path.endswith(("_s", "_nbytes")):

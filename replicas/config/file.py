@@ -42,14 +42,14 @@ _LONGEST_STRING = (128 << 10) - 1
 _TOO_LONG = "is longer than the 128 KiB that Linux allows; put it into a file"
 _RESERVED_ENV = ("REPLICA_ID", "REPLICA_NUM")
 _EXTERNAL = ("name", "launcher", "replicas", "nproc_per_node", "nnodes", "health", "drain_timeout_s", "min_ready")
-"""Fields of a group whose programs others start; the others are of no use to it."""
+"""Fields that an external group may set; others would have no effect."""
 
 
 def read(config: Config | Path | str | Mapping[str, Any]) -> Config:
     """Read a config given as a :class:`Config`, a path or a mapping.
 
     :raises BadConfig: with every problem found.
-    :raises replicas.errors.UsageError: it is none of these.
+    :raises replicas.errors.UsageError: it is of another type.
     """
     if isinstance(config, Config):
         return _absolute(config)
@@ -61,7 +61,7 @@ def read(config: Config | Path | str | Mapping[str, Any]) -> Config:
 
 
 def _absolute(config: Config) -> Config:
-    """A config of a program with absolute folders: helpers have another one."""
+    """Make folders absolute, as helper processes have other working folders."""
     groups = {name: replace(group, cwd=group.cwd.absolute()) for name, group in config.groups.items()}
     state_dir, door = config.run.state_dir.absolute(), config.control.socket
     door = None if door is None else door.absolute()
@@ -76,7 +76,7 @@ def load(path: Path | str) -> Config:
     """Read a config file.
 
     Relative folders in it are relative to its own folder, with symbolic links resolved.
-    The path itself is kept with its links, so that reading it again follows them anew.
+    The path itself keeps its links, so that a reload follows them again.
 
     :raises BadConfig: with every problem found, also when the file cannot be read or is
         not TOML.
@@ -95,7 +95,7 @@ def load(path: Path | str) -> Config:
 
 
 def place_of(path: Path) -> Place:
-    """The place of a config file: its relative folders, and the state of its run."""
+    """Return the place of a file: the base of relative folders, the state's folder."""
     path = config_text.absolute(path)
     return Place(path.parent.resolve(), home=config_text.state_home(path))
 
@@ -107,8 +107,7 @@ def default_state_dir(place: Place, name: str) -> Path:
 def parse(mapping: Mapping[str, Any], *, base: Path | None = None) -> Config:
     """Read a config from a mapping of the file's form.
 
-    :param base: folder that relative folders are relative to (default: the current
-        one).
+    :param base: base of relative folders (default: the working folder).
     :raises BadConfig: with every problem found.
     """
     try:
@@ -123,7 +122,7 @@ def channels_from(
 ) -> dict[str, ChannelConfig]:
     """Read and check channels by name, as ``[channels.NAME]`` tables or resolved.
 
-    :param replicas: number of replicas of each known group; not all need be known.
+    :param replicas: number of replicas of each known group; groups may be missing.
     :raises BadConfig: with every problem found.
     """
     place, tables = Place(Path()), channels
@@ -166,7 +165,7 @@ def _parse(
 
 
 def _with_on_failure(config: Config, mapping: Mapping[str, Any]) -> dict[str, GroupConfig]:
-    """Let the failure of a group that only receives end its replica, not the run."""
+    """Default ``on_failure`` to ``replica`` for groups that are only targets."""
     sending = {party.group for one in config.channels.values() for party in (*one.sources, *one.peers)}
     receiving = {party.group for one in config.channels.values() for party in one.targets} - sending
     return {
@@ -200,7 +199,7 @@ def _build_control(place: Place, fields: dict[str, Any]) -> ControlConfig:
     if control.certificate is not None and control.tls == "off":
         place.at("certificate").problem('has no effect with tls = "off"; remove one of the two')
     if control.key is not None and control.certificate is None:
-        place.at("key").problem("is of no use without certificate; name that, too")
+        place.at("key").problem("has no effect without certificate; name that, too")
     return control
 
 
@@ -246,7 +245,7 @@ def _build_group(place: Place, fields: dict[str, Any]) -> GroupConfig:
 
 
 def _check_external(place: Place, group: GroupConfig, fields: Mapping[str, Any]) -> None:
-    """Refuse keys that would have no effect on programs that others start."""
+    """Refuse keys that would have no effect on external programs."""
     health = [
         ("health", name)
         for name in HealthConfig.__struct_fields__
@@ -283,7 +282,7 @@ def _check_command(place: Place, group: GroupConfig) -> None:
         return
     if " " in program and not os.path.isfile(group.cwd / program) and shutil.which(program) is None:  # noqa: PTH113
         words = ", ".join(f'"{word}"' for word in [*program.split(), *group.command[1:]])
-        place.problem(f'"{program}" does not exist; each argument is a word of its own: command = [{words}]')
+        place.problem(f'"{program}" does not exist; write each argument as a separate word: command = [{words}]')
         return
     is_path = program.endswith(".py") or "/" in program
     if is_path and not os.path.isfile(group.cwd / program):  # noqa: PTH113  # as above
@@ -369,17 +368,17 @@ def _cross_check(place: Place, config: Config, mapping: Mapping[str, Any]) -> No
     for group in groups:
         if group.external and group.name not in on_channels:
             place.at("groups", group.name).problem(
-                "is on no channel, where alone programs of others can be seen; remove it"
+                "has no channel, and external programs are visible only on channels; remove it"
             )
     ranks = sum(group.replicas * group.world_size for group in groups)
     if ranks > RANKS_MAX:
-        place.at("groups").problem(f"ask for {ranks:,} ranks in all; at most {RANKS_MAX:,} are possible")
+        place.at("groups").problem(f"ask for {ranks:,} ranks in all, above the limit of {RANKS_MAX:,}")
     asking = next((group.name for group in groups if group.resources.gpus), None)
     for group in groups:
         if asking is not None and "CUDA_VISIBLE_DEVICES" in group.env and group.resources.gpus is None:
             place.at("groups", group.name, "env").problem(
                 f'sets CUDA_VISIBLE_DEVICES while group "{asking}" asks for resources.gpus; let both ask, '
-                "so that no GPU is given out twice"
+                "so that no GPU is assigned twice"
             )
     for channel in config.channels.values():
         here = place.at("channels", channel.name)
@@ -395,7 +394,7 @@ def _cross_check(place: Place, config: Config, mapping: Mapping[str, Any]) -> No
         ("cluster", "carry_port", config.cluster.carry_port),
     ):
         if port in fixed:
-            place.at(table, key).problem(f"{port} is the port of {fixed[port]} too; use 0 or another one")
+            place.at(table, key).problem(f"{port} is the port of {fixed[port]}, too; use 0 or another port")
         elif port:
             fixed[port] = table
 
@@ -411,7 +410,7 @@ def _check_names(place: Place, names: Sequence[str], known: list[str]) -> None:
 def _check_finishing(place: Place, names: Sequence[str], config: Config) -> None:
     for name in names:
         if name in config.groups and config.groups[name].external:
-            place.problem(f'group "{name}" is started by others, so it is not known when it has finished')
+            place.problem(f'group "{name}" is external, so it is unknown when it has finished')
         elif name in config.groups and config.groups[name].restart.policy == "always":
             place.problem(f'group "{name}" has restart policy "always", so it never finishes')
 

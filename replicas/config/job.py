@@ -32,8 +32,8 @@ class SlurmConfig(msgspec.Struct, frozen=True, kw_only=True):
     grace_s: Annotated[
         float | None, forms.duration(1.0), AsKey(default="30 s more than the longest drain of a group takes")
     ] = None
-    """Time before its end at which the job is told, and drains. Raise it when a
-    checkpoint that is saved then takes longer.
+    """Time before its end at which the job gets a signal, and drains. Raise it when
+    saving a checkpoint then takes longer.
     """
     options: Annotated[tuple[str, ...], forms.options] = ()
     """Further options of sbatch, such as "--account=grpo" or "--constraint=a100"."""

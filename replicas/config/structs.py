@@ -1,10 +1,9 @@
 """The config of a run as frozen structs, which are also the schema of its TOML file.
 
 The structs have resolved values (durations in seconds, defaults filled in, names
-checked). A documented field is a key of the file, as its type says
+checked). A documented field is a key of the file, by its type
 (:mod:`replicas.config.tables`); a ``ClassVar`` is a key from which other fields are
-resolved. The docstring says what a key sets, then when to set it; the reference page
-quotes it.
+resolved. Docstrings say what a key sets and when to set it; the reference quotes them.
 :func:`replicas.config.file.load` reads a file and :func:`replicas.config.file.parse` a
 mapping.
 """
@@ -49,9 +48,9 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     events_max_nbytes: Annotated[_LogSize, AsKey(name="events_max_size")] = 64 << 20
     """The file of events is rotated at this size."""
     adopt_s: _DurationOr0 = 0.0
-    """Time for which the replicas go on when the supervisor is gone, until another one
-    of the run takes them over; 0: they end with it. Set it to upgrade or replace the
-    supervisor while the run goes on.
+    """Time for which replicas run on without a supervisor, until a new one takes them
+    over; 0 ends them with it. Set it to upgrade or replace the supervisor while the run
+    continues.
     """
 
 
@@ -68,17 +67,17 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     first one does not get all replicas.
     """
     join_timeout_s: _Duration = 900.0
-    """The run fails when fewer than min_nodes nodes are there for this time while
+    """The run fails when fewer than min_nodes nodes are joined for this time while
     replicas wait for them. Raise it when machines come later, such as from a queue.
     """
     lease_s: Annotated[float, AsKey(name="lease"), forms.duration(2.0)] = 10.0
-    """A node of which nothing is heard for this time is lost: its agent ends the
-    replicas there, and then they start elsewhere. Raise it if your network can be
-    interrupted for longer.
+    """A node that is silent for this time is lost: its agent ends the replicas there,
+    and then they start elsewhere. Raise it if your network can be interrupted for
+    longer.
     """
     carry_port: Annotated[int, forms.port] = 0
-    """Machines pull weights from each other at this port, or at one of the 63 behind it
-    where several processes of a machine serve them; 0: any free one. Set it when a
+    """Machines pull weights from each other at this port, or at one of the 63 after it
+    if several processes of a machine serve them; 0 for any free port. Set it when a
     firewall opens fixed ports, best below 32768.
     """
 
@@ -93,8 +92,8 @@ class LogsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
     tee: Literal["auto", "always", "never"] = "auto"
     """The lines of all ranks go to the supervisor's stderr, too ("auto": when it is a
-    terminal). Set "always" where a collector, such as journald or Kubernetes, takes
-    what the supervisor prints.
+    terminal). Set "always" if a collector, such as journald or Kubernetes, reads the
+    supervisor's output.
     """
 
 
@@ -105,36 +104,36 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     "group"``, slots on GPUs) and ranks run on other machines.
     """
     port: Annotated[int, forms.port] = 0
-    """The store listens on this port; 0: one of the system's choice. Set it when a
-    firewall opens fixed ports.
+    """The store listens on this port; 0 for any free port. Set it when a firewall opens
+    fixed ports.
     """
 
 
 class ControlConfig(msgspec.Struct, frozen=True, kw_only=True):
     listen: ClassVar[Annotated[str, forms.listen, AsKey(default='"127.0.0.1:9477", or a free port if that is in use')]]
-    """The sessions of members, the HTTP API and the metrics listen here; port 0: one of
-    the system's choice. Set the host when ranks run on other machines, the port when
-    others, such as a Prometheus, must know it.
+    """Address for the sessions of members, the HTTP API and the metrics; port 0 for any
+    free port. Set the host when ranks run on other machines, the port when other
+    programs, such as a Prometheus, must know it.
     """
     host: str = "127.0.0.1"
     port: int | None = None
     tls: Literal["auto", "on", "off"] = "auto"
     """The control port speaks TLS; "auto": unless it is on loopback. Set "off" when the
-    network encrypts and authenticates by itself, such as a mesh.
+    network itself encrypts and authenticates, such as a mesh.
     """
     certificate: Annotated[_File | None, AsKey(default="none: each state folder has one of its own")] = None
-    """The certificate of the control port for TLS, in PEM, with those between it and
-    its CA. Set it when members should know the port by a CA, not by its key.
+    """The certificate of the control port for TLS, in PEM, with its intermediate ones.
+    Set it when members should verify the port by a CA, not by its key.
     """
     key: Annotated[_File | None, AsKey(default="none: it is in the file of certificate")] = None
     """The key of certificate, in PEM, without a password."""
     token_file: Annotated[_File | None, AsKey(default="none: each run makes a token of its own")] = None
-    """The member token is read from this file. Set it when programs that others start
-    need the token before the supervisor has started, such as from a Kubernetes Secret
+    """The member token is read from this file. Set it when external programs need the
+    token before the supervisor has started, such as from a Kubernetes Secret
     (`replicas token --make`).
     """
     operator_token_file: Annotated[_File | None, AsKey(default="none: each run makes a token of its own")] = None
-    """The operator token is read from this file. Set it when others than the run's user
+    """The operator token is read from this file. Set it when other users than the run's
     give orders over TCP, and need the token before the supervisor has started.
     """
     socket: Annotated[_File | None, AsKey(default='"control.sock" in the state folder')] = None
@@ -144,7 +143,7 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def token_files(self) -> dict[Literal["member", "operator"], Path]:
-        """The files of tokens, by role."""
+        """Return the files of tokens, by role."""
         found: dict[Literal["member", "operator"], Path] = {}
         if self.token_file is not None:
             found["member"] = self.token_file
@@ -187,7 +186,7 @@ class HealthConfig(msgspec.Struct, frozen=True, kw_only=True):
     when loading a model, or compiling it, takes longer.
     """
     heartbeat_timeout_s: Annotated[float, forms.duration(LEASE_MIN_S)] = 30.0
-    """A replica of which a member sends no heartbeat for this time is restarted."""
+    """A replica is restarted when a member of it sends no heartbeat for this time."""
     progress_timeout_s: _Duration = 900.0
     """A replica that makes no progress for this time, while it should, is restarted.
     Raise it when one step takes longer.
@@ -199,7 +198,7 @@ class HealthConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResourcesConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Resources and limits of a group's processes; None: no limit, nothing is set."""
+    """Resources and limits of a group's processes; None sets no limit."""
 
     gpus: Annotated[_Natural | None, AsKey(default="all GPUs; none in a run in which another group asks for some")] = (
         None
@@ -208,8 +207,8 @@ class ResourcesConfig(msgspec.Struct, frozen=True, kw_only=True):
     Set it for every group that uses GPUs when several share a machine.
     """
     cpu_threads: _Count | None = None
-    """Number of compute threads of each rank, set as OMP_NUM_THREADS. Where agents may
-    join, a node must have so many CPUs for each of nproc_per_node ranks.
+    """Number of compute threads of each rank, set as OMP_NUM_THREADS. If agents may
+    join, a node must have as many CPUs for each of nproc_per_node ranks.
     """
     memory_nbytes: Annotated[int | None, forms.size(1 << 20), AsKey(default="no limit", name="memory")] = None
     """Host memory that a replica may use, limited by a control group. Set it when one
@@ -220,17 +219,17 @@ class ResourcesConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlacementConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Which nodes the replicas of a group run on."""
+    """The choice of nodes for the replicas of a group."""
 
     labels: Annotated[dict[str, str], forms.labels] = {}
     """Replicas run only on nodes that have all these labels."""
     spread: Annotated[bool, forms.flag] = False
-    """Replicas are spread over the nodes, so that the loss of one costs few of them;
-    else they are packed, so that large replicas find room.
+    """Replicas are spread over the nodes, so that the loss of a node ends few of them;
+    otherwise they are packed, so that large replicas find room.
     """
     per_node: Annotated[_Count | None, AsKey(default="any number")] = None
-    """Number of the group's replicas, or of their nodes with nnodes, on one machine at
-    most. Set it when each needs a whole machine, and no number of GPUs says so.
+    """Most replicas of the group, or nodes of them with nnodes, on one machine. Set it
+    when each needs a whole machine that no number of GPUs implies.
     """
 
 
@@ -260,7 +259,7 @@ def _dependencies(place: Place, value: object) -> Any:
 
 
 class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """``env``: variables for its processes, those of ``env_file`` included."""
+    """A group; ``env`` includes the variables of ``env_file``."""
 
     name: str
     replicas: Annotated[int, forms.whole(1, REPLICAS_MAX)] = 1
@@ -292,16 +291,16 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
     restart: RestartConfig = RestartConfig()
     """When a replica that has ended is started again."""
     health: HealthConfig = HealthConfig()
-    """When a replica that lives is taken for stuck."""
+    """When a living replica counts as stuck."""
     resources: ResourcesConfig = ResourcesConfig()
-    """What the processes of the group get."""
+    """Resources and limits of the group's processes."""
     placement: PlacementConfig = PlacementConfig()
-    """Which nodes its replicas run on, where agents offer several."""
+    """The nodes for its replicas, if agents offer several."""
     env: Annotated[dict[str, str], forms.environment] = {}
     """Environment variables of the group's processes, over those of env_file."""
     env_file: _File | None = None
     """A file of NAME=value lines with environment variables. Set it for secrets, which
-    do not belong in a config.
+    a config should not have.
     """
     cwd: Annotated[_Folder, AsKey(default="the folder of the config file")]
     """The working folder of the group's processes."""
@@ -337,20 +336,20 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def external(self) -> bool:
-        """Whether others start and restart its programs."""
+        """Return True if programs outside the run start and restart its ranks."""
         return self.launcher == "external"
 
 
 class ChannelRole(msgspec.Struct, frozen=True):
     """A group's role in a channel.
 
-    ``ranks``: the ranks that carry bytes, the same for all peers of a channel.
+    ``ranks``: the ranks that transfer bytes, the same for all peers of a channel.
     """
 
     group: _Name
     """The group."""
     ranks: Literal["leader", "each", "all"]
-    """Which of its ranks carry bytes."""
+    """The ranks of it that transfer bytes."""
 
 
 def _parties(ranks: str) -> Form:
@@ -371,12 +370,12 @@ class ChannelConfig(msgspec.Struct, frozen=True, kw_only=True):
     peers: Annotated[tuple[ChannelRole, ...], _parties('ranks "leader" (default), "each" or "all"')] = ()
     """The groups that run collectives with each other, in place of sources and targets.
     ``ranks``: rank 0 of each replica takes part ("leader"), all ranks of all replicas
-    do ("all"), or the ranks of each number by themselves ("each"). Set it for an outer
+    do ("all"), or ranks of equal number among themselves ("each"). Set it for an outer
     optimizer, or other collectives across replicas.
     """
     ranks: ClassVar[Annotated[Literal["leader", "each", "all"], AsKey(default='"leader"')]]
-    """The ranks that take part, of all peers that do not say their own. Set it for a
-    channel with peers.
+    """The ranks that take part, for all peers without ``ranks``. Set it for a channel
+    with peers.
     """
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """The process groups of the channel use this backend ("auto": NCCL where all
@@ -389,8 +388,8 @@ class ChannelConfig(msgspec.Struct, frozen=True, kw_only=True):
     processes of one host must not read each other's memory.
     """
     deadline_s: _Duration = 60.0
-    """Longest time of a sync or an operation, unless the call says otherwise. Raise it
-    when the weights do not pass the network in this time.
+    """Longest time of a sync or an operation, unless the call sets another. Raise it
+    when the network needs longer for the weights.
     """
     on_lost: Literal["drop", "raise"] = "drop"
     """When a target is lost during a sync, the version commits over those left, or the
@@ -405,14 +404,14 @@ class ChannelConfig(msgspec.Struct, frozen=True, kw_only=True):
     commit. Set 1 when a version must outlive its source.
     """
     adopt_together: Annotated[bool, forms.flag] = False
-    """Targets load a version once all of them hold it and have said that they can load
-    it; if one refuses it, none does. A target that says nothing within the deadline is
+    """Targets load a version when all of them hold it and have reported that they can
+    load it; if one refuses it, none does. A target that is silent until the deadline is
     not waited for, and not ready until it has loaded it. Set it when requests must not
     be answered by two versions for longer than a load takes.
     """
     encrypt: Annotated[bool, forms.flag] = False
-    """Weights go encrypted from host to host, by TLS 1.3 and through no process group;
-    within a host nobody else sees them. Set it when others can listen on the network.
+    """Weights are sent between hosts by TLS 1.3, never over a process group; within a
+    host other users cannot read them. Set it when others can listen on the network.
     """
     staging: Literal["host", "device"] = "host"
     """The slots are in host memory, or on each rank's own GPU. Set "device" when there
@@ -421,7 +420,7 @@ class ChannelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def groups(self) -> frozenset[str]:
-        """The groups that have a role in it."""
+        """Return the groups that have a role in it."""
         return frozenset(role.group for role in (*self.sources, *self.targets, *self.peers))
 
 
@@ -437,7 +436,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     store: StoreConfig = StoreConfig()
     """The store of rendezvous."""
     control: ControlConfig = ControlConfig()
-    """Where the run is reached."""
+    """The addresses of the run, and access to them."""
     logs: LogsConfig = LogsConfig()
     """The logs of ranks."""
     slurm: SlurmConfig = SlurmConfig()

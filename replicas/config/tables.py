@@ -1,13 +1,13 @@
 """Read a config's tables into structs, which are their schema.
 
 A struct of :mod:`replicas.config.structs` is the only schema of its table. A field is a
-key if its type says how its value is read: a :class:`~replicas.config.values.Form`, a
-``Literal``, another struct, or structs by name. Its default is the key's.
+key if its type has a reader: a :class:`~replicas.config.values.Form`, a ``Literal``,
+another struct, or structs by name. Its default is the key's.
 
-:func:`read` goes through a table once, notes every problem, and names the nearest known
-key for each unknown one. A struct is built even when an optional key was bad (with that
-key's default), so that checks across keys still run; the noted problems alone decide
-whether the config is used.
+:func:`read` goes through a table once, records every problem, and names the nearest
+known key for each unknown one. A struct is built even when an optional key was bad
+(with that key's default), so that checks across keys still run; the config is used only
+if no problem was recorded.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from replicas.config.values import NAMED_MAX, PROBLEMS_SHOWN, Form, Place, name,
 
 
 class AsKey(NamedTuple):
-    """What a field's name, type and default do not say about its key.
+    """Facts about a key beyond its field's name, type and default.
 
-    :param default: the default in words, where it is no constant.
-    :param name: in the file, where that is not the field's without ``_s``.
-    :param stand_in: used in place of a required key that is missing or bad, so that
-        later checks still run.
-    :param missing: what to do when it is missing.
+    :param default: the default in words, if it is not a constant.
+    :param name: name in the file, if it is not the field's name without ``_s``.
+    :param stand_in: value for a required key that is missing or bad, so that later
+        checks still run.
+    :param missing: the remedy when it is missing.
     """
 
     default: str = ""
@@ -40,10 +40,10 @@ class AsKey(NamedTuple):
 
 
 class Key(NamedTuple):
-    """A key of a table, and the field that it fills.
+    """A key of a table, and the field that it sets.
 
-    ``default``: NODEFAULT for a required key. ``type``: a form, a struct, or a list of
-    one struct, for structs by name.
+    :ivar type: a form, a struct, or a list of one struct, for structs by name.
+    :ivar default: NODEFAULT for a required key.
     """
 
     field: str
@@ -73,7 +73,7 @@ def keys_of(kind: type[msgspec.Struct]) -> Mapping[str, Key]:
 
 
 def _form_of(hint: Any) -> tuple[Form | type[msgspec.Struct] | list[type[msgspec.Struct]] | None, AsKey]:
-    """Return how a field with this annotation is read; None: it is no key."""
+    """Return the reader of a field with this annotation, None if it is not a key."""
     more = AsKey()
     while hasattr(hint, "__metadata__") or type(None) in get_args(hint):
         metadata = getattr(hint, "__metadata__", ())
@@ -90,7 +90,7 @@ def _form_of(hint: Any) -> tuple[Form | type[msgspec.Struct] | list[type[msgspec
 
 
 def read(place: Place, value: object, kind: type[msgspec.Struct], builds: Builds = {}) -> Any:  # noqa: B006  # read only
-    """Read a table into its struct; UNSET where a required key is missing or bad."""
+    """Read a table into its struct, or UNSET if a required key is missing or bad."""
     if not isinstance(value, Mapping):
         return _no_table(place, value)
     keys, fields = keys_of(kind), dict[str, Any]()
@@ -119,7 +119,7 @@ def _value(place: Place, value: object, kind: Any, builds: Builds) -> Any:
 
 
 def each(place: Place, value: object, kind: type[msgspec.Struct], builds: Builds) -> Any:
-    """Read tables by name; unreadable ones are left out."""
+    """Read tables by name; leave out unreadable ones."""
     if not isinstance(value, Mapping):
         return _no_table(place, value)
     if len(value) > NAMED_MAX:
@@ -134,7 +134,7 @@ def each(place: Place, value: object, kind: type[msgspec.Struct], builds: Builds
 
 
 def _no_table(place: Place, value: object) -> Any:
-    """Note that it is no table; a list is not shown, as it may hold secrets."""
+    """Report a value that is not a table. A list may have secrets: do not show it."""
     return place.problem(f"expected a table, got {'a list' if isinstance(value, list | tuple) else show(value)}")
 
 

@@ -4,7 +4,7 @@ tomllib reports the line of a syntax error, but not the line of a key. A key is 
 last statement of the shortest prefix of the text that is valid TOML and has the key.
 :class:`Lines` finds it by bisection, without a grammar of its own.
 
-Paths keep their symbolic links, as a file that is read again may be another one then.
+Paths keep their symbolic links, as the links may lead to another file at a reload.
 
 An environment file is read as systemd, Docker and shells do. A line is empty, a comment
 (``#``), or ``NAME=value`` with an optional ``export`` before it. A value in single
@@ -32,7 +32,7 @@ DEPTH = 32
 """Maximum nesting of tables and lists."""
 TOO_DEEP = f"tables or lists are nested more than {DEPTH} deep"
 _LOOKS_NCHARS = 1 << 20
-"""Text that :class:`Lines` parses to find lines, at most; then it reports none."""
+"""Most text that :class:`Lines` parses to find lines; beyond it, lines are unknown."""
 _KEY_NCHARS = 40
 _REASON_NCHARS = 200
 _LINE = re.compile(r"(?:export[ \t]+)?([A-Za-z_][A-Za-z0-9_]*)[ \t]*=(.*)", re.DOTALL)
@@ -46,7 +46,7 @@ _ESCAPES = {"n": "\n", "t": "\t"}
 def absolute(path: Path) -> Path:
     """Return an absolute path that keeps its symbolic links.
 
-    Also those in the path of the current folder, as far as the shell tells (``PWD``).
+    It also keeps links in the path of the working folder, if ``PWD`` has them.
     """
     if path.is_absolute():
         return path
@@ -63,12 +63,12 @@ def state_home(path: Path) -> Path:
     """Return the default folder for the state of the run of a config.
 
     It is the folder of the file itself, with symbolic links resolved, so that a run has
-    one state, and one supervisor, whichever way leads to its config. But a link to a
-    place below its own folder (``current -> releases/7``, or a file of Kubernetes'
-    ConfigMap) is switched with each release: then it is the link's own folder, so that
-    the state, and the lock that makes a run unique, stay.
+    one state, and one supervisor, for all paths of its config. But a link to a place
+    below its own folder (``current -> releases/7``, or a file of Kubernetes' ConfigMap)
+    changes with each release: then it is the link's own folder, so that the state, and
+    the lock that makes a run unique, stay.
 
-    :param path: of the file, or of the folder of some; absolute.
+    :param path: absolute path of the file, or of a folder of configs.
     """
     root = here = Path(path.anchor)
     for part in path.parts[1:]:
@@ -84,7 +84,7 @@ def read(path: Path) -> str:
     """Return the text of the file, which need not be a regular one.
 
     :raises OSError: it cannot be read.
-    :raises ValueError: its name, size or encoding is bad; the text says why.
+    :raises ValueError: its name, size or encoding is bad; the text has the reason.
     """
     try:
         with path.open("rb") as file:
@@ -100,7 +100,7 @@ def read(path: Path) -> str:
 
 
 def decode(text: str) -> dict[str, Any]:
-    """Parse TOML. ValueError: it is invalid; the text has the reason and the line."""
+    """Parse TOML. Raises ValueError with the reason and the line."""
     try:
         mapping = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -118,7 +118,7 @@ def decode(text: str) -> dict[str, Any]:
 
 
 def _located(text: str, reason: str) -> str:
-    """Prefix a reason that has no line: find the first line that makes reading fail."""
+    """Prefix a reason with its line: find the first line that makes reading fail."""
 
     def fails(some: str) -> bool:
         try:
@@ -164,7 +164,7 @@ class Lines:
         self._known: dict[int, Mapping[str, Any] | None] = {0: {}}
 
     def of(self, path: Sequence[str]) -> int | None:
-        """Return a key's line, or its table's if the key is missing; None: unknown."""
+        """Return the line of a key, or of its table if it is missing, or None."""
         while path:
             if _has(self._whole, path):
                 return self._line(path)
@@ -209,11 +209,11 @@ def _has(mapping: Mapping[str, Any], path: Sequence[str]) -> bool:
 
 
 class BadLine(ValueError):
-    """A line is no ``NAME=value``. Not quoted in the text: it may hold a secret."""
+    """A line is not ``NAME=value``. The text does not show it: it may be a secret."""
 
 
 def parse_env(text: str) -> dict[str, str]:
-    """The variables of an environment file. BadLine: at the first malformed line."""
+    """Return the variables of an environment file. Raises BadLine."""
     variables: dict[str, str] = {}
     for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):
         line = line.strip()

@@ -2,8 +2,8 @@
 
 A :class:`Form` converts one value of a TOML file (or of a Python mapping) to its
 resolved form, and describes in words what it accepts. It never raises for bad input: it
-notes a problem at the value's :class:`Place` and returns ``UNSET``, so that one pass
-finds every problem. :mod:`replicas.config.tables` reads tables with them.
+adds a problem to the value's :class:`Place` and returns ``UNSET``, so that one pass
+finds every problem. :mod:`replicas.config.tables` reads tables with forms.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(\.[A-Za-z0-9-]{1,63})*")
 class Place:
     """Position of a value in the config, which collects the problems found there.
 
-    :param base: folder that relative folders are relative to.
-    :param home: default folder of runs' state (default: the same).
+    :param base: base of relative folders.
+    :param home: default folder of runs' state (default: ``base``).
     """
 
     base: Path
@@ -75,8 +75,8 @@ class Place:
 class Form(NamedTuple):
     """The form of a value: its reader and its description.
 
-    :param read: from ``(place, value)`` to the resolved value, or to UNSET after a
-        problem was noted.
+    :param read: returns the resolved value of ``(place, value)``, or UNSET after adding
+        a problem.
     :param type: its kind, and :param range: its allowed values, in words for a
         reference.
     """
@@ -87,7 +87,7 @@ class Form(NamedTuple):
 
 
 def checked(what: str, form: Form, value: object) -> Any:
-    """A value of this form, outside of a file; ``what``: its name in the message.
+    """Read a value that is not from a file. ``what`` is its name in the message.
 
     :raises replicas.errors.UsageError: it has another form.
     """
@@ -99,7 +99,7 @@ def checked(what: str, form: Form, value: object) -> Any:
 
 
 def form(type: str, range: str = "") -> Callable[[Callable[[Place, object], Any]], Form]:
-    """Decorate a reader, to make it a :class:`Form`."""
+    """Decorator: make a :class:`Form` of a reader."""
     return lambda read: Form(read, type, range)
 
 
@@ -128,7 +128,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def whole(least: int, most: int = RANKS_MAX) -> Form:
-    """An int from ``least`` to ``most``."""
+    """Return the form of an int from ``least`` to ``most``."""
 
     def read(place: Place, value: object) -> Any:
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -167,7 +167,7 @@ def one_of(*words: str) -> Form:
 
 @form("name", "at most 63 letters, digits, '-', '_' and '.'")
 def name(place: Place, value: object) -> Any:
-    """A name usable as a folder, a metric label and part of ``group/replica/rank``."""
+    """Read a name usable as folder, metric label and part of ``group/replica/rank``."""
     if isinstance(value, str) and _NAME.fullmatch(value):
         return value
     return place.problem(f"expected a name of at most 63 letters, digits, '-', '_' and '.', got {show(value)}")
@@ -203,7 +203,7 @@ def command(place: Place, value: object) -> Any:
 
 @form("list of options", 'each as one string, such as "--account=grpo"')
 def options(place: Place, value: object) -> Any:
-    """Options for another program's script: none can end a line, or the options."""
+    """Read options for another program's script; no option can end a line."""
     words = _strings(place, value, 'options such as ["--account=grpo"]')
     for word in () if words is UNSET else words:
         if not word.startswith("-") or not word.isprintable():
@@ -213,7 +213,7 @@ def options(place: Place, value: object) -> Any:
 
 @form("table of strings")
 def environment(place: Place, value: object) -> Any:
-    """Environment variables. Values may be secrets: no problem quotes one."""
+    """Read environment variables. Problems show no value, as it may be a secret."""
     if not isinstance(value, Mapping):
         return place.problem('expected a table of strings such as { NAME = "value" }')
     for variable, text in value.items():
@@ -224,7 +224,7 @@ def environment(place: Place, value: object) -> Any:
 
 @form("table of labels", "names of at most 63 letters, digits, '-', '_' and '.', also as values")
 def labels(place: Place, value: object) -> Any:
-    """Labels of a node, such as ``{ pool = "rollout" }``."""
+    """Read labels of a node, such as ``{ pool = "rollout" }``."""
     if not isinstance(value, Mapping):
         return place.problem(f'expected a table such as {{ pool = "rollout" }}, got {show(value)}')
     read = {str(key): name.read(place.at(str(key)), text) for key, text in value.items()}
@@ -239,21 +239,21 @@ def flag(place: Place, value: object) -> Any:
 
 
 def in_units(text: object, units: Mapping[str, float]) -> float | None:
-    """Return a number with one of the units, such as ``1.5h``; None for all else."""
+    """Return the value of a text such as ``1.5h``, None if it is not a quantity."""
     match = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
     return float(match[1]) * units[match[2]] if match is not None and match[2] in units else None
 
 
 def duration(least: float = 0.0, *, zero: bool = False) -> Form:
-    """Seconds as a float, from ``"500ms"``, ``"30s"``, ``"10m"``, ``"1d"`` or 2.5.
+    """Return the form of seconds, from ``"500ms"``, ``"30s"``, ``"1d"`` or 2.5.
 
-    It is at least ``least``, and above 0 or, with ``zero``, 0.
+    They are at least ``least``, and above 0; 0 only with ``zero``.
     """
 
     def read(place: Place, value: object) -> Any:
         seconds = value if isinstance(value, float) else in_units(value, UNITS_S)
         if isinstance(value, int) and not isinstance(value, bool):
-            seconds = float(min(max(value, -1), _BEYOND_S))  # may have more digits than a float: too long anyway
+            seconds = float(min(max(value, -1), _BEYOND_S))  # ints may be too large for a float
         if seconds is None or not math.isfinite(seconds):
             return place.problem(f'expected a duration such as "500ms", "30s" or "10m", got {show(value)}')
         if seconds > SECONDS_MAX:
@@ -269,7 +269,7 @@ def duration(least: float = 0.0, *, zero: bool = False) -> Form:
 
 
 def size(least: int = 1) -> Form:
-    """Bytes as an int of at least ``least``, from ``"64MiB"``, ``"10MB"`` or an int."""
+    """Return the form of bytes of at least ``least``, from ``"64MiB"`` or an int."""
 
     def read(place: Place, value: object) -> Any:
         nbytes = value if isinstance(value, int) and not isinstance(value, bool) else in_units(value, _UNITS_NBYTES)
@@ -285,12 +285,12 @@ def size(least: int = 1) -> Form:
 
 
 def no_text(path: Path) -> str:
-    """What to say of a path that JSON cannot hold, which goes into messages."""
-    return f"the name of {visible(str(path))} is no UTF-8 text; rename it"
+    """Return the problem of a path that is not UTF-8, as JSON messages must be."""
+    return f"the name of {visible(str(path))} is not UTF-8 text; rename it"
 
 
 def path(what: str) -> Form:
-    """An absolute path, from one relative to the config's folder."""
+    """Return the form of a path, which may be relative to the config's folder."""
 
     def read(place: Place, value: object) -> Any:
         if isinstance(value, str | Path) and str(value) and "\0" not in str(value):
@@ -309,7 +309,7 @@ folder = path("folder")
 
 @form("IP address or host name", "one address of this machine")
 def address(place: Place, value: object) -> Any:
-    """An IP address to listen on, or a name that has one when it is listened on."""
+    """Read an IP address to listen on, or a host name, which is resolved later."""
     found = ip_address(value)
     if found is None and not (isinstance(value, str) and _HOST_NAME.fullmatch(value)):
         return place.problem(f'expected an IP address such as "127.0.0.1", or a host name, got {show(value)}')
@@ -318,7 +318,7 @@ def address(place: Place, value: object) -> Any:
 
 @form('"host:port"', "one host; port 0 to 65535")
 def listen(place: Place, value: object) -> Any:
-    """``(host, port)`` from ``"host:port"`` or ``"[ipv6]:port"``; port 0: any free."""
+    """Read ``(host, port)`` from ``"host:port"`` or ``"[ipv6]:port"``."""
     host, _, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
     bracketed = host.startswith("[") and host.endswith("]")
     host = host[1:-1] if bracketed else host
@@ -332,7 +332,7 @@ def listen(place: Place, value: object) -> Any:
 
 
 def ip_address(text: object) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The IP address that this text is; None: it is none."""
+    """Return the IP address of this text, None if it is not an IP address."""
     try:
         return ipaddress.ip_address(text) if isinstance(text, str) else None
     except ValueError:
@@ -340,10 +340,10 @@ def ip_address(text: object) -> ipaddress.IPv4Address | ipaddress.IPv6Address | 
 
 
 def is_loopback(host: str) -> bool:
-    """True if only this machine can reach this address, or this well-known name."""
+    """Return True for a loopback address, or ``localhost``."""
     found = ip_address(host)
     return host == "localhost" if found is None else found.is_loopback
 
 
 def _every_address(place: Place, found: object) -> Any:
-    return place.problem(f"{found} means every address of this machine, and tells others none: {NAME_ONE}")
+    return place.problem(f"{found} means every address of this machine; other machines need a certain one: {NAME_ONE}")

@@ -269,7 +269,7 @@ def test_a_command_that_does_not_exist(folder: Path) -> None:
         f'{where} "no-such-program" is not on PATH; install it, or give its path',
     )
     assert group_problems(folder, command=["train.py --steps 3", "-v"]) == (
-        f'{where} "train.py --steps 3" does not exist; each argument is a word of its own: '
+        f'{where} "train.py --steps 3" does not exist; write each argument as a separate word: '
         'command = ["train.py", "--steps", "3", "-v"]',
     )
     (folder / "data").touch(mode=0o644)
@@ -313,7 +313,7 @@ def test_a_command_is_looked_up_in_the_groups_own_folder_and_path(folder: Path) 
         ),
         (
             {"sources": ["trainer"], "targets": ["rollout"], "slots": 1},
-            "channels.policy.slots: 1 is too few: the newest version stays in one while the next comes into another; "
+            "channels.policy.slots: 1 is too few: the newest version stays in one while the next is received into another; "
             "use at least 2",
         ),
         (
@@ -345,12 +345,12 @@ def test_a_command_is_looked_up_in_the_groups_own_folder_and_path(folder: Path) 
         ),
         (
             {**POLICY, "encrypt": True, "transport": "group"},
-            'channels.policy.encrypt: transport = "group" passes process groups, which torch does not encrypt; '
+            'channels.policy.encrypt: transport = "group" uses process groups, which torch does not encrypt; '
             "remove one of the two",
         ),
         (
             {"peers": ["trainer", "rollout"], "encrypt": True},
-            "channels.policy.encrypt: collectives of peers pass process groups, which torch does not encrypt; remove it",
+            "channels.policy.encrypt: collectives of peers use process groups, which torch does not encrypt; remove it",
         ),
         (
             {**POLICY, "encrypt": True, "transport": "tcp", "staging": "device"},
@@ -414,15 +414,15 @@ def test_slots_on_gpus_that_a_group_does_not_see(folder: Path, share: dict[str, 
         ),
         (
             {"store": {"port": 9477}},
-            "store.port: 9477 is the port of control.listen too; use 0 or another one",
+            "store.port: 9477 is the port of control.listen, too; use 0 or another port",
         ),
         (
             {"cluster": {"carry_port": 9477}},
-            "cluster.carry_port: 9477 is the port of control.listen too; use 0 or another one",
+            "cluster.carry_port: 9477 is the port of control.listen, too; use 0 or another port",
         ),
         (
             {"store": {"port": 7100}, "cluster": {"carry_port": 7100}},
-            "cluster.carry_port: 7100 is the port of store too; use 0 or another one",
+            "cluster.carry_port: 7100 is the port of store, too; use 0 or another port",
         ),
         (
             {"cluster": {"carry_port": 65_536}},
@@ -452,7 +452,7 @@ def test_slots_on_gpus_that_a_group_does_not_see(folder: Path, share: dict[str, 
                 },
             },
             'groups.b.env: sets CUDA_VISIBLE_DEVICES while group "a" asks for resources.gpus; let both ask, '
-            "so that no GPU is given out twice",
+            "so that no GPU is assigned twice",
         ),
         (
             {"control": {"socket": "/" + "x" * 107}},
@@ -594,7 +594,7 @@ def test_an_address_that_nobody_could_be_told(folder: Path, table: str, key: str
         parse(a_config(**{table: {key: value}}), base=folder)
     (problem,) = caught.value.problems
     assert problem.startswith(f"{table}.{key}: ")
-    assert "means every address of this machine, and tells others none: name the one by which" in problem
+    assert "means every address of this machine; other machines need a certain one: name the one by which" in problem
 
 
 @pytest.mark.parametrize(
@@ -798,7 +798,7 @@ def test_a_group_that_others_start_needs_a_channel_and_no_program(folder: Path) 
     assert parse(config, base=folder).groups["others"].external
     config["channels"] = {"policy": {"sources": ["trainer"]}}
     assert problems(config, folder) == (
-        "groups.others: is on no channel, where alone programs of others can be seen; remove it",
+        "groups.others: has no channel, and external programs are visible only on channels; remove it",
     )
 
 
@@ -814,7 +814,7 @@ def test_keys_without_an_effect_on_programs_that_others_start_are_refused(folder
     }
     no_effect = 'has no effect on programs that others start (launcher = "external"); remove it'
     assert problems(config, folder) == (
-        'run.stop_when: group "others" is started by others, so it is not known when it has finished',
+        'run.stop_when: group "others" is external, so it is unknown when it has finished',
         f"groups.others.command: {no_effect}",
         f"groups.others.restart: {no_effect}",
         f"groups.others.health.start_timeout: {no_effect}",

@@ -149,4 +149,6 @@ def test_nothing_restarts_what_others_start() -> None:
 def test_who_starts_a_group_cannot_change() -> None:
     for before, after in (("external", "exec"), ("torchrun", "external")):
         (refused,) = diff(external(before), external(after)).refused
-        assert refused.startswith("groups.others.launcher: who starts its programs cannot change while the run lives")
+        assert refused.startswith(
+            'groups.others.launcher: a change from or to "external" is impossible while the run lives'
+        )

@@ -108,7 +108,7 @@ def test_a_folder_whose_name_is_no_text_is_refused(tmp_path: Path, monkeypatch: 
     """Paths go into messages and states, which are JSON."""
     odd = tmp_path / os.fsdecode(b"a\xff")
     write(odd, 1)
-    says = r"the name of .*a\\udcff.* is no UTF-8 text; rename it"
+    says = r"the name of .*a\\udcff.* is not UTF-8 text; rename it"
     with pytest.raises(BadConfig, match=says):
         load(odd / "run.toml")
     monkeypatch.chdir(odd)
