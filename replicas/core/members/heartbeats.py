@@ -1,17 +1,16 @@
-"""Heartbeats: their interval, and how much silence is tolerated.
+"""The interval of heartbeats, and how much silence is tolerated.
 
 Members send heartbeats every second; beyond :data:`BEATS_PER_S` members of a channel
 less often, at most every :data:`HEARTBEAT_MAX_S`, so that the coordinator's load stays
-small. Each member learns the interval from its Welcome, and again from the View of a
-new epoch. It may not have read that yet: a shorter interval is expected only after a
-while.
+small. Each member learns the interval from its Welcome, and again from the View of each
+new epoch. It may read that View late, so a shorter interval is expected only later.
 
-When no member has been heard for :data:`QUIET_S`, the coordinator's own host is cut
-off, and no member is blamed: the time does not count for members on other hosts,
-neither for suspicion nor for leases, up to :data:`DEAF_MAX_S`. When the link is back,
-members come back one by one, as TCP waits longer the longer the link was gone: those
-not heard yet have as much time again, up to :data:`GRACE_MAX_S`, in which the first to
-come back does not make them silent.
+When no member has been heard for :data:`QUIET_S`, the coordinator's own host has lost
+its network. That time, up to :data:`DEAF_MAX_S`, does not count as silence of members
+on other hosts, neither for suspicion nor for leases. When the link is back, members
+reconnect one by one, because TCP retries later the longer the link was down. So the
+first one does not end the patience with the others: they get as much time again, up to
+:data:`GRACE_MAX_S`.
 """
 
 from __future__ import annotations
@@ -23,18 +22,19 @@ LEASE_BEATS = 4
 """Number of heartbeats that a member can send within its lease."""
 MISSED_BEATS = 3
 SLACK_S = 0.5
-"""After the missed heartbeats and this, transfers no longer wait for a member."""
+"""Added to the missed heartbeats before transfers stop waiting for a member."""
 QUIET_S = 2.0
 """Longer than the heartbeat interval of a few members; many are heard all the time."""
 GRACE_MAX_S = 10.0
 DEAF_MAX_S = 120.0
-"""The rest of a longer silence counts: maybe no member is left."""
+"""The part of a silence beyond this counts: there may be no members left."""
 
 
 class Heartbeats:
+    """The slowest heartbeat interval that any member of a channel may still use."""
+
     def __init__(self) -> None:
         self._slowest_s = HEARTBEAT_S
-        """The longest interval at which any member may still send its heartbeats."""
         self._slow_until = 0.0
 
     @staticmethod
@@ -50,31 +50,33 @@ class Heartbeats:
         return MISSED_BEATS * self._slowest_s + SLACK_S
 
     def told_one(self, interval_s: float) -> None:
+        """Note that one member (a Welcome) was sent the interval."""
         self._slowest_s = max(self._slowest_s, interval_s)
 
     def told_all(self, interval_s: float, now: float) -> None:
+        """Note that all members (a View) were sent the interval."""
         if interval_s >= self._slowest_s:  # a slower pace is allowed at once
             self._slowest_s, self._slow_until = interval_s, 0.0
         elif not self._slow_until:
             self._slow_until = now + 2 * self._slowest_s  # a View may take a whole interval until it is read
 
     def tick(self, interval_s: float, now: float) -> None:
-        """Expect ``interval_s``, the current one, once all must have learnt it."""
+        """Expect ``interval_s``, once every member must have read it."""
         if self._slow_until and now > self._slow_until:
             self._slowest_s, self._slow_until = interval_s, 0.0
 
 
 class SilenceOfAll:
-    """Silence of all members of a coordinator. Times are of one monotonic clock."""
+    """Detects that no member of a coordinator is heard. Times: one monotonic clock."""
 
     def __init__(self) -> None:
         self._heard_at = 0.0
         self._counted_to = 0.0
 
     def heard(self, now: float) -> float:
-        """Note that a member was heard; return the seconds of grace for the others.
+        """Note that a member was heard.
 
-        0: there was no silence.
+        Return the seconds of grace for the others, or 0 if there was no silence.
         """
         silence_s = now - self._heard_at
         deaf = self._counted_to > self._heard_at > 0.0  # some of this silence was not counted
@@ -82,11 +84,11 @@ class SilenceOfAll:
         return min(silence_s, GRACE_MAX_S) if deaf else 0.0
 
     def nobody(self) -> None:
-        """Note that no member is there who could be heard: that is no silence."""
+        """Note that there are no members: their absence does not count as silence."""
         self._heard_at = 0.0
 
     def passed(self, now: float) -> float:
-        """Return the newly passed seconds by which no member is to be judged."""
+        """Return the seconds of silence since the last call, which do not count."""
         silence_s = now - self._heard_at
         if not self._heard_at or not QUIET_S < silence_s <= DEAF_MAX_S:  # 0: no member is there
             return 0.0

@@ -1,4 +1,4 @@
-"""What a channel remembers of identities whose members have gone."""
+"""The history of a channel's identities, kept after their members have gone."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class History:
         self.left.pop(name, None)
 
     def forget_left(self, group: str, replica: int) -> None:
-        """Forget which ranks of the replica left in good order: they are expected."""
+        """Forget which ranks of the replica left in good order; expect them again."""
         for name in [name for name in self.left if name.startswith(f"{group}/{replica}/")]:
             del self.left[name]
 
     def note_loss(self, name: str, now: float) -> None:
-        """Note a loss of the identity that was no orderly leave."""
+        """Note that the identity was lost, without an orderly leave."""
         self._losses.setdefault(name, deque(maxlen=16)).append(now)  # 16: by then delays are as long as they get
 
     def losses(self, name: str, now: float) -> int:
@@ -53,11 +53,11 @@ class History:
         self._isolated[name] = why
 
     def was_isolated(self, name: str) -> str:
-        """Return, once, why the identity was quarantined when it was last lost."""
+        """Return why the identity was in quarantine when it was lost, and forget it."""
         return self._isolated.pop(name, "")
 
     def take_unloaded(self) -> dict[str, str]:
-        """Return why replicas failed to load since the last call, by name."""
+        """Return, by name, why replicas failed to load since the last call."""
         found, self.unloaded = self.unloaded, {}
         return found
 

@@ -1,7 +1,6 @@
-"""Which members hold a version, and which targets lack it: indices of a roster.
+"""Indices of a roster: the members that hold a version, the targets that lack it.
 
-They are kept up to date at each change, so that a look-up costs no walk over all
-members.
+They are updated at each change, so that a look-up does not walk over all members.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from replicas.messages.identity import Member
 
 
 class Holders:
-    """The members of one roster by the versions that they hold."""
+    """Index of the members of one roster by the versions that they hold."""
 
     def __init__(self) -> None:
         self._carriers: dict[Member, MemberState] = {}
@@ -33,7 +32,7 @@ class Holders:
         self._carriers.pop(state.member, None)
 
     def note(self, state: MemberState, version: int, *, held: bool) -> None:
-        """Note that the member holds the version now, or no longer."""
+        """Note that the member has got the version (``held``), or dropped it."""
         carries = state.member in self._carriers
         if held:
             self._of.setdefault(version, {})[state.member] = state
@@ -49,10 +48,7 @@ class Holders:
         return list(self._of.get(version, {}).values())
 
     def lacking(self, version: int) -> list[MemberState]:
-        """Return targets that carry bytes, live or not, and lack ``version``.
-
-        It costs nothing when there are none.
-        """
+        """Return targets that carry bytes, live or not, and lack ``version``."""
         if self._carrying[version] == len(self._carriers):  # all have it: the usual case, without a walk
             return []
         return [state for state in self._carriers.values() if version not in state.held]

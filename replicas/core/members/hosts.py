@@ -1,23 +1,22 @@
-"""Hosts: which members share memory, when lent memory is free, and which is kept.
+"""Find which members share memory, when lent memory is free, and which to keep.
 
-That two members are on one host is *proven*, never inferred from names or addresses.
+Names and addresses do not prove that two members are on one host; shared memory does.
 Each process has a *beacon*, a small memory with a nonce in it. Members with equal boot
 id and user (and, for GPU memory, pid namespace) *may* be on one host; a newcomer gets
 the beacons of a few such members of each known host
 (:class:`~replicas.messages.Locate`), tries to open them, and reports which one it could
-read. It is admitted when it has answered; a member that can open none of them, does not
-answer in time, or later fails to map a slot that it should, is a host of its own, and
-is sent all bytes. With ``transport = "group"``
-every member is. The coordinator has a beacon, too. With ``staging = "device"`` members
-are on one "host" when that is proven and they have the same GPU; the coordinator has
-none there.
+read. It is admitted when it has answered. A member is a host of its own, and receives
+all bytes, if it can open none, does not answer in time, or later fails to map a slot of
+that host, and always with ``transport = "group"``. The coordinator has a beacon, too.
+With ``staging = "device"`` members are on one "host" if they also have the same GPU;
+the coordinator has no beacon there.
 
 **Lent memory.** The owner of a slot (a publisher, or the member that received a version
-for its host) may write it again once no member has it mapped: readers hold
-locks on the memory. But a lock does not say why it is held. So the owner of an older
-version is told (:class:`~replicas.messages.Released`) when no responsive member of its
-host has that version: a lock that is left then belongs to a process that is
-frozen or cut off, and the memory is retired rather than waited for.
+for its host) may write it again once no member has it mapped: readers hold locks on the
+memory. But a lock does not say why it is held. So the coordinator sends
+:class:`~replicas.messages.Released` to the owner of an older version when no responsive
+member of its host has that version. A lock that is left then belongs to a process that
+is frozen or cut off, and the owner retires the memory instead of waiting.
 """
 
 from __future__ import annotations
@@ -36,22 +35,23 @@ from replicas.messages.identity import Member
 LOCATE_S = 5.0
 """How long a newcomer may take to answer Locate. Only its own admission waits."""
 NEWCOMERS_S = 1.0
-"""How long a publish waits for that, so that who has joined takes part in it."""
+"""How long a publish waits for that, so that new members take part in it."""
 REPRESENTATIVES = 3
 """Number of members of one host whose beacons a newcomer tries."""
 
 Place = tuple[str, int, int]
-"""Boot id, pid namespace and user: alike on one host, but no proof of it.
+"""Boot id, pid namespace and user: equal on one host, but no proof of it.
 
-The pid namespace counts for GPU memory only: other memory passes through doors.
+The pid namespace counts for GPU memory only: descriptors of other memory are passed
+over sockets.
 """
 
 
 @dataclass(slots=True)
 class _Search:
-    """The search of a newcomer for its host.
+    """State of a newcomer's search for its host.
 
-    :ivar hosts: of the beacons that it was given last, in their order.
+    :ivar hosts: of the beacons in the last Locate, in their order.
     :ivar tried: all hosts tried so far.
     """
 
@@ -84,9 +84,9 @@ class Hosts:
         return list(self._members.get(host, {}).values())
 
     def awaited(self, since: float, now: float) -> bool:
-        """Return True if a publish, ready ``since`` then, waits for newcomers.
+        """Return True if a publish that is ready since ``since`` waits for newcomers.
 
-        One that does not answer is waited for once, and not by each publish.
+        A newcomer that does not answer delays one publish, not each.
         """
         if not self._searches or now >= since + NEWCOMERS_S:
             return False
@@ -101,7 +101,7 @@ class Hosts:
             self._search(state, _Search(now + LOCATE_S))
 
     def _search(self, state: MemberState, search: _Search) -> None:
-        """Ask it to try the hosts left; if there are none, it is a host of its own."""
+        """Ask the member to try the hosts left, or make it a host of its own."""
         beacons, search.hosts = self._candidates(state, search.tried)
         if not beacons:
             self._put(state, self._new())
@@ -111,7 +111,7 @@ class Hosts:
         self._out.append(Send(state.member, Locate(tuple(beacons))))
 
     def located(self, state: MemberState, message: Located) -> None:
-        """Take its answer; without a match, go on with hosts that are new since."""
+        """Handle its answer; without a match, try hosts that have appeared since."""
         search = self._searches.pop(state.member, None)
         if search is None:
             return
@@ -122,7 +122,7 @@ class Hosts:
             self._search(state, search)
 
     def apart(self, state: MemberState) -> None:
-        """Make it a host of its own: it cannot map the memory of the others."""
+        """Make the member a host of its own: it cannot map the memory of the others."""
         self._take(state)
         self._put(state, self._new())
 
@@ -153,7 +153,7 @@ class Hosts:
         return [beacon for beacon, _ in found], [host for _, host in found]
 
     def _place(self, state: MemberState) -> tuple[Place, str] | None:
-        """Return place and GPU (if that matters); None: it shares no memory."""
+        """Return place and GPU (if it matters), or None if it shares no memory."""
         hello = state.hello
         if not self._shared or hello.beacon is None or state.is_peer or (self._by_device and not hello.cuda_devices):
             return None
@@ -179,7 +179,7 @@ class Hosts:
     # ------------------------------------------------------------ lent memory
 
     def release(self, latest: int, now: float, *, host: int | None = None) -> None:
-        """Tell owners which versions older than ``latest`` are no longer used.
+        """Send owners Released for unused versions older than ``latest``.
 
         A version is used while another responsive member of its host has it.
 
@@ -194,19 +194,19 @@ class Hosts:
 
 
 def _common(place: Place) -> Place:
-    """The place, alike for all pid namespaces."""
+    """Return the place without its pid namespace."""
     boot_id, _, uid = place
     return boot_id, 0, uid
 
 
 class Keeping:
-    """The memory that the coordinator keeps for one channel.
+    """The memory of members that the coordinator keeps for one channel.
 
-    A version that is committed before any target has it exists in its source's memory
-    alone, and would be lost with it. Therefore, on its own host, the coordinator
-    *keeps* the newest committed version: it opens its slot (or the slots of all its
-    parts, if there is no whole image) before any member is told of the commit, and lets
-    go when a newer one is decided: one descriptor for each slot, and no copy.
+    A version that is committed before any target has it exists in the memory of its
+    source only, and would be lost with it. So the coordinator *keeps* the newest
+    committed version on its own host: it opens its slot (or the slots of all its parts,
+    if there is no whole image) before any member learns of the commit, and closes it
+    when a newer one is decided. That costs a descriptor for each slot, and no copy.
 
     When a member whose memory is kept is lost, a *stand-in* takes its place: the lost
     member's state, with the coordinator's descriptor as the place. Other members of
@@ -223,7 +223,7 @@ class Keeping:
         self._stand_ins: dict[Member, MemberState] = {}
 
     def look(self, latest: int) -> None:
-        """Keep ``latest``, the newest committed version, if possible, and no other."""
+        """Keep ``latest``, the newest committed version, if possible; drop others."""
         if latest != self._version:
             self._out.extend(LetGo(self._channel, member) for member in self._asked)
             for known in (self._asked, self._kept, self._stand_ins):
@@ -239,7 +239,7 @@ class Keeping:
             self._out.append(Keep(self._channel, owner.member, owner.places[latest], latest))
 
     def kept(self, owner: Member, version: int, place: SlotPlace | None) -> None:
-        """Take the result of ``Keep``: its place in the shell; None: it failed."""
+        """Handle the result of ``Keep``: the place in the shell, or None (failed)."""
         state = self._asked.get(owner)
         if version != self._version or state is None:
             return
@@ -252,7 +252,7 @@ class Keeping:
             self._stand_in(state)
 
     def lost(self, state: MemberState) -> None:
-        """A member is out of the roster; its state still names its host."""
+        """Replace a member that has left the roster by a stand-in, if it is kept."""
         if state.member in self._kept:
             self._stand_in(state)
         self._failed.discard(state.member)
@@ -268,7 +268,7 @@ class Keeping:
         self._stand_ins[member] = other
 
     def of(self, version: int) -> list[MemberState]:
-        """Return the stand-ins of lost members with ``version``, or a part of it."""
+        """Return the stand-ins that have ``version`` or a part of it."""
         return list(self._stand_ins.values()) if version == self._version else []
 
     def lender(self, member: Member) -> MemberState | None:

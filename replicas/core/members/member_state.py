@@ -1,4 +1,4 @@
-"""The coordinator's state of one member of a channel, and the marks that outlast it."""
+"""The state of one member of a channel, of a replica's life, and of its progress."""
 
 from __future__ import annotations
 
@@ -52,27 +52,27 @@ class Held(dict[int, str]):
             self[version] = default
         return self[version]
 
-    if not TYPE_CHECKING:  # a dict's own would not call the methods above
+    if not TYPE_CHECKING:  # those of dict would not call the methods above
         update, clear = MutableMapping.update, MutableMapping.clear
 
 
 @dataclass(slots=True, eq=False)
 class Life:
-    """One life of a replica: a generation, or each of its ranks once.
+    """One life of a replica: a generation, or one process for each of its ranks.
 
-    Ranks may join before the others, and after they have left in good order: who is a
-    member at the moment tells nothing of it. Those that a supervisor has started (their
-    Hello has a proof) are one life by their generation: a newer one ends it at once.
+    Ranks may join before the others, and after others have left in good order, so the
+    present members do not define it. Ranks that a supervisor started (their Hello has a
+    proof) are one life if they have one generation; a newer generation ends it.
 
-    Others may start each life with the same number, and one rank again while its others
-    go on: as long as the life has a member, whoever joins belongs to it. It ends with
-    its last member, if one was lost and has not come back, or if another process comes
-    for a rank that has joined, or one with another number. So ranks that others start
-    again together must not join before the lease of the former ones has ended.
+    Other launchers may give each life the same generation, and restart one rank while
+    the others continue. As long as the life has a member, every rank that joins belongs
+    to it. Once it has none, it is over if a rank was lost and has not come back, if
+    another process joins as one of its ranks, or if the generation differs. So ranks
+    that are restarted together must not join before the former leases have ended.
 
     :ivar ranks: the process of each rank that has joined, by its number.
-    :ivar lost: ranks that were lost, and did not leave in good order.
-    :ivar resumed: it began under another coordinator; who had joined there is unknown.
+    :ivar lost: ranks that did not leave in good order.
+    :ivar resumed: it began under another coordinator, so ``ranks`` is incomplete.
     """
 
     generation: int
@@ -81,7 +81,7 @@ class Life:
     resumed: bool = False
 
     def goes_on(self, hello: Hello) -> bool:
-        """True if ``hello`` continues this life, which has no member at present."""
+        """Return True if ``hello`` continues this life, which has no member now."""
         if hello.proof or self.generation != hello.generation:
             return self.generation == hello.generation
         return self.ranks.get(hello.rank, hello.process) == hello.process and not self.lost - {hello.rank}
@@ -94,7 +94,7 @@ class Life:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Progress of a member in reading a manifest. Times are of the monotonic clock."""
+    """Progress of a member in reading a manifest. Times: monotonic clock."""
 
     manifest_hash: str
     since: float
@@ -104,7 +104,7 @@ class Reading:
 
     @property
     def ends_at(self) -> float:
-        """The estimated time when it has read all, at its average rate."""
+        """The time when it will have read all, at its average rate."""
         return self.since + (self.at - self.since) * self.total_nbytes / max(1, self.nbytes)
 
 
@@ -116,7 +116,7 @@ class MemberState:
     :ivar missed: the version without which it was left behind: it is admitted again
         when it holds that or a newer one.
     :ivar not_before: it is not admitted before this time.
-    :ivar told_from: that it has missed an operation is told from this time on.
+    :ivar told_from: from this time on it is told that it has missed an operation.
     :ivar rtt_s: recent round-trip time to it; 0: unknown.
     :ivar slow: the others went on without it, because it would have delayed them.
     :ivar draining: it is being ended (:mod:`replicas.core.draining`).
@@ -125,8 +125,8 @@ class MemberState:
     :ivar cut_at: when its connection ended; 0 while it has one.
     :ivar host: number of its host (:mod:`replicas.core.members.hosts`); 0: unknown.
     :ivar reading: the manifest that it asked for last.
-    :ivar places: of the slots that it has filled for a publish, by version.
-    :ivar lent: versions in its own memory that others of its host may have mapped.
+    :ivar places: by version, where the slots are that it filled for a publish.
+    :ivar lent: versions in its memory that other members of its host may have mapped.
     :ivar carrier_port: where its carrier listens; 0: it has none yet.
     :ivar server: the server that it loads versions into
         (:mod:`replicas.core.members.servers`); None: unknown, or it is no target.
@@ -158,7 +158,7 @@ class MemberState:
     reading: Reading | None = None
     loaded: int = 0
     load_s: float = 0.0
-    """How long it had the update open that it reported last."""
+    """How long its last reported update was open."""
     granted_at: float = 0.0
     """When it was last granted an update, or joined."""
     progressed_at: float = 0.0
@@ -170,11 +170,11 @@ class MemberState:
     """The last epoch that it was told."""
 
     def step(self, event: MemberEvent) -> None:
-        """Change its standing by the table."""
+        """Change its standing, by the table ``MEMBER``."""
         self.standing = MEMBER.next(self.standing, event)
 
     def forget(self, version: int) -> bool:
-        """Forget its copy and part of the version; False: it had neither."""
+        """Forget its copy and part of the version. Return True if it had any."""
         had = self.held.pop(version, None) is not None or version in self.parts
         self.parts.discard(version)
         self.places.pop(version, None)
@@ -186,9 +186,9 @@ class MemberState:
 
     @property
     def caught_up(self) -> bool:
-        """True if it holds the version that it lacked when it was left behind.
+        """True if it holds the version without which it was left behind.
 
-        A target without it would delay the others each time.
+        A target without it would delay every sync.
         """
         return not self.missed or max(self.held, default=0) >= self.missed
 
@@ -211,7 +211,7 @@ class MemberState:
 
     @property
     def observes(self) -> bool:
-        """True if it is an observer, which takes part in nothing."""
+        """True if it is an observer, which takes no part in syncs."""
         return self.settings.role == "observer"
 
 
@@ -219,8 +219,8 @@ class HighWaterMarks:
     """The newest step and version that each replica of a channel reached.
 
     They outlast its generations: a replica that is restarted from a checkpoint repeats
-    old steps, which is no progress. Operations without a ``step=`` tag have no number
-    to compare, so each of them counts. A mark never gets smaller.
+    old steps, which do not count as progress. Operations without a ``step=`` tag cannot
+    be compared, so each one counts. A mark never gets smaller.
     """
 
     def __init__(self) -> None:

@@ -1,14 +1,13 @@
-"""Check compatibility at join, so that a mismatch is an error and not a hang.
+"""Check compatibility at join, so that a mismatch gives an error instead of a hang.
 
-:func:`check_join` compares the newcomer's Hello with that of every other process of the
-channel: torch's release, and, where NCCL would be used, its version, the variables that
-must agree, and the GPUs. NCCL would be used where the channel forms process groups at
-all, with ``backend = "nccl"``, or with ``"auto"`` if both processes have a GPU, and
-only between members that carry bytes. Observers are not checked, nor an earlier
-incarnation that the newcomer replaces.
+:func:`check_join` compares the newcomer's Hello with that of each other process of the
+channel: torch's release, and, if they may form an NCCL group, NCCL's version, the
+variables that must agree, and the GPUs. They may if the channel forms process groups,
+both carry bytes, and ``backend`` is ``"nccl"``, or ``"auto"`` and both have a GPU.
+Observers, and an earlier incarnation that the newcomer replaces, are not compared.
 
 With ``staging = "device"`` every member that carries bytes must have a GPU. Members
-with the same GPU share its memory, and need no NCCL between them.
+with the same GPU share its memory and do not use NCCL.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ NCCL_ALGO NCCL_PROTO NCCL_NET NCCL_NET_PLUGIN NCCL_SOCKET_FAMILY NCCL_IB_DISABLE
 NCCL_P2P_LEVEL NCCL_P2P_DIRECT_DISABLE NCCL_CUMEM_ENABLE NCCL_CUMEM_HOST_ENABLE NCCL_NVLS_ENABLE NCCL_MNNVL_ENABLE
 NCCL_COLLNET_ENABLE NCCL_PXN_DISABLE NCCL_RUNTIME_CONNECT NCCL_MULTI_RANK_GPU_ENABLE
 """
-"""Both ends of a connection choose for themselves, and must choose alike."""
+"""Each end of a connection chooses by itself, so both need equal values."""
 _SIZES = """
 NCCL_BUFFSIZE NCCL_LL_BUFFSIZE NCCL_LL128_BUFFSIZE NCCL_P2P_NET_CHUNKSIZE NCCL_P2P_PCI_CHUNKSIZE NCCL_P2P_NVL_CHUNKSIZE
 NCCL_MIN_NCHANNELS NCCL_MAX_NCHANNELS NCCL_MIN_CTAS NCCL_MAX_CTAS NCCL_MIN_P2P_NCHANNELS NCCL_MAX_P2P_NCHANNELS
@@ -49,7 +48,7 @@ MULTI_RANK_VERSION = (2, 30)
 
 
 def sends_by_group(config: ChannelConfig) -> bool:
-    """Return True if a version tries a process group first; else none is formed."""
+    """Return True if versions are first sent by a process group."""
     on_device = config.transport == "auto" and config.staging == "device"
     return not config.encrypt and (config.transport == "group" or on_device)
 
@@ -57,7 +56,7 @@ def sends_by_group(config: ChannelConfig) -> bool:
 def settings_of(hello: Hello, config: ChannelConfig, heartbeat_interval_s: float) -> ChannelSettings:
     """Return the settings of a process on the channel.
 
-    :raises errors.UnknownChannel: its group has no role in it, and it is no observer.
+    :raises errors.UnknownChannel: its group has no role, and it is not an observer.
     """
     parties = {"source": config.sources, "target": config.targets, "peer": config.peers}
     roles = [role for role, known in parties.items() if any(party.group == hello.group for party in known)]
@@ -85,7 +84,7 @@ def settings_of(hello: Hello, config: ChannelConfig, heartbeat_interval_s: float
 
 
 def check_identity(hello: Hello, replica: Iterable[MemberState], config: ChannelConfig) -> None:
-    """Check rank, world size and replica index. ``replica``: its present members.
+    """Check rank, world size and index of a newcomer of ``replica`` (its members).
 
     :raises replicas.errors.ReplicasError: they are out of range, or do not agree.
     """
@@ -110,8 +109,8 @@ def check_identity(hello: Hello, replica: Iterable[MemberState], config: Channel
 def check_join(hello: Hello, others: Sequence[Hello], config: ChannelConfig) -> None:
     """Compare a newcomer with the present members.
 
-    :raises replicas.errors.Preflight: it cannot work here, or with one of them; names
-        the mismatch and the remedy.
+    :raises replicas.errors.Preflight: it is not compatible with the channel or with one
+        of them; names the mismatch and the remedy.
     """
     if hello.observe:
         return
@@ -138,7 +137,7 @@ def check_join(hello: Hello, others: Sequence[Hello], config: ChannelConfig) -> 
 
 
 def _mismatches(hello: Hello, other: Hello, config: ChannelConfig) -> Iterator[tuple[str, str, str]]:
-    """Yield what both have, and the remedy."""
+    """Yield each difference as (value here, value there, remedy)."""
     mine, theirs = hello.torch_version, other.torch_version
     if mine and theirs and _release(mine) != _release(theirs):  # an unknown release is not judged
         remedy = f"install torch {_release(theirs)} for both, or {_release(mine)}, and start them again"
@@ -169,10 +168,9 @@ def _mismatches(hello: Hello, other: Hello, config: ChannelConfig) -> Iterator[t
 
 
 def nccl_works(hellos: Sequence[Hello]) -> bool:
-    """Return True if NCCL accepts these as one group, by their GPUs.
+    """Return True if NCCL accepts these processes as one group, by their GPUs.
 
-    It takes processes with one GPU for ones with two when their NCCL_HOSTID differ
-    (correct, but slow).
+    NCCL takes one GPU for two if the processes' NCCL_HOSTID differ (correct, but slow).
     """
     seen: set[tuple[str, str]] = set()
     for hello in hellos:

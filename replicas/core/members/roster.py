@@ -6,29 +6,28 @@ Theory of operation
 A member's standing follows the table :data:`replicas.core.base.membership.MEMBER`. The
 *live* members are the current epoch, an immutable view whose number strictly grows: a
 loss makes a new epoch at once, joins wait for :meth:`Roster.admit`. One identity
-(group, replica, rank) has at most one incarnation: a later join fences the earlier.
-The ranks of a replica that belong together are one
-:class:`~replicas.core.members.member_state.Life`. Where operations are between all
-ranks of the peers, those of one life become live together. A generation that a
-supervisor has started ends the one before: ranks of that which are still members, as
-their machine could not tell of their end, are lost (:meth:`Roster.outlived`).
+(group, replica, rank) has at most one incarnation: a later join fences the earlier. The
+ranks of a replica that belong together are one
+:class:`~replicas.core.members.member_state.Life`; if operations are between all ranks
+of the peers, they become live together. A generation that a supervisor has started ends
+the one before: members that are left of that are lost (:meth:`Roster.outlived`).
 
 An identity that was lost :data:`FLAPS` times within a minute is on
-*probation* when it comes back: it is served and admitted only after a delay, twice as
-long each time, so that a program that dies right after each start does not interrupt
-the others each time.
+*probation* when it comes back: it is served at once, and admitted after a delay that
+doubles each time, so that a program that dies after each start does not interrupt the
+others as often.
 
 A member that missed three heartbeats (:mod:`replicas.core.members.heartbeats`) is
 *suspect*: transfers go on without it. So is one whose connection ended and that has not
 reconnected within :data:`CUT_S`. A member silent for longer than its lease is lost. The
-shell extends all of them by the pauses of its own loop (:meth:`Roster.forgive`), so
-that a stopped coordinator evicts no member.
+shell extends all leases by the pauses of its own loop (:meth:`Roster.forgive`), so that
+a suspended coordinator does not evict members.
 
 *Cost.* A sync to *n* members is some ten messages for each of them; a walk over all
-members at each message would make it quadratic. So the lookups of each message use
-indices that are kept up to date: members by name, by replica, by held version, and
-targets that lack a version. A member's held versions change in many places, so
-:class:`~replicas.core.members.member_state.Held` reports them.
+members at each message would make it quadratic. So messages use indices: members by
+name, by replica, by held version, and targets that lack a version. A member's held
+versions change in many places;
+:class:`~replicas.core.members.member_state.Held` reports each change.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ from replicas.core.members.preflight import carries_bytes, check_identity, check
 from replicas.messages import ChannelSettings, Hello
 from replicas.messages.identity import Member
 
-FLAPS = 3  # fewer are bad luck
+FLAPS = 3  # fewer may be coincidence
 CUT_S = 1.5
 """A member whose connection breaks reconnects at once, well within this time."""
 PROBATION = Backoff(1.0, 30.0)
@@ -83,7 +82,7 @@ class Roster:
         self.epoch = epoch
         self._members: dict[Member, MemberState] = {}
         self._by_name: dict[str, MemberState] = {}
-        """All but observers."""
+        """Members by name, without observers."""
         self.apart: dict[Member, MemberState] = {}
         """Members that are neither live nor observing."""
         self.on_held: Callable[[MemberState], None] = lambda _: None
@@ -93,7 +92,7 @@ class Roster:
         self._alike: dict[object, dict[Member, MemberState]] = {}
         self.holders = Holders()
         self._cached: tuple[int, tuple[MemberState, ...], tuple[MemberState, ...]] = (-1, (), ())
-        """An epoch with its live members, and the targets of them that carry bytes."""
+        """An epoch, its live members, and those that are targets and carry bytes."""
         self._heartbeats = Heartbeats()
         self.history = History()
         self.carry_port = 0
@@ -116,12 +115,12 @@ class Roster:
         return [state for state in map(self._members.get, members) if state is not None]
 
     def address(self, member: Member) -> str:
-        """Return the member's address; empty: it is not in the roster."""
+        """Return the member's address, or "" if it is not in the roster."""
         state = self._members.get(member)
         return state.address if state is not None else ""
 
     def host(self, member: Member) -> int:
-        """Return the number of its host; 0: unknown, or it is not in the roster."""
+        """Return the number of its host, or 0 if that is unknown or it has left."""
         state = self._members.get(member)
         return state.host if state is not None else 0
 
@@ -165,7 +164,8 @@ class Roster:
     def outlived(self, hello: Hello) -> list[MemberState]:
         """Return the members of generations that ``hello`` proves to be over.
 
-        Without a proof it proves nothing: others number their generations as they like.
+        Without a supervisor's proof there are none: other launchers number generations
+        as they like.
         """
         if not hello.proof or hello.observe:
             return []
@@ -175,18 +175,18 @@ class Roster:
     def _check_newer(self, member: Member, hello: Hello, holder: MemberState) -> None:
         """Raise Fenced if ``hello`` is older than the present holder of its identity.
 
-        Of two members of another coordinator, the one fenced there knows no later
-        epochs.
+        Of two members of another coordinator, the one fenced there knows the lower
+        epoch.
         """
         known = (hello.generation, hello.epoch)
-        # one that joins anew is the newest, whatever it says
+        # a new join is the newest, whatever its numbers
         if not hello.resume_term or (holder.from_before and known >= (holder.hello.generation, holder.hello.epoch)):
             return
         raise self.left_behind(hello)
 
     def left_behind(self, hello: Hello, *, heard: bool = False) -> errors.Fenced:
-        """Return the error of a member whose session was ended, as its identity was
-        taken; unless it was ``heard``, between two connections."""
+        """Return the error of a member whose session ended because another process took
+        its identity. Unless ``heard``, that happened between two of its connections."""
         member, holder = hello.member, None if hello.observe else self.holder_of(hello.member.name)
         what, hint = f"{member} was declared lost while it could not be heard", None if heard else "join again"
         if holder is not None and holder.hello.process == hello.process:
@@ -258,7 +258,7 @@ class Roster:
         return self._lives[member.group, member.replica]
 
     def lost(self, group: str, replica: int, generation: int | None) -> set[int]:
-        """Return the ranks of this generation (None: of any) that were lost."""
+        """Return the lost ranks of this generation, or of any if it is None."""
         life = self._lives.get((group, replica))
         return set(life.lost) if life is not None and generation in (life.generation, None) else set()
 
@@ -268,9 +268,9 @@ class Roster:
         return {index: {member.incarnation for member in members} for index, members in replicas}
 
     def others(self, hello: Hello) -> list[Hello]:
-        """Return one Hello of each kind of members, to compare with.
+        """Return one Hello of each kind of member, for comparison with ``hello``.
 
-        No incarnation of the same identity is among them, and none that it outlives.
+        Members of the same identity, and those that it outlives, are left out.
         """
         name, outlived = hello.member.name, self.outlived(hello)
         found = (
@@ -298,11 +298,11 @@ class Roster:
     # ------------------------------------------------------------ standings
 
     def admit(self, now: float) -> bool:
-        """Make all waiting members live, in one new epoch; False: there were none."""
+        """Make all waiting members live, in one new epoch. Return True if any were."""
         waiting = self.waiting(now)
         for state in waiting:
             state.step("admitted")
-            state.note, state.missed = "", 0  # it begins without a past
+            state.note, state.missed = "", 0  # forget why it was not live
             del self.apart[state.member]
         if waiting:
             self.epoch += 1
@@ -313,7 +313,7 @@ class Roster:
         return [state for state in self._apart(now) if state.caught_up]
 
     def missing(self, now: float) -> list[MemberState]:
-        """Return members that would be admitted now but for a missed version."""
+        """Return members that only a missed version keeps from being admitted."""
         return [state for state in self._apart(now) if not state.caught_up]
 
     def _apart(self, now: float) -> list[MemberState]:
@@ -321,14 +321,15 @@ class Roster:
         return [s for s in apart if MEMBER.allows(s.standing, "admitted") and self.admissible(s, now)]
 
     def admissible(self, state: MemberState, now: float) -> bool:
-        """Admissible: available, off probation, its life complete if needed."""
+        """Return True if it is available, off probation, and its life is complete."""
         return now >= state.not_before and self.available(state, now) and not self.absent(state)
 
     def absent(self, state: MemberState) -> list[str]:
-        """Return names of ranks of its life that it waits for to join.
+        """Return names of ranks of its life that must join before it is admitted.
 
-        That holds where operations are between all ranks of the peers: one could begin
-        with some of them, and the others would take the next one for it.
+        There are some only if operations are between all ranks of the peers: otherwise
+        an operation could begin with a part of them, and the others would mistake the
+        next one for it.
         """
         if not state.is_peer or self.config.peers[0].ranks != "all":
             return []
@@ -337,25 +338,25 @@ class Roster:
         return [f"{member.replica_name}/{rank}" for rank in absent]
 
     def available(self, state: MemberState, now: float) -> bool:
-        """Available: host known, responsive, not draining."""
+        """Return True if its host is known, it responds, and it is not draining."""
         return state.host != 0 and not state.draining and not self.suspect(state, now)
 
     def leave_behind(self, state: MemberState, why: str, *, missed: int = 0) -> None:
-        """End its part in the epoch; it is caught up and admitted again."""
+        """Remove a live member from the epoch until it has caught up."""
         self.epoch += 1  # only live members are left behind
         state.step("left_behind")
         self.apart[state.member] = state
         state.note, state.missed = why, missed
 
     def isolate(self, state: MemberState, why: str, not_before: float) -> None:
-        """Quarantine the member: no process group with it works."""
+        """Quarantine the member: process groups with it fail."""
         self.epoch += state.live  # a member outside the epoch leaves it as it is
         state.step("isolated")
         self.apart[state.member] = state
         state.note, state.not_before = why, not_before
 
     def release(self, state: MemberState) -> None:
-        """Release a quarantined member; the next boundary admits it."""
+        """End the member's quarantine; the next boundary admits it."""
         state.step("released")
         state.not_before = 0.0
 
@@ -367,18 +368,18 @@ class Roster:
             state.last_seen = max(state.last_seen, now)  # pardon() may have set it ahead of now
 
     def measured(self, member: Member, rtt_s: float) -> None:
-        """Note the member's recent round-trip time in seconds; 0: unknown."""
+        """Note the member's recent round-trip time in seconds, if it is not 0."""
         if rtt_s and (state := self.get(member)) is not None:
             state.rtt_s = rtt_s
 
     def connected(self, member: Member, now: float) -> None:
-        """The member has reconnected."""
+        """Note that the member has reconnected."""
         if (state := self.get(member)) is not None:
             state.cut_at = 0.0
             self.heard(member, now)
 
     def disconnected(self, member: Member, now: float) -> None:
-        """The member's connection ended: unless it reconnects soon, it is suspect."""
+        """Note that its connection ended; it becomes suspect unless it reconnects."""
         if (state := self.get(member)) is not None:
             state.cut_at = now
 
@@ -402,7 +403,7 @@ class Roster:
         return msgspec.structs.replace(state.settings, heartbeat_interval_s=interval_s, carry_port=self.carry_port)
 
     def tell_interval(self, now: float) -> float:
-        """Return the heartbeat interval, which all members are told now."""
+        """Return the heartbeat interval, and note that all members are sent it now."""
         interval_s = self.heartbeat_interval_s
         self._heartbeats.told_all(interval_s, now)
         return interval_s
@@ -414,22 +415,22 @@ class Roster:
 
     def expired(self, now: float) -> list[MemberState]:
         shortest_s = self.shortest_lease_s
-        # spares most of them the look-up of their group
+        # a cheap filter before each group is looked up
         silent = [state for state in self if now - state.last_seen > shortest_s]
         return [s for s in silent if now - s.last_seen > self.shape(s.member.group).heartbeat_timeout_s]
 
     def forgive(self, pause_s: float, now: float) -> None:
-        """Extend all times by ``pause_s``, while the coordinator did not run."""
+        """Extend all leases by ``pause_s``, in which the coordinator did not run."""
         for state in self:
-            # never back, and never ahead of now
+            # never earlier than before, never later than now
             state.last_seen = max(state.last_seen, min(state.last_seen + pause_s, now))
             state.cut_at = min(state.cut_at + pause_s, now) if state.cut_at else 0.0
             state.progressed_at = max(state.progressed_at, min(state.progressed_at + pause_s, now))
 
     def pardon(self, members: Container[Member], silence_s: float, now: float, *, grace_s: float = 0.0) -> None:
-        """Do not judge ``members`` by ``silence_s``, in which no member was heard.
+        """Extend the leases of ``members`` by ``silence_s``, in which none was heard.
 
-        Members that were not suspect before have ``grace_s`` in addition.
+        Members that were not suspect before get ``grace_s`` in addition.
         """
         for state in self:
             if state.member in members:

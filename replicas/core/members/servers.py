@@ -1,8 +1,7 @@
-"""Which target loads versions into which server, by the ``url`` that members give.
+"""Refuse a second target that loads versions into one server, by members' ``url``.
 
-Two followers of one server would load its versions in any order, and one would resume
-it while the other loads. So the second one is refused. Ranks of one replica may share a
-server: a later generation of a replica follows the same one.
+Two would load versions in any order, and one would resume the server while the other
+loads. Ranks and generations of one replica may share a server.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ _LOCAL = ("localhost", "::1", "0.0.0.0", "::")
 
 
 def others_of_server(state: MemberState, roster: Iterable[MemberState]) -> list[MemberState]:
-    """Return targets of other replicas that follow the newcomer's server."""
+    """Return targets of other replicas that load into the newcomer's server."""
     replica, server = state.member.replica_name, state.server
     return [o for o in roster if o.server == server and o.member.replica_name != replica] if server else []
 
 
 def refusal(state: MemberState, other: MemberState, channel: str) -> errors.Preflight:
-    """Return the error of a newcomer whose server has a follower already."""
+    """Return the error for a newcomer whose server is taken by ``other``."""
     url, theirs = (text_of(one.hello.info["url"], REASON_LENGTH) for one in (state, other))
     me, name = state.member.name, other.member.name
     text = f"{me} would load versions into {url}, and {name} loads them into the same server, {theirs}"
@@ -35,9 +34,9 @@ def refusal(state: MemberState, other: MemberState, channel: str) -> errors.Pref
 
 
 def server_of(hello: Hello) -> object:
-    """Return what two addresses of one server have in common, None without one.
+    """Return a key, equal for all addresses of one server, or None without a ``url``.
 
-    Names are not resolved. A loopback address counts for the member's machine alone.
+    Names are not resolved. A loopback address names a server of the member's machine.
     """
     try:
         parts = urlsplit(hello.info.get("url", "").strip())

@@ -1,7 +1,7 @@
-"""Views: each member is told of every new epoch.
+"""Send every member a View of each new epoch.
 
-Views carry differences: the members that joined and left since the last one. While many
-join in a row, a View waits to collect them: 1,000 joins must not cost a million
+A View carries the members that joined and left since the last one. While many members
+join in a row, Views wait and collect them, so that 1,000 joins do not cost a million
 messages.
 """
 
@@ -13,14 +13,14 @@ from replicas.core.members.roster import Roster
 from replicas.messages.identity import Member
 
 WHOLE_VIEW = 32
-"""Up to this many members, every View names all of them: less would save nothing."""
+"""Up to this many members, every View names all: a difference would save nothing."""
 VIEWS_PER_S = 5_000
 """Long-run rate of Views, counted per receiving member; later changes wait."""
 VIEWS_AT_ONCE = 2_000
 
 
 class Views:
-    """What the members of one channel know of its epochs."""
+    """Sends the Views of one channel, and remembers the last one."""
 
     def __init__(self, roster: Roster, out: list[Effect]) -> None:
         self._roster, self._out = roster, out
@@ -30,12 +30,12 @@ class Views:
         self._at = 0.0
 
     def advance(self, now: float) -> None:
-        """Tell all members of a new epoch, if there is one and it is time."""
+        """Send all members a View, if there is a new epoch and the rate allows it."""
         if self._epoch == self._roster.epoch:
             return
         self._credit = min(float(VIEWS_AT_ONCE), self._credit + VIEWS_PER_S * (now - self._at))
         self._at = now
-        if self._credit > 0:  # overdrawn by one View: else a large channel had to wait for ever
+        if self._credit > 0:  # one View may overdraw it, or a large channel would wait for ever
             self._credit -= len(self._roster)
             self._publish(now)
 
