@@ -45,15 +45,15 @@ def agent(
 ) -> None:
     """Offer this machine to a run, as a node for its replicas.
 
-    Joins the run's supervisor, starts what that places here, and ends it when the run
-    is over, when the supervisor cannot be reached, or on SIGTERM.
+    Joins the run's supervisor, starts the replicas that it places here, and ends them
+    when the run is over, when the supervisor cannot be reached, or on SIGTERM.
     """
     from replicas.supervisor.agent.machine import node_name
     from replicas.supervisor.agent.remote import Invitation, serve_node  # heavy: imported by this command only
 
     text = os.environ.pop(environ.JOIN, "")
     if not (text := join or text):
-        raise errors.UsageError("where to join is missing", hint=f"pass --join TOKEN@HOST:PORT, or set {environ.JOIN}")
+        raise errors.UsageError("no run to join was given", hint=f"pass --join TOKEN@HOST:PORT, or set {environ.JOIN}")
     chosen = checked("--name", name, node or node_name())
     try:
         folder = (state_dir or Path(".replicas") / f"agent-{chosen}").absolute()

@@ -1,4 +1,4 @@
-"""Shared by all commands: app, options, exit codes, and the terminal."""
+"""Code that all commands share: the app, options, exit codes, and the terminal."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ app = typer.Typer(
 
 
 _PIPED_COLUMNS = 400
-"""Width of tables where no terminal shows them: no row is cut."""
+"""Width of tables without a terminal: no row is cut."""
 _OLD_RANK = re.compile(r"([^/]+/\d+)\.(\d+)")
 """``group/index.rank``, as ``logs`` wrote a rank up to release 0.2."""
 _NEGATIVE = re.compile(r"-\d+")
 
 
 def _complete_target(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
-    """Groups and replicas of the run named so far; no completions on any error."""
+    """Return groups and replicas of the run named so far; none on any error."""
     try:
         given = context.params.get
         place = RunAddress(given("config") or given("named"), given("endpoint"), given("token_file"))
@@ -87,13 +87,13 @@ _ADDRESS = {
 }
 ThisRun = Annotated[RunAddress, _FIRST | _NAMED | _ADDRESS]
 """A parameter ``place`` of a :func:`command`: the run, from these options, or from an
-argument after those that come before ``place``."""
+argument that follows the others."""
 Addressed = Annotated[RunAddress, _NAMED | _ADDRESS]
 """As :data:`ThisRun`, by options alone."""
 
 
 def command(*, failed: int = UNAVAILABLE) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a function with keyword parameters, to make it one that typer can run.
+    """Decorate a function with keyword parameters, so that typer can run it.
 
     Its ``place`` is made of options, its targets are checked, and a library error
     becomes one message on stderr and its exit code.
@@ -125,7 +125,7 @@ def command(*, failed: int = UNAVAILABLE) -> Callable[[Callable[..., None]], Cal
                     target = values[name] = slashed(values[name])
                     if target is not None and target.endswith(".toml"):
                         raise UsageError(
-                            f'"{target}" is no group or replica', hint="write CONFIG after it, or -c CONFIG"
+                            f'"{target}" is not a group or replica', hint="write CONFIG after it, or -c CONFIG"
                         )
                 body(**values)
             except ReplicasError as error:
@@ -141,12 +141,12 @@ def command(*, failed: int = UNAVAILABLE) -> Callable[[Callable[..., None]], Cal
 
 
 def slashed(target: str | None) -> str | None:
-    """A target with its rank, if it has one, as ``group/index/rank``."""
+    """Return a target with a rank as ``group/index/rank``, any other unchanged."""
     return target if target is None else _OLD_RANK.sub(r"\1/\2", target)
 
 
 def _config_first(values: dict[str, Any], target: str) -> None:
-    """Take the first argument for CONFIG if it is named like one."""
+    """Take the first argument for CONFIG if it is named like a config."""
     given = values[target]
     if given is not None and given.endswith(".toml"):
         rest = values["config"]
@@ -156,9 +156,9 @@ def _config_first(values: dict[str, Any], target: str) -> None:
 def place_of(
     config: Path | None = None, named: Path | None = None, endpoint: str | None = None, token_file: Path | None = None
 ) -> RunAddress:
-    """The run that a command line names. ``config``: an argument; ``named``: an option.
+    """Return the run of a command line. ``config``: an argument; ``named``: an option.
 
-    :raises UsageError: two of them were given.
+    :raises UsageError: both were given.
     """
     if config is not None and named is not None:
         raise UsageError("give CONFIG once")
@@ -176,7 +176,7 @@ def exit_code_of(error: ReplicasError, failed: int = UNAVAILABLE) -> int:
 
 
 class Screen(Console):
-    """A Rich console that escapes control characters in any text; no other is made.
+    """The Rich console of all commands; it escapes control characters in any text.
 
     Text is never read as markup. Unprintable characters are replaced during rendering,
     also in live displays.
@@ -199,7 +199,7 @@ class Screen(Console):
 
 
 class Command(TyperCommand):
-    """A command to which a negative number is an argument, and no unknown option."""
+    """A command that takes a negative number as an argument, not as an option."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]  # click's own class
         ctx.ignore_unknown_options = any(_NEGATIVE.fullmatch(arg) for arg in args)

@@ -1,12 +1,12 @@
 """Send requests to a running supervisor: by its Unix socket, or TCP with the token.
 
 When a supervisor is dead, any process can take its port, and an endpoint file can name
-any address. So for a local address the kernel is asked which user's process listens,
-before anything is sent, and the token is shown only to the users that may have it.
+any address. So for a local address the client first asks the kernel which user's
+process listens, and sends the token only to users that may have it.
 
 Each request has its own connection. Each read has a deadline. The supervisor keeps a
-long answer alive (:mod:`replicas.control.orders_api`), so silence always means that it
-is gone.
+long answer alive (:mod:`replicas.control.orders_api`), so silence always means that the
+supervisor is gone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from replicas.trust.way import Way, way_to
 _MAX_ANSWER_NBYTES = 64 * 2**20
 _TIMEOUT_S = 5.0
 _SILENCE_S = 20.0
-"""Several beats of the server; after this long a silence it is gone."""
+"""Seconds, several beats of the server; a server that is silent for longer is gone."""
 _PATHS = {kind: path for path, kind in ORDERS.items()}
 
 
@@ -41,7 +41,7 @@ class Client:
     :param where: ``host:port`` of the control port, or ``unix:PATH`` of the run's
         socket.
     :param token: a join token of the run, for orders and logs (an operator's) over TCP,
-        and to know the right control port where it is not on loopback.
+        and to verify the control port if it is not on loopback.
     :param pid: the supervisor's, if known: used to explain why it does not answer.
     :param run: the expected run's name, if known: another run then refuses orders.
     :param owners: users allowed to own a supervisor on this machine; None: any.
@@ -49,7 +49,7 @@ class Client:
         any.
     :param timeout_s: deadline of each read, in seconds; default 5.
     :raises UsageError: ``where`` has neither form, or is not on loopback and the token
-        does not say how to know the right port.
+        does not say how to verify the port.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Client:
         self._timeout_s = timeout_s
 
     def status(self) -> RunStatus:
-        """``GET /status``; proxies of the environment are not used.
+        """Return the answer to ``GET /status``, without proxies of the environment.
 
         :raises Disconnected: no answer, or not from a supervisor of replicas.
         """
@@ -88,14 +88,14 @@ class Client:
             return msgspec.json.decode(body, type=RunStatus)
         except MALFORMED as error:
             raise Disconnected(
-                f"{self.where} sent no status of a run: {error}", hint="is it of the same release?"
+                f"{self.where} sent an invalid status: {error}", hint="is it of the same release?"
             ) from error
 
     def order(self, order: Order, *, wait: bool = True) -> Answer:
         """Send an order. ``wait``: until it is carried out; else until it has begun.
 
-        :raises ReplicasError: the error that ended it. :raises Disconnected: no answer,
-            or the connection broke.
+        :raises ReplicasError: the error that ended it.
+        :raises Disconnected: no answer, or the connection broke.
         """
         path = _PATHS[type(order)] + ("" if wait else "?wait=0")
         body = msgspec.json.encode(order)
@@ -106,7 +106,7 @@ class Client:
         return answer
 
     def events(self, after: int | None = None, *, follow: bool = True) -> Iterator[bytes]:
-        """JSON records of ``GET /events``; empty ones keep the connection alive."""
+        """Yield JSON records of ``GET /events``; empty ones are only signs of life."""
         query = {"follow": str(int(follow)), **({} if after is None else {"after": str(after)})}
         for line in self._lines(f"/events?{urlencode(query)}"):
             if line.startswith(b"data: "):
@@ -115,14 +115,14 @@ class Client:
                 yield b""
 
     def logs(self, query: Mapping[str, str]) -> Iterator[bytes]:
-        """JSON lines of ``GET /logs``; empty ones keep the connection alive."""
+        """Yield JSON lines of ``GET /logs``; empty ones are only signs of life."""
         return self._lines(f"/logs?{urlencode({**query, 'json': '1'})}")
 
     @contextlib.contextmanager
     def _asked(
         self, method: str, path: str, body: bytes | None = None, *, silence_s: float | None = None
     ) -> Iterator[http.client.HTTPResponse]:
-        """The response to a request. ``silence_s``: read deadline once it has begun."""
+        """Yield the response to a request; ``silence_s``: deadline of later reads."""
         connection = http.client.HTTPConnection(self._host or "localhost", self._port or None, timeout=self._timeout_s)
         headers = {"Accept": "application/json"}
         if self._run:
@@ -155,13 +155,14 @@ class Client:
             connection.close()
 
     def _secure(self, connection: http.client.HTTPConnection) -> None:
-        """Speak TLS from here on, where the token or the CA asks for it."""
+        """Start TLS on the connection if the token or the CA requires it."""
         if self._way is not None and self._way.context is not None:
             connection.sock = self._way.context.wrap_socket(connection.sock, server_hostname=self._way.host)
 
     def _credentials(self, connection: socket.socket) -> dict[str, str]:
-        """The Authorization header, if the peer may have the token and needs it: at a
-        Unix socket the kernel tells who asks.
+        """Return the Authorization header if the peer needs the token and may have it.
+
+        At a Unix socket the kernel identifies the caller, so no token is needed.
 
         :raises Disconnected: the peer is another user's process, not the supervisor.
         """
@@ -182,7 +183,7 @@ class Client:
             return "is the supervisor still running?"
         if start_time(self._pid) is None:
             return f"its supervisor, process {self._pid}, is dead; start it again with: replicas run CONFIG"
-        return f"its supervisor, process {self._pid}, is {'stopped' if is_stopped(self._pid) else 'there, and busy'}"
+        return f"its supervisor, process {self._pid}, is {'stopped' if is_stopped(self._pid) else 'alive, but busy'}"
 
     def _answer(self, response: http.client.HTTPResponse, what: str) -> Answer:
         body = response.read(_MAX_ANSWER_NBYTES)
@@ -190,7 +191,7 @@ class Client:
             return msgspec.json.decode(body, type=Answer)
         except MALFORMED as error:
             raise Disconnected(
-                f"{self.where} answered {what} with {response.status} and nothing that can be understood",
+                f"{self.where} answered {what} with {response.status} and a malformed body",
                 hint="is it a replicas supervisor of the same release?",
             ) from error
 

@@ -1,6 +1,6 @@
 """The checks of ``replicas doctor``: a run and its ports, and the machine.
 
-Nothing is changed, and no supervisor has to run. Those of the machine alone, which
+They change nothing, and need no running supervisor. Checks of the machine alone, which
 agents do on theirs, are in :mod:`replicas.supervisor.agent.checks`.
 """
 
@@ -26,7 +26,7 @@ from replicas.trust.tokens import OPERATOR_FILE
 
 
 def examine(config: Config | None, state_dir: Path | None) -> Iterator[Finding]:
-    """Run all checks, from the run to the machine. Blocks: with GPUs some seconds.
+    """Run all checks, from the run to the machine. Blocks, with GPUs for seconds.
 
     :param config: of the run, if known. :param state_dir: of the run, if it has one.
     """
@@ -43,7 +43,7 @@ def examine(config: Config | None, state_dir: Path | None) -> Iterator[Finding]:
         yield _run(state_dir, supervisor)
         if supervisor is not None:
             saved = RunState(state_dir / "state.json").peek()
-            agent = saved.agent if saved is not None else None  # it may be no child of this supervisor
+            agent = saved.agent if saved is not None else None  # the agent may not be a child of this supervisor
             ours = family(supervisor, agent.pid if agent is not None else 0)
     if config is not None:
         yield from _plan(config, machine)
@@ -52,9 +52,9 @@ def examine(config: Config | None, state_dir: Path | None) -> Iterator[Finding]:
 
 
 def supervisor_of(state_dir: Path) -> int | None:
-    """Pid of the living supervisor that has this state folder; None: there is none.
+    """Return the pid of the living supervisor of this state folder, or None.
 
-    It may be starting, and not answer yet.
+    The supervisor may be starting, and not answer yet.
     """
     try:
         pid = read_endpoint(state_dir).pid
@@ -108,7 +108,7 @@ def _ports(config: Config, ours: Collection[int]) -> Iterator[Finding]:
 
 
 def _carriers(first: int, listening: Collection[Listener]) -> Finding:
-    """The ports of carriers on this machine, of which one for each rank is enough."""
+    """Check the ports of carriers on this machine; each rank needs one."""
     if not first:
         text = "cluster.carry_port: any free one; where a firewall is between nodes, set it, and open these ports"
         return Finding("ports", "ok", text)

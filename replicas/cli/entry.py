@@ -1,4 +1,4 @@
-"""The console script ``replicas``, with a plain error where the package cannot run."""
+"""The console script ``replicas``, with a plain error where it cannot run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Resolve which run a command addresses: by config, working directory, or address.
+"""Find the run that a command addresses: by config, working directory, or address.
 
 A run must be visible and stoppable while its config has problems. So its state folder
 is found in a config file that need only be TOML: two values suffice, ``name`` and
@@ -39,11 +39,11 @@ ENDPOINT_FILE = "endpoint.json"
 """File in a run's state folder with the address of its supervisor."""
 STATE_FILE, EVENTS_FILE = "state.json", "events.jsonl"
 SILENT_S = 30.0
-"""How long a living supervisor may not answer before a wait for its end gives up."""
+"""Seconds of silence of a living supervisor after which a wait for its end gives up."""
 
 
 class NotTrusted(UsageError):
-    """The state folder is another user's, who would choose where requests are sent."""
+    """The state folder belongs to another user, who could redirect requests."""
 
     default_hint = "give --endpoint HOST:PORT or unix:PATH, or run this as the user of the supervisor"
 
@@ -54,7 +54,7 @@ class NotTrusted(UsageError):
 
 
 def trusted(state_dir: Path) -> Path:
-    """The folder itself, checked to be ours or root's, or missing.
+    """Return the folder, checked to be ours or root's, or missing.
 
     :raises NotTrusted: it is another user's, or other users can write to it.
     """
@@ -82,7 +82,7 @@ class EndpointFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_endpoint(state_dir: Path) -> EndpointFile:
-    """The addresses of the supervisor of this state folder.
+    """Return the addresses of the supervisor of this state folder.
 
     :raises Disconnected: no supervisor has written the file, or it is damaged.
     :raises NotTrusted: the file or the folder is another user's.
@@ -107,8 +107,8 @@ def read_endpoint(state_dir: Path) -> EndpointFile:
 
 
 def _left(state_dir: Path, now: float) -> str:
-    """What goes on of a run that its supervisor has left; empty: it has left none."""
-    from replicas.supervisor.state.run_state import RunState  # its parts are needed for this alone
+    """Describe a detached run whose replicas wait for a supervisor; else return ""."""
+    from replicas.supervisor.state.run_state import RunState  # imported late: other commands do not need its modules
 
     saved = RunState(state_dir / STATE_FILE).peek()
     if saved is None or saved.draining or not saved.agents:
@@ -121,7 +121,7 @@ def _left(state_dir: Path, now: float) -> str:
 
 
 def find_state_dir(folder: Path, *, running: bool = False) -> Path:
-    """The state folder of the only run below ``folder``; living ones go first.
+    """Return the folder of the only run, or only living run, below ``folder``.
 
     :param running: of several runs, one must be running.
     :raises UsageError: several runs have their state there.
@@ -160,7 +160,10 @@ def lives(state_dir: Path) -> bool:
 
 
 def starting(state_dir: Path) -> int:
-    """Pid of the supervisor that has this run, and may not answer yet; 0: none has."""
+    """Return the pid of the supervisor that holds this run's lock, or 0.
+
+    It may not answer yet.
+    """
     try:
         pid, start, *_ = private.read(state_dir / "lock").split() or (b"0", b"0")
         return int(pid) if start_time(int(pid)) == int(start) else 0
@@ -169,7 +172,7 @@ def starting(state_dir: Path) -> int:
 
 
 def how_it_ended(state_dir: Path) -> str:
-    """How the last run of this folder ended, in words; empty: it did not, in order."""
+    """Return how the last run of this folder ended, as text; "" unless in order."""
     last = None
     for record in event_log.tail(state_dir / "events.jsonl"):
         if isinstance(record.event, RunStarted | RunEnded):
@@ -182,7 +185,7 @@ def how_it_ended(state_dir: Path) -> str:
 
 
 def state_dir_of(path: Path) -> Path | None:
-    """The absolute state folder by the config at ``path``; None: not in the file.
+    """Return the absolute state folder that the config names, or None.
 
     :raises BadConfig: it cannot be read.
     """
@@ -235,7 +238,7 @@ class RunEndWatcher:
             if isinstance(error.__cause__, ConnectionRefusedError | FileNotFoundError):
                 return True
         else:
-            dead = start_time(self._pid) is None  # asked first: an orderly exit removes the file before it ends
+            dead = start_time(self._pid) is None  # checked first: an orderly exit removes the file before it ends
             try:
                 named = read_endpoint(self._state_dir).pid
             except Disconnected:
@@ -254,8 +257,9 @@ class RunAddress:
 
     Without ``path`` and ``endpoint`` it is the only run below the working directory.
 
-    :param path: of its config. :param endpoint: ``HOST:PORT`` or ``unix:PATH`` of a
-        supervisor, also on another machine: then there are no files to read.
+    :param path: of its config.
+    :param endpoint: ``HOST:PORT`` or ``unix:PATH`` of a supervisor, also on another
+        machine: then there are no files to read.
     :param token_file: file with its token; default: the run's own, or the one in
         ``REPLICAS_TOKEN_FILE``.
     :raises UsageError: both ``path`` and ``endpoint`` are given.
@@ -274,7 +278,7 @@ class RunAddress:
         try:
             return state_home(absolute(Path()))
         except FileNotFoundError as error:
-            raise UsageError("the current folder has been removed", hint="change into another one") from error
+            raise UsageError("the current folder has been removed", hint="change to another folder") from error
 
     @cached_property
     def config(self) -> Config | None:
@@ -318,10 +322,10 @@ class RunAddress:
             raise
 
     def client(self, *, timeout_s: float = 5.0) -> Client:
-        """A client of the supervisor, over the Unix socket if the run has one.
+        """Return a client of the supervisor, over the Unix socket if the run has one.
 
         :raises Disconnected: the run is not running.
-        :raises BadConfig: nor could it be started.
+        :raises BadConfig: the run is not running, and its config cannot be used.
         """
         ours = frozenset({os.geteuid(), 0})
         if self.endpoint is not None:
@@ -335,7 +339,7 @@ class RunAddress:
         return Client(address, token=token, pid=where.pid, run=where.run, owners=ours, timeout_s=timeout_s)
 
     def status(self, *, timeout_s: float = 5.0) -> RunStatus:
-        """The present state of the run.
+        """Return the present state of the run.
 
         :raises Disconnected: it is not running, or another run has its address now.
         """
@@ -348,7 +352,7 @@ class RunAddress:
         return answer
 
     def looks(self, interval_s: float, end: RunEndWatcher | None = None) -> Iterator[RunStatus | None]:
-        """Poll the state until the run is over; yields None when there was no answer.
+        """Poll the state until the run is over; yield None if there was no answer.
 
         :param end: made before the first poll; default: made now.
         :raises Disconnected: it is not running, or no longer answers.
@@ -367,14 +371,14 @@ class RunAddress:
 
     @property
     def starting(self) -> bool:
-        """True if a supervisor has the run, as far as can be seen from here."""
+        """True if a supervisor holds the run, as far as this machine can tell."""
         try:
             return self.endpoint is None and bool(starting(self.state_dir))
         except ReplicasError:
             return False
 
     def end(self) -> RunEndWatcher:
-        """Watch for the end of the run.
+        """Return a watcher for the end of the run.
 
         :raises Disconnected: it is not running.
         """
@@ -384,7 +388,7 @@ class RunAddress:
         return RunEndWatcher(self.state_dir, pid)
 
     def token(self) -> str:
-        """The token with which a program joins.
+        """Return the token with which a program joins.
 
         :raises UsageError: it is not known here.
         """
@@ -396,10 +400,10 @@ class RunAddress:
         return found
 
     def _read_token(self) -> tuple[str, int | None]:
-        """The token, and the owner of a file that was named for it, if any.
+        """Return the token, and the owner of the file that was named for it, if any.
 
-        Links to that are followed. Read once: the run's own file is deleted with it,
-        and its end may be waited for.
+        Links to that file are followed. The token is read once: the run's own file is
+        deleted at its end, for which the caller may wait.
         """
         if self._token[0]:
             return self._token
@@ -414,4 +418,4 @@ class RunAddress:
         except (OSError, UnicodeDecodeError) as error:
             if self._token_file is not None:
                 raise UsageError(f"cannot read the token in {self._token_file}: {error}") from error
-        return self._token  # pages can be read without
+        return self._token  # pages can be read without a token

@@ -117,7 +117,7 @@ def logs(
     if place.endpoint is None and (previous or not _has_other_nodes(place)):
         found = _from_files(place, selection, follow, previous)
     elif previous:
-        raise UsageError("--previous reads files: it does not go with --endpoint")
+        raise UsageError("--previous reads files, which --endpoint does not have")
     else:
         found = _from_port(place, selection, follow)
     _print_lines(found, as_json=as_json)
@@ -125,7 +125,7 @@ def logs(
 
 def _has_other_nodes(place: RunAddress) -> bool:
     """Return True if the run has other machines, whose logs its supervisor reads."""
-    from replicas.supervisor.state.run_state import RunState  # slow to import: by this command only
+    from replicas.supervisor.state.run_state import RunState  # slow to import: only this command needs it
 
     saved = RunState(place.state_dir / "state.json").peek()
     return saved is not None and any(not agent.local for agent in saved.agents) and lives(place.state_dir)
@@ -163,7 +163,7 @@ def _from_files(
 
 
 def _print_lines(found: Iterator[tuple[LogLine, bool]], *, as_json: bool) -> None:
-    """Print lines unchanged; on a terminal without control codes other than colors."""
+    """Print lines unchanged; on a terminal without control codes but colors."""
     terminal = sys.stdout.isatty()
     for line, many in found:
         if as_json:
@@ -199,9 +199,9 @@ def events(
 ) -> None:
     """Print the events of a run, also of one that is over.
 
-    Without --type and --json, what every version brings is left out: that it was
-    committed, and that a replica serves it; and collectives that went well. So are ends
-    of processes, which the change of state of their replica tells.
+    Without --type and --json, events that every version brings are left out (commits,
+    replicas that serve it), and successful collectives. So are ends of processes, which
+    the change of state of their replica tells.
     """
     if unknown := set(types or ()) - set(TYPES):
         raise UsageError(f"no event has the type {min(unknown)}{nearest(min(unknown), TYPES)}")
@@ -236,7 +236,7 @@ def _tell(console: Screen, record: Record, *, as_json: bool) -> None:
 
 
 def _began(place: RunAddress) -> int:
-    """Number of the last event before the present run, or before the last one."""
+    """Return the number of the last event before the present run, or the last one."""
     starts = (
         record.seq for record in _past(place, 0) if isinstance(record.event, RunStarted) and not record.event.resumed
     )
@@ -244,7 +244,7 @@ def _began(place: RunAddress) -> int:
 
 
 def _past(place: RunAddress, after: int) -> Iterator[Record]:
-    """Recorded events: from the file, which remains after the run, or a remote port."""
+    """Yield recorded events: from the file, or from a remote port."""
     if place.endpoint is not None:
         yield from _decoded(place.client().events(after, follow=False))
         return
@@ -276,7 +276,7 @@ def _decoded(found: Iterator[bytes]) -> Iterator[Record]:
 
 
 def moment(text: str, *, now: float) -> float:
-    """Seconds since 1970 of an age, a time of day (its last occurrence), or a date.
+    """Return seconds since 1970 of an age, a time of day (the last), or a date.
 
     :raises UsageError: the text is none of these.
     """
@@ -291,7 +291,7 @@ def moment(text: str, *, now: float) -> float:
             except (ValueError, OverflowError):
                 continue
             return found if found <= now or said == text.strip() else found - UNITS_S["d"]
-    raise UsageError(f'"{text}" is no time', hint='write "10m" (ago), "14:30", or "2026-11-21 14:30"')
+    raise UsageError(f'"{text}" is not a time', hint='write "10m" (ago), "14:30", or "2026-11-21 14:30"')
 
 
 _MARKS = {"ok": ("+", "green"), "note": ("~", "yellow"), "problem": ("-", "bold red")}
@@ -324,7 +324,7 @@ def doctor(
 
 
 def _here(place: RunAddress) -> Iterator[Finding]:
-    """Findings on this machine; with a living run also of its other nodes."""
+    """Yield findings on this machine; with a living run also of its other nodes."""
     from replicas.cli.doctor import examine, supervisor_of  # imports the supervisor's inspection of the machine
     from replicas.supervisor.agent.checks import Finding
 
@@ -336,13 +336,13 @@ def _here(place: RunAddress) -> Iterator[Finding]:
     yield from examine(config, state_dir)
     try:
         if state_dir is None or supervisor_of(trusted(state_dir)) is None or not lives(state_dir):
-            return  # its nodes are asked by its supervisor, if that answers already
+            return  # its supervisor asks its nodes, if it answers already
         others = {node.name for node in place.status().nodes if not node.local}
         yield from (one for one in (_on_nodes(place, None) if others else ()) if one.node in others)
     except NotTrusted:
-        return  # and nothing of it was examined
+        return  # and none of its files were examined
     except ReplicasError as error:
-        yield Finding("nodes", "problem", f"they cannot be asked: {error.message}", error.hint)
+        yield Finding("nodes", "problem", f"cannot ask the nodes: {error.message}", error.hint)
 
 
 def _on_nodes(place: RunAddress, node: str | None) -> list[Finding]:

@@ -2,7 +2,7 @@
 
 ``python -m replicas.supervisor CONFIG`` is ``replicas run CONFIG``. Exit codes:
 :mod:`replicas.control.exit_codes`. Answers go to stdout, everything else to stderr.
-Only ``run`` starts a supervisor, and only those of versions import torch.
+Only ``run`` starts a supervisor, and only commands for versions import torch.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from replicas.supervisor.console import Console
 __all__ = ["app", "check", "main", "run", "supervisor_main"]
 
 _ANSWER_S = 0.9
-"""How long a check waits for a run that may not be there, or may be stopped."""
+"""Seconds that a check waits for a run that may be absent or stopped."""
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.")]
 
@@ -94,8 +94,8 @@ def check(*, config: ConfigPath, as_json: Json = False) -> None:
     """Check CONFIG and print the resolved plan.
 
     A CONFIG that is invalid, or does not fit this machine, gets exit code 78 and all
-    its problems printed. While its run is alive, where its replicas would be placed on
-    the run's nodes is printed, too, and what would fit on none of them.
+    its problems printed. While its run is alive, the plan also says where the run's
+    nodes would place its replicas, and which of them fit no node.
     """
     loaded = load(config)
     from replicas.supervisor.fleet.outlook import oddities, outlook
@@ -119,21 +119,21 @@ def check(*, config: ConfigPath, as_json: Json = False) -> None:
 
 
 def _foreign_addresses(config: Config) -> Iterator[str]:
-    """Addresses to listen on that this machine does not have, in words."""
+    """Yield a text for each address to listen on that this machine does not have."""
     for key, host in (("control.listen", config.control.host), ("store.bind", config.store.bind)):
         try:
             family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
             with socket.socket(family, kind) as probe:
                 probe.bind(address)
         except OSError as error:
-            yield f"{key}: this machine cannot listen on {host} ({error.strerror}); the supervisor must run on one that can"
+            yield f"{key}: this machine cannot listen on {host} ({error.strerror}); run the supervisor elsewhere"
 
 
 def _nodes(path: Path, config: Config) -> tuple[NodeStatus, ...] | None:
-    """The nodes of the config's run; None: it is not there, or starts."""
+    """Return the nodes of the config's run, or None if it is absent or starting."""
     try:
         found = RunAddress(path).status(timeout_s=_ANSWER_S).nodes
-    except (Disconnected, UsageError):  # a check needs no run, and nobody said that there is one
+    except (Disconnected, UsageError):  # a check needs no run
         return None
     starts = config.cluster.local and not any(node.local for node in found)
     return None if starts else found
@@ -145,7 +145,7 @@ _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Versions": (get, put, verify, mirror),
     "Change": (scale, restart, drain, detach, reset_failed, reload, token),
 }
-"""In the order of ``--help``."""
+"""The commands, in the order of ``--help``."""
 
 for _panel, _commands in _COMMANDS.items():
     for _command in _commands:
@@ -153,7 +153,7 @@ for _panel, _commands in _COMMANDS.items():
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The console script: run one command and return its exit code.
+    """Run one command and return its exit code. This is the console script.
 
     :param arguments: without the program's name (default: those of this process).
     """
@@ -179,18 +179,18 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _written(more: str = "") -> bool:
-    """Write what is left for stdout; False: it takes no more, which is then said.
+    """Flush stdout. Return False, after a message, if it is closed.
 
-    A reader that has seen enough (``head``) needs no word.
+    No message is printed if the reader has closed it (``head``).
 
-    :param more: to try it with.
+    :param more: text to try it with.
     """
     try:
         print(more, end="", flush=True)
     except (OSError, ValueError) as error:
         if not isinstance(error, BrokenPipeError):
             complain(f"standard output cannot be written: {getattr(error, 'strerror', None) or error}")
-        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  # else Python tries it again at its end
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  # else Python flushes it again at its end
         return False
     return True
 

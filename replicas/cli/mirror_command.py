@@ -1,4 +1,4 @@
-"""``replicas mirror``: the newest versions of a channel as folders."""
+"""The command ``mirror``: keep the newest versions of a channel as folders."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def mirror(
 
     DIR/latest is the newest, as a model's folder: programs reload from it. A folder is
     whole or not there, and its version counts as loaded when it is there. DIR may have
-    versions of an earlier run: the newest is what was written last. Only one mirror
-    writes to DIR. Joins as a target of an external group, or as the replica that a
-    supervisor has started. A version that cannot be written (a full disk) is refused,
-    which stderr says.
+    versions of an earlier run: the newest is the one that was written last. Only one
+    mirror writes to DIR. Joins as a target of an external group, or as the replica that
+    a supervisor has started. A version that cannot be written (a full disk) is refused,
+    and a message on stderr says so.
     """
     from replicas.sources.mirror import Mirror  # torch
 
@@ -74,7 +74,7 @@ def _write(kept: Mirror, update: replicas.Update, run: str, term: int) -> None:
     try:
         place = kept.write(file, told)
     except UsageError as error:
-        print(f"version {update.version} is left out: {error}", file=sys.stderr, flush=True)
+        print(f"version {update.version} is refused: {error}", file=sys.stderr, flush=True)
         update.refuse(error)
     else:
         print(f"version {update.version}: {place}", flush=True)
@@ -94,8 +94,11 @@ def _member(place: RunAddress, channel: str, group: str) -> Iterator[replicas.Ch
 
 @contextlib.contextmanager
 def _until_told() -> Iterator[list[int]]:
-    """End the command in good order by SIGTERM, as by an interrupt; yield the signals
-    so far, as what is raised can be lost (``shutil.rmtree`` closes files twice)."""
+    """End the command in order on SIGTERM; yield the signals so far.
+
+    The list is needed as the exception can be lost (``shutil.rmtree`` closes files
+    twice).
+    """
     told: list[int] = []
 
     def end(number: int, frame: FrameType | None) -> NoReturn:

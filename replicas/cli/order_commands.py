@@ -1,4 +1,4 @@
-"""Commands that send orders, and ``wait``, for scripts that go on when it is ready."""
+"""Commands that send orders to a run, and ``wait``, which waits until it is ready."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from replicas.status import GroupStatus, ReplicaStatus, RunStatus
 _LOOK_AGAIN_S = 0.2
 _SCALED_S = 600.0
 _COMING_S = 30.0
-"""How long a run that is to be waited for may take to appear."""
+"""Seconds that a run may take to appear before ``wait`` gives up."""
 
 NoWait = Annotated[bool, typer.Option("--no-wait", help="Return as soon as it has begun.")]
 
@@ -54,11 +54,11 @@ def scale(
 ) -> None:
     """Set GROUP to REPLICAS replicas: starts more, or drains the highest ones.
 
-    Waits for the end of those, and for new ones only with --ready. Holds until the next
-    scale, or until a reload changes the number in the config.
+    Waits until drained replicas have ended, and for new ones only with --ready. Holds
+    until the next scale, or until a reload changes the number in the config.
     """
     if ready and no_wait:
-        raise UsageError("--ready waits, and --no-wait does not: give one of them")
+        raise UsageError("give --ready or --no-wait, not both")
     answer = _send(place, Scale(group=group, replicas=replicas), f"scaling {group}", wait=not no_wait)
     if ready:
         _until_ready(place, group, time.monotonic() + _SCALED_S, "10m")
@@ -79,8 +79,8 @@ def restart(
 ) -> None:
     """Restart a replica, or all of a group. Spends no restart budget.
 
-    Returns when their next generation has begun, with --rolling when all are ready; see
-    also the command wait.
+    Returns when the next generation has begun, with --rolling when all replicas are
+    ready; see also the command wait.
     """
     answer = _send(place, Restart(target=target, rolling=rolling), f"restarting {target}", wait=not no_wait)
     _tell(answer, f"{target}: restarted, and ready" if rolling else f"{target}: starting again", as_json=as_json)
@@ -107,7 +107,7 @@ def drain(
     (stop_timeout) SIGKILL.
     """
     if (node and (target is not None or hurry)) or (undo and not node):
-        raise UsageError("--node goes without TARGET and --hurry, and --undo with --node")
+        raise UsageError("--node excludes TARGET and --hurry, and --undo needs --node")
     order = Drain(target=target, hurry=hurry, node=node or None, undo=undo)
     if node or target is not None:
         what = f"node {node}" if node else target
@@ -127,7 +127,7 @@ def detach(*, place: ThisRun, as_json: Json = False) -> None:
     """End the supervisor alone; the next one takes over its replicas and agents.
 
     For an upgrade, or a restart of the supervisor. Needs run.adopt in the config: the
-    time in which the next one must be started.
+    time within which the next one must be started.
     """
     end = place.end()
     answer = place.client().order(Detach())
@@ -162,7 +162,7 @@ def stacks(*, target: OptionalRanks = None, place: ThisRun, as_json: Json = Fals
     if target is not None and target.count("/") == 2:
         replica, _, rank = target.rpartition("/")
     found: dict[str, str] = _send(place, StacksOrder(target=replica), "asking").result or {}
-    if rank is not None:  # texts of the whole replica say why it has none
+    if rank is not None:  # texts of the whole replica say why a rank is missing
         found = {name: text for name, text in found.items() if name == target or not name.startswith(f"{replica}/")}
         if not found:
             raise UsageError(f'no rank "{target}" runs', hint=f"list its other ranks with: replicas stacks {replica}")
@@ -176,7 +176,7 @@ def stacks(*, target: OptionalRanks = None, place: ThisRun, as_json: Json = Fals
 
 
 def _send(place: RunAddress, order: Order, doing: str, *, wait: bool = True) -> Answer:
-    """Send an order; a terminal shows what it waits for."""
+    """Send an order; on a terminal show progress."""
     with patience(doing):
         return place.client().order(order, wait=wait)
 
@@ -217,14 +217,14 @@ def wait(
 ) -> None:
     """Wait until a replica, a group or (without TARGET) the whole run is ready.
 
-    One that has done its work counts as ready. A run that is only being started is
-    waited for, too: 30 s until it appears. Exit code 1 when it cannot be ready any more
-    (a replica has failed or was drained, the run is over), or not in time.
+    A replica that has done its work counts as ready. A run that is only being started
+    is waited for, too: 30 s until it appears. Exit code 1 if it can no longer become
+    ready (a replica has failed or was drained, the run is over), or not in time.
     """
     checked = config_values.Place(Path())
     seconds = config_values.duration().read(checked, timeout)
     if checked.problems:
-        raise UsageError(f'"{timeout}" is no duration', hint='write --timeout "90s", "10m" or "1h"')
+        raise UsageError(f'"{timeout}" is not a duration', hint='write --timeout "90s", "10m" or "1h"')
     began = time.monotonic()
     found = _until_ready(place, target, began + seconds, timeout)
     if as_json:
@@ -245,8 +245,8 @@ def _until_ready(place: RunAddress, target: str | None, until: float, words: str
             if missing:
                 show_doing(f"waiting for {_named(missing)}")
             if time.monotonic() >= until:
-                what = "nobody answered" if missing is None else f"not ready: {_named(missing)}"
-                raise DeadlineExceeded(f"not within {words}: {what}", hint="replicas status tells why")
+                what = "the run does not answer" if missing is None else f"not ready: {_named(missing)}"
+                raise DeadlineExceeded(f"timed out after {words}: {what}", hint="replicas status tells why")
     raise WorldError("the run is over")
 
 
@@ -270,7 +270,7 @@ def _there(place: RunAddress, until: float, show_doing: Callable[[str], None]) -
 
 
 def chosen(status: RunStatus, target: str | None) -> tuple[GroupStatus, ...]:
-    """The named group, or its group with only the named replica; None: all groups.
+    """Return the named group, or its group with only the named replica, or all groups.
 
     :raises UsageError: there is no such group or replica.
     """
@@ -286,7 +286,7 @@ def chosen(status: RunStatus, target: str | None) -> tuple[GroupStatus, ...]:
 
 
 def unready(status: RunStatus, target: str | None) -> list[ReplicaStatus]:
-    """Replicas to wait for. A group is ready with ``min_ready`` ready or done ones.
+    """Return replicas to wait for, of groups with too few ready or done ones.
 
     :raises WorldError: too few of them can still become ready.
     """

@@ -30,7 +30,7 @@ def ray(
     """
     loaded = load(config)
     try:
-        # By name: what imports Ray is above this package, and imported by nobody else.
+        # imported by name: the module that imports Ray is above this package
         ray_run = importlib.import_module("replicas.integrations.ray_run")
     except ModuleNotFoundError as error:
         if error.name != "ray":

@@ -44,7 +44,7 @@ _GROUP_STATE = ("group", "ready", "not ready", "restarts", "budget left", "failu
 _REPLICA_STATE = ("replica", "state", "for", "restarts", "heartbeat", "loaded", "reason")
 _CHANNEL_STATE = ("channel", "epoch", "version", "live ranks", "synced", "failed", "last sync", "sent")
 _FEW, _FEW_GROUPS, _SENTENCES = 12, 4, 3
-"""Where there are more: replicas that are well are folded, and the others left out."""
+"""Above these numbers healthy replicas are folded, and further groups left out."""
 _TOP_GROUP = ("group", "ready", "not ready", "restarts", "budget left")
 _TOP_REPLICA = ("replica", "state", "for", "heartbeat", "version", "behind", "reason")
 _TOP_CHANNEL = ("channel", "version", "age", "last sync", "behind", "under way")
@@ -89,7 +89,7 @@ def plan(config: Config) -> RenderableType:
 
 
 def outlook(where: Mapping[str, Sequence[str]], waits: Mapping[str, str], nodes: Sequence[NodeStatus]) -> list[str]:
-    """Lines with what each node would run, and with what fits on none, by replica."""
+    """Return a line for each node, and for each replica that fits no node."""
     if not waits and all(node.local for node in nodes):
         return []
     runs = {node.name: [one for one, places in where.items() if node.name in places] for node in nodes}
@@ -102,10 +102,10 @@ def outlook(where: Mapping[str, Sequence[str]], waits: Mapping[str, str], nodes:
 
 
 def fitted(columns: Sequence[Sequence[str]], room: int) -> list[int]:
-    """Return widths of columns that begin with their headings: whole words, then whole
-    cells, then whole headings, those that need the least first.
+    """Return widths of columns that begin with their headings.
 
-    Where even the words do not fit, the longest ones are broken: a path, say.
+    Whole words fit first, then whole cells, then whole headings, the shortest need
+    first. If even the words do not fit, the longest ones (paths) are broken.
     """
     widths = [max(cell_len(word) for cell in column for word in cell.split() or [""]) for column in columns]
     while sum(widths) > max(room, len(widths)):
@@ -126,12 +126,12 @@ def fitted(columns: Sequence[Sequence[str]], room: int) -> list[int]:
 class _Table:
     """A table with the widths of :func:`fitted`.
 
-    Rich alone narrows the widest columns, whatever words they have.
+    Rich alone narrows the widest columns, even if that breaks their words.
     """
 
     def __init__(self, title: str, columns: Iterable[str], rows: Iterable[Iterable[str | Text]]) -> None:
         self._title, self._columns = title, tuple(columns)
-        # no markup in foreign text
+        # foreign text is not markup
         self._rows = [tuple(Text(cell) if isinstance(cell, str) else cell for cell in row) for row in rows]
 
     def __rich_console__(self, console: object, options: ConsoleOptions) -> RenderResult:
@@ -229,7 +229,7 @@ def _title(status: RunStatus) -> Text:
 
 
 def _wrong(status: RunStatus, now: float) -> Iterator[Text]:
-    """What is wrong, or waits up to a known time, a sentence each."""
+    """Yield a sentence for each trouble, or wait of known length."""
     for one in verdict(status, now).troubles:
         if one.level != "note" or one.until is not None:
             lasts = "" if one.since is None else f", for {duration_text(max(0.0, now - one.since))}"
@@ -255,8 +255,8 @@ def run_status(status: RunStatus) -> RenderableType:
 def top_lines(status: RunStatus, now: float, width: int) -> list[Text]:
     """Return the tables of ``replicas top``, each row as one line of this width.
 
-    ``now``: in seconds since 1970. Not by Rich's tables: of hundreds of rows a few are
-    seen, and only those are rendered.
+    ``now``: in seconds since 1970. Rich's tables would render hundreds of rows, of
+    which a few are seen.
     """
     groups, replicas = ill_first(status)
     nodes = status.nodes if len(status.nodes) > 1 or any(not node.local for node in status.nodes) else ()
@@ -269,21 +269,21 @@ def top_lines(status: RunStatus, now: float, width: int) -> list[Text]:
 
 
 def watched(status: RunStatus, now: float, width: int, height: int) -> Group:
-    """Return what fits a screen; of many replicas, those that are ill come first."""
+    """Return the lines that fit a screen; of many replicas, ill ones come first."""
     lines = [_title(status), *islice(_wrong(status, now), _SENTENCES)]
     for line in lines:
         line.truncate(width, overflow="ellipsis")
     folds = sum(len(group.replicas) for group in status.groups) > _FEW
     lines += _folded(status, now, width, height - 1 - len(lines)) if folds else top_lines(status, now, width)
     if len(lines) >= height:
-        shown = max(height - 2, 1)  # the last line is the cursor's
+        shown = max(height - 2, 1)  # the cursor needs the last line
         more = f"{count_text(len(lines) - shown, 'more line')}: `replicas top` scrolls"
         lines[shown:] = [Text(_cut(more, width), style="dim")]
     return Group(*lines)
 
 
 def _folded(status: RunStatus, now: float, width: int, room: int) -> list[Text]:
-    """Ill replicas, channels and ill groups, and a line of those that are well."""
+    """Return lines of ill replicas, channels and groups, and of the healthy."""
     groups, replicas = ill_first(status)
     ill = [one for one in replicas if illness(one) < WELL]
     well = replicas[len(ill) :]
@@ -375,7 +375,7 @@ def _replica_row(replica: ReplicaStatus) -> tuple[str | Text, ...]:
 
 
 def _open_updates(replica: ReplicaStatus) -> str:
-    """The updates that it has had open for long: others may wait for the slot."""
+    """Return the updates that the replica has had open for long."""
     open_s = sorted(replica.open_s.items())
     return ", ".join(f"update of {name} open for {duration_text(s)}" for name, s in open_s if s > OPEN_S)
 
@@ -410,7 +410,7 @@ def _channel_state_row(channel: ChannelStatus) -> tuple[str, ...]:
 
 
 def event_line(record: Record) -> Text:
-    """``20:07:51     12  rollout/1          ready after 2.1 s``."""
+    """Return a line such as ``20:07:51 12 rollout/1 ready after 2.1 s``."""
     who, what, tone = in_words(record.event, record.at)
     clock = time.strftime("%H:%M:%S", time.localtime(record.at))
     return Text.assemble(

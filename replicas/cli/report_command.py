@@ -1,5 +1,4 @@
-"""The command ``report``: a run's page in one file, for when the run is over, and its
-timeline."""
+"""The command ``report``: write a run's page, or its timeline, as one file."""
 
 from __future__ import annotations
 
@@ -40,19 +39,18 @@ def report(
     ] = None,
     demo: Annotated[bool, typer.Option("--demo", help="Show a recorded run, in place of STATE_DIR.")] = False,
 ) -> None:
-    """Write the page of a run, also of one that is over, as one HTML file, or its
-    timeline.
+    """Write the page of a run, or its timeline, as one file, also after the run's end.
 
     The page opens in any browser, without a network. It has the last lines of programs
-    that failed: show it to those who may read the run's logs.
+    that failed: show it only to readers who may read the run's logs.
     """
     if demo and run is not None:
         raise UsageError("give STATE_DIR or --demo, not both")
-    from replicas.page.report import recorded  # these are needed by this command alone
+    from replicas.page.report import recorded  # imported late: only this command needs these
     from replicas.page.report import report as page_of
 
     def told() -> Iterable[Record]:
-        """The events one by one: a long run has more than memory should hold."""
+        """Return the events one by one: a long run has more than memory should hold."""
         return recorded(time.time()) if demo else _events(run)
 
     if output is not None or trace is None:

@@ -1,4 +1,4 @@
-"""The command ``slurm``: a run as a job of Slurm's, and its parts within one."""
+"""The command ``slurm``: submit a run as a Slurm job, and run its parts within one."""
 
 from __future__ import annotations
 
@@ -79,8 +79,9 @@ def slurm(
 
 
 def queued(place: RunAddress) -> str | None:
-    """Where Slurm has a job of this user that is named like the run, and what it waits
-    for, in words; None: there is none, or Slurm does not answer.
+    """Return number, state and reason of the run's job in Slurm's queue, as text.
+
+    None if this user has no job with the run's name, or Slurm does not answer.
     """
     if place.config is None or shutil.which("squeue") is None:
         return None
@@ -99,9 +100,9 @@ def own_command(config: Config) -> list[str]:
 
 
 def _order(config: Config, given: dict[str, Any]) -> SlurmConfig:
-    """The table of the config, with what the command line gives in its place.
+    """Return the config's table with the values of the command line in their places.
 
-    :raises UsageError: an option has no valid value.
+    :raises UsageError: an option has an invalid value.
     """
     place = Place(Path())
     read = config_tables.read(place, given, SlurmConfig)
@@ -116,9 +117,10 @@ def _order(config: Config, given: dict[str, Any]) -> SlurmConfig:
 
 
 def _submitted(text: str) -> str:
-    """The number of the job.
+    """Submit the script and return the number of the job.
 
-    :raises UsageError: there is no sbatch. :raises WorldError: it refused the script.
+    :raises UsageError: there is no sbatch.
+    :raises WorldError: sbatch refused the script.
     """
     try:
         done = subprocess.run(

@@ -1,15 +1,15 @@
 """The parts of a run in a Slurm job: the supervisor, and one agent on each node.
 
-The nodes share the run's state folder, so that the job can go on elsewhere when it is
-queued again. There the supervisor writes where the agents join it, in a file that has
-the job, its restart and the step in its name: what an earlier start has left is never
-taken for it. The file follows the run's token, and is removed when the run is over.
+The nodes share the run's state folder, so that the job can continue on other nodes when
+it is queued again. The supervisor writes the address for its agents there, in a file
+named after the job, its restart and the step: agents never take the file of an earlier
+start for it. The file follows the run's token, and is removed when the run is over.
 
-An agent runs in a child of the task. One that was killed is started again, and so is
-one that has lost a supervisor that may still be there, or had a token that was
-replaced; the supervisor gives it what belongs on its node. One that ends for another
-reason ends the task. Slurm's signals reach every process of a job, so the task itself
-ignores them, and waits for its agent, which leaves in order.
+An agent runs in a child of the task. It is started again if it was killed, if it lost a
+supervisor that may still be alive, or if its token was replaced; the supervisor tells
+it which replicas belong on its node. An agent that ends for another reason ends the
+task. Slurm's signals reach every process of a job, so the task itself ignores them, and
+waits for its agent, which leaves in order.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ _SCONTROL_S = 10.0
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """This task of a Slurm job, as its environment says.
+    """This task of a Slurm job, read from its environment.
 
-    :ivar names: of all nodes, if Slurm says them.
+    :ivar names: of all nodes, if Slurm names them.
     :ivar start: the job and its restart, the same for all parts of one start of the
         run, of which an allocation may have several.
     """
@@ -74,20 +74,21 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, environ: Mapping[str, str], *, whole_run: bool) -> Task:
-        """:param whole_run: a step of its own is the run; else the batch script is.
+        """Read the task from Slurm's variables.
 
-        :raises UsageError: this is no process of a Slurm job, or one of several of a
-            step on its node.
+        :param whole_run: a step of its own is the run; else the batch script is.
+        :raises UsageError: this process does not belong to a Slurm job, or its step has
+            several tasks on this node.
         """
         job = environ.get("SLURM_JOB_ID")
         if job is None:
             raise UsageError(
-                "this is no task of a Slurm job: SLURM_JOB_ID is not set",
+                "this is not a task of a Slurm job: SLURM_JOB_ID is not set",
                 hint="use srun, or submit the script that `replicas slurm CONFIG` prints",
             )
         if whole_run and environ.get("SLURM_LOCALID", "0") != "0":
             raise UsageError(
-                "a node of a run has one task, and this is a further one",
+                "a node of a run may have only one task, and this is another one",
                 hint="start the step with --ntasks-per-node=1",
             )
         step = environ.get("SLURM_STEP_ID", "") if whole_run else "batch"
@@ -100,12 +101,12 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def invitation(self, config: Config) -> Path:
-        """The file with what the agents join with."""
+        """Return the path of the file from which the agents read their invitation."""
         return config.run.state_dir / f"slurm-{self.start}.join"
 
 
 def host_names(text: str) -> tuple[str, ...]:
-    """The names in a list as Slurm writes it, such as ``n[01-03,7],head``."""
+    """Return the names in a list as Slurm writes it, such as ``n[01-03,7],head``."""
     found: list[str] = []
     for name in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
         before, bracket, rest = name.partition("[")
@@ -113,7 +114,7 @@ def host_names(text: str) -> tuple[str, ...]:
         for part in numbers.split(",") if bracket else ():
             first, _, last = part.partition("-")
             if not (first.isdecimal() and (last or first).isdecimal()):
-                return ()  # only a message lacks them
+                return ()  # only a message lacks the names then
             each = range(int(first), int(last or first) + 1)
             found += [one for number in each for one in host_names(f"{before}{number:0{len(first)}}{after}")]
         found += () if bracket else (name,)
@@ -123,8 +124,8 @@ def host_names(text: str) -> tuple[str, ...]:
 def run_part(config: Config, part: Literal["all", "supervisor", "agent"]) -> int:
     """Run the part to its end, and return the exit code of the task.
 
-    :raises UsageError: this is no task of a Slurm job, or the nodes cannot reach this
-        one.
+    :raises UsageError: this is not a task of a Slurm job, or the nodes cannot reach
+        this one.
     """
     task = Task.of(os.environ, whole_run=part == "all")
     if part == "agent" or (part == "all" and task.index > 0):
@@ -139,17 +140,17 @@ def run_part(config: Config, part: Literal["all", "supervisor", "agent"]) -> int
 
 
 class _InvitationFile:
-    """What the agents of a job join with, while this supervisor has the run."""
+    """The file with the invitation of a job's agents, present during the run."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._ours = False
 
     def write(self, supervisor: Supervisor) -> None:
-        """Write it; WorldError: it cannot be written."""
+        """Write the file; raise WorldError if that fails."""
         try:
             for old in self._path.parent.glob("slurm-*.join"):
-                if old != self._path:  # of a start that was killed
+                if old != self._path:  # the start that wrote it was killed
                     private.remove(old)
             private.replace(self._path, f"{invitation(supervisor)}\n".encode())
         except OSError as error:
@@ -160,9 +161,9 @@ class _InvitationFile:
         self._ours = True
 
     def remove(self) -> None:
-        """Remove it, unless another supervisor of the job has written it."""
+        """Remove the file, unless another supervisor of the job has written it."""
         if self._ours:
-            with contextlib.suppress(OSError):  # the run's own end is what counts, and the next start removes it
+            with contextlib.suppress(OSError):  # the next start removes it
                 private.remove(self._path)
 
 
@@ -182,16 +183,16 @@ def _supervise(config: Config, task: Task) -> int:
 
 
 def _on_job(config: Config, task: Task) -> Config:
-    """The config as the job runs it; UsageError: its nodes cannot reach this one."""
+    """Return the job's config; raise UsageError if nodes cannot reach this one."""
     needed = is_loopback(config.control.host) or is_loopback(config.store.bind)
     return on_cluster(config, _own_address(task) if needed else "", task.nodes)
 
 
 def _own_address(task: Task) -> str:
-    """The address at which the other nodes of the job reach this one.
+    """Return the address at which the other nodes of the job reach this one.
 
-    A node's own name may lead to 127.0.1.1, as Debian's installer has it. Slurm knows
-    how it reaches the node itself, and the route to another node has its own end.
+    A node's own name may lead to 127.0.1.1, as Debian's installer sets it up. Slurm
+    knows how it reaches the node itself, and the route to another node has its own end.
 
     :raises UsageError: only loopback was found, and there are other nodes.
     """
@@ -213,7 +214,7 @@ def _own_address(task: Task) -> str:
 
 
 def _address_of(name: str) -> str:
-    """The first address of this name that is none of loopback; empty: there is none."""
+    """Return the first address of this name that is not loopback, or ""."""
     with contextlib.suppress(OSError):
         for *_, place in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM) if name else ():
             if not is_loopback(str(place[0])):
@@ -222,7 +223,7 @@ def _address_of(name: str) -> str:
 
 
 def _slurms_address(node: str) -> str:
-    """``NodeAddr`` of the node, as Slurm has it; empty: it does not say."""
+    """Return ``NodeAddr`` of the node, as Slurm has it, or ""."""
     try:
         told = subprocess.run(
             ["scontrol", "--oneliner", "show", "node", node], capture_output=True, timeout=_SCONTROL_S, check=False
@@ -234,7 +235,7 @@ def _slurms_address(node: str) -> str:
 
 
 def _end_of_route(there: str) -> str:
-    """This machine's address on the way to another; empty: there is no way."""
+    """Return this machine's address on the route to another, or "" without a route."""
     family = socket.AF_INET6 if ":" in there else socket.AF_INET
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((there, 9))  # sends nothing
@@ -247,9 +248,9 @@ def _end_of_route(there: str) -> str:
 
 
 def without_step(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what makes this process a task of Slurm's.
+    """Return the environment without the variables of a Slurm task.
 
-    Lightning, MPI and others would take the ranks for one.
+    Lightning, MPI and others would otherwise take the ranks for Slurm tasks.
     """
     return {
         name: value for name, value in environ.items() if name not in _IDENTITIES and not name.startswith(_OF_STEPS)
@@ -258,7 +259,7 @@ def without_step(environ: Mapping[str, str]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _own_agent(config: Config, task: Task) -> Iterator[None]:
-    """The agent of the supervisor's own node, beside it."""
+    """Run the agent of the supervisor's own node, in a child process."""
     pid = _forked(lambda: _agent(config, task), signal.SIGTERM)
     pidfd = os.pidfd_open(pid)
     try:
@@ -297,7 +298,7 @@ def _agent(config: Config, task: Task) -> int:
 
 
 def _why_again(code: int, used: str, now: str) -> str:
-    """Why there is to be another agent after one has ended with ``code``; empty: not.
+    """Return why another agent must follow one that ended with ``code``, or "".
 
     :param used: its invitation. :param now: the present one.
     """
@@ -311,7 +312,7 @@ def _why_again(code: int, used: str, now: str) -> str:
 
 
 def _is_closed(invitation: str) -> bool:
-    """True if the supervisor's machine is there, and no supervisor on it."""
+    """Return True if the supervisor's machine answers without a supervisor."""
     host, _, port = invitation.rpartition("@")[2].rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), _PROBE_S).close()
@@ -323,9 +324,9 @@ def _is_closed(invitation: str) -> bool:
 
 
 def _forked(work: Callable[[], int], last: signal.Signals) -> int:
-    """The pid of a child that does the work, and gets ``last`` when this process ends.
+    """Fork a child that does the work, and gets ``last`` when this process ends.
 
-    Call it while this process has no other thread.
+    Return its pid. Call it while this process has no other thread.
     """
     parent = os.getpid()
     with naming_limits():
@@ -339,7 +340,7 @@ def _forked(work: Callable[[], int], last: signal.Signals) -> int:
     except ReplicasError as error:
         complain(str(error))
         code = FAILED
-    except BaseException:  # noqa: BLE001  # nothing else could report it
+    except BaseException:  # noqa: BLE001  # no other process could report it
         traceback.print_exc()
     finally:
         sys.stdout.flush()
@@ -364,7 +365,7 @@ def _read(path: Path) -> str:
 
 
 def _wait_for(path: Path, came: list[int]) -> str:
-    """The invitation, once it is there; empty: the job ends before.
+    """Return the invitation, once it is there; "" if the job ends before.
 
     :raises WorldError: it did not come in time.
     """

@@ -2,14 +2,14 @@
 
 The script starts the supervisor on the first node, and by ``srun`` one agent on each
 node; their parts are in :mod:`replicas.cli.slurm_job`. It lives as long as the
-supervisor, so the job ends with the run, and Slurm ends what is left.
+supervisor, so the job ends with the run, and Slurm ends the remaining processes.
 
-Slurm says that the job is about to be taken away by SIGTERM: to the script alone
-``grace`` before the time limit (``--signal=B:TERM``) or, with ``send_user_signal``,
-before a preemption; to every process of the job when it is requeued or cancelled at
-once. For the supervisor all of these are a preemption: it drains and exits with 75, and
-its state stays. Then the script puts the job back into the queue, unless Slurm has
-already ended it: a job that was cancelled must not come back.
+Slurm announces the end of the job by SIGTERM: to the script alone ``grace`` before the
+time limit (``--signal=B:TERM``) or, with ``send_user_signal``, before a preemption; to
+every process of the job when it is requeued or cancelled at once. For the supervisor
+all of these are a preemption: it drains and exits with 75, and its state stays. Then
+the script puts the job back into the queue, unless Slurm has already ended it: a job
+that was cancelled must not come back.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from replicas.control.exit_codes import PREEMPTED
 from replicas.errors import UsageError
 
 _MARGIN_S = 30.0
-"""For the end of the agents, and for Slurm to send the signal."""
+"""Time for the end of the agents, and for Slurm to send the signal."""
 _EARLIER_S = 60.0
-"""How much earlier than asked Slurm may send it."""
+"""How much earlier than requested Slurm may send the signal."""
 
 _BODY = """
 # What it says has lines of the programs' output, which is the user's alone, as the logs are.
@@ -76,13 +76,13 @@ exit "$code"
 def script(config: Config, order: SlurmConfig, command: Sequence[str]) -> str:
     """Return the script of the run.
 
-    :param order: what to ask of Slurm.
+    :param order: resources and limits to request from Slurm.
     :param command: runs the command ``replicas slurm CONFIG``, with absolute paths.
-    :raises replicas.errors.UsageError: the job would drain as it starts, for ever.
+    :raises replicas.errors.UsageError: the job would drain as it starts, forever.
     """
     _refuse_too_short(config, order)
     head = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(config, order))]
-    # A job that may lose nodes goes on without them only if its step may, too.
+    # A job that may lose nodes continues without them only if its step may, too.
     step = ["--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0", "--no-kill"]
     if order.cpus_per_node is not None:
         step.append(f"--cpus-per-task={order.cpus_per_node}")  # srun does not take it from the job
@@ -112,7 +112,7 @@ def _options(config: Config, order: SlurmConfig) -> Iterator[str]:
 
 
 def grace_s(config: Config, order: SlurmConfig) -> float:
-    """How long before its end the job is told."""
+    """Return how many seconds before its end the job is told."""
     if order.grace_s is not None:
         return order.grace_s
     return max(group.drain_timeout_s + group.stop_timeout_s for group in config.groups.values()) + _MARGIN_S
@@ -130,7 +130,7 @@ def _refuse_too_short(config: Config, order: SlurmConfig) -> None:
 
 
 def time_text(seconds: float) -> str:
-    """The duration in Slurm's form, in whole minutes: ``1-02:30:00``."""
+    """Return the duration in Slurm's form, in whole minutes: ``1-02:30:00``."""
     hours, minutes = divmod(math.ceil(seconds / 60), 60)
     days, hours = divmod(hours, 24)
     return f"{days}-{hours:02}:{minutes:02}:00"

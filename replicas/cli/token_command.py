@@ -1,4 +1,4 @@
-"""The command ``token``: show and replace a run's tokens, or make a new run's."""
+"""The command ``token``: show and replace a run's tokens, or make new ones."""
 
 from __future__ import annotations
 
@@ -38,21 +38,22 @@ def token(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Print the run's tokens. A member token lets a program join channels; an operator
-    token also lets a person or an agent give orders.
+    """Print the run's tokens.
 
-    A token names the key of the control port, where that speaks TLS. It is a secret.
+    A member token lets a program join channels; an operator token also lets a person or
+    an agent give orders. A token names the key of the control port if that speaks TLS.
+    It is a secret.
     """
     if role is not None and role not in ROLES:
-        raise UsageError(f'"{role}" is no role', hint=f"name {' or '.join(ROLES)}")
+        raise UsageError(f'"{role}" is not a role', hint=f"name {' or '.join(ROLES)}")
     if make_in is not None:
         print("\n".join(make(make_in)))
         return
     if join and (role is not None or rotate or revoke_old or as_json):
-        raise UsageError("--join shows the operator's token, and goes with no other option")
+        raise UsageError("--join shows the operator's token, and takes no other option")
     chosen: Role | None = "operator" if join else role
     if rotate and chosen is None:
-        raise UsageError("which token is to be replaced?", hint="add --role member or --role operator")
+        raise UsageError("--rotate needs a role", hint="add --role member or --role operator")
     order = TokensOrder(role=chosen, rotate=rotate, revoke_old=revoke_old, force=force)
     found: dict[Role, dict[str, str]] = place.client().order(order).result or {}
     if join:
@@ -63,11 +64,11 @@ def token(
         print(found[chosen]["token"])
     else:
         for name, one in found.items():
-            print(f"{name:10}{one['token']}{'  (the one before is valid, too)' if one['old_is_valid'] else ''}")
+            print(f"{name:10}{one['token']}{'  (the previous one is still valid)' if one['old_is_valid'] else ''}")
 
 
 def make(folder: Path) -> list[str]:
-    """Make a key and tokens in a folder of their own; lines for a config.
+    """Make a key and tokens in a folder of their own; return lines for a config.
 
     :raises UsageError: there is a key already, or the folder cannot be used.
     """

@@ -1,20 +1,19 @@
-"""The command ``top``: a run in a terminal, as it is now: what is wrong, and why.
+"""The command ``top``: a live view of a run in a terminal.
 
 Theory of operation
 ===================
 
-Two threads ask, and this one draws, so that a key acts at once while a supervisor is
-slow, or away::
+Two threads send requests, and the main thread draws, so that a key acts at once while a
+supervisor is slow, or away::
 
     status, once each interval ─┐
                                 ├──▶ _Seen ──▶ a frame, when something is new, a key
     events, as they come ───────┘              was pressed, or the terminal has changed
 
-A supervisor that does not answer is waited for: the last state stays, with its age, and
-the next supervisor of the run is found as it comes. A frame has a head (what is wrong),
-a part that scrolls (groups, replicas, channels, nodes), the newest events, and a line
-of keys. Rich owns the alternate screen; whatever ends this, a signal too, gives the
-terminal back as it was.
+While no supervisor answers, the last state stays, with its age, until the next
+supervisor of the run answers. A frame has a head (troubles), a part that scrolls
+(groups, replicas, channels, nodes), the newest events, and a line of keys. Rich owns
+the alternate screen; at any end, also by a signal, the terminal is restored.
 """
 
 from __future__ import annotations
@@ -54,9 +53,9 @@ _EVENTS = 200
 _TICK_S = 0.1
 _AGAIN_S = 1.0
 _SENTENCE = 3
-"""Lines of the sentence that says what is wrong, at most."""
+"""Most lines of the sentence about the worst trouble."""
 _TROUBLES = 3
-"""Sentences in the head; more of them are counted."""
+"""Sentences in the head; further ones are counted."""
 _KEYS = {b"\x1b[A": -1, b"\x1bOA": -1, b"k": -1, b"\x1b[B": 1, b"\x1bOB": 1, b"j": 1, b"\r": 1, b"\n": 1}
 _KEY = re.compile(rb"\x1b\[[0-9;]*.|\x1bO.|.", re.DOTALL)
 _PAGES = {b"\x1b[5~": -1, b"b": -1, b"\x1b[6~": 1, b" ": 1}
@@ -70,11 +69,11 @@ def top(
     place: ThisRun,
     interval: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="Between two looks.")] = 1.0,
 ) -> None:
-    """Show a run in the terminal as it is now: what is wrong, in a sentence; groups,
-    replicas, channels and nodes; the newest events.
+    """Show a live view of a run in the terminal.
 
-    It goes on with the next supervisor of the run. Keys: q ends it; arrows, space, b, g
-    and G scroll.
+    First what is wrong, in sentences; then groups, replicas, channels, nodes and the
+    newest events. It continues with the next supervisor of the run. Keys: q ends it;
+    arrows, space, b, g and G scroll.
     """
     screen = Screen()
     if not screen.is_terminal or screen.is_dumb_terminal:
@@ -84,13 +83,13 @@ def top(
     for thread in threads:
         thread.start()
     while _suspended(seen, screen):
-        signal.raise_signal(signal.SIGTSTP)  # it goes on when the shell says so (fg)
+        signal.raise_signal(signal.SIGTSTP)  # it continues when the shell says so (fg)
     if seen.over:
         screen.print(f"the run is over: {seen.over}")
 
 
 def _suspended(seen: _Seen, screen: Screen) -> bool:
-    """Draw until the end; True: the terminal is given back for a while (Ctrl-Z)."""
+    """Draw until the end; return True if the user suspends the command (Ctrl-Z)."""
     suspends: list[int] = []
     frame = _Frame(seen, screen)
     with _signals(suspends), _keys() as keys, Live(console=screen, screen=True, auto_refresh=False) as live:
@@ -101,7 +100,7 @@ def _suspended(seen: _Seen, screen: Screen) -> bool:
 
 
 class _Seen:
-    """What is known of the run; each thread writes attributes of its own."""
+    """The known state of the run; each thread writes attributes of its own."""
 
     def __init__(self, place: RunAddress, status: RunStatus) -> None:
         self._place = place
@@ -112,7 +111,7 @@ class _Seen:
         """Grows with each change."""
 
     def look(self, interval_s: float) -> None:
-        """Ask for the status, until the run is over."""
+        """Request the status in a loop, until the run is over."""
         while not self.over:
             time.sleep(interval_s)
             try:
@@ -136,18 +135,18 @@ class _Seen:
         """Follow the events, over lost connections and supervisors."""
         after = max(0, self.status.newest_event - _EVENTS)
         while not self.over:
-            with contextlib.suppress(ReplicasError):  # the status says that nobody answers
+            with contextlib.suppress(ReplicasError):  # the status shows that there is no answer
                 for text in self._place.client().events(after):
                     with contextlib.suppress(*MALFORMED):  # an event of a newer release; an empty line keeps alive
                         record = decode(text)
                         after = record.seq
                         self.events.append(record)
                         self.changes += 1
-            time.sleep(_AGAIN_S)  # also after a stream that ended in order, as a supervisor that stops ends each
+            time.sleep(_AGAIN_S)  # also after a stream that ended in order: a supervisor that stops ends each
 
 
 class _Frame:
-    """What is drawn, as many lines as the terminal has."""
+    """The lines of one frame, as many as the terminal has."""
 
     def __init__(self, seen: _Seen, screen: Screen) -> None:
         self._seen, self._screen = seen, screen
@@ -155,7 +154,7 @@ class _Frame:
         self._drawn: object = None
 
     def take(self, key: bytes) -> bool:
-        """Act on a key; False: end."""
+        """Act on a key; return False if it ends the command."""
         before = self._first
         self._first += _KEYS.get(key, 0) + _PAGES.get(key, 0) * max(1, self._page - 1)
         self._first = max(0, min(_ENDS.get(key, self._first), self._lines - self._page))
@@ -164,7 +163,7 @@ class _Frame:
         return key != b"q"
 
     def stale(self, size: object) -> bool:
-        """Return whether there is something new to draw."""
+        """Return whether there is anything new to draw."""
         now = (self._seen.changes, size)
         before, self._drawn = self._drawn, now
         return before != now
@@ -220,8 +219,7 @@ def _head(seen: _Seen, found: Verdict) -> Iterator[Text]:
 
 @contextlib.contextmanager
 def _signals(suspends: list[int]) -> Iterator[None]:
-    """Let a signal end this as an error does, or be noted in ``suspends`` (Ctrl-Z), so
-    that the terminal is given back."""
+    """On signals raise SystemExit, or note Ctrl-Z in ``suspends``."""
 
     def end(signum: int, _frame: object) -> None:
         raise SystemExit(128 + signum)
@@ -242,7 +240,7 @@ def _no_keys(timeout_s: float) -> list[bytes]:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], list[bytes]]]:
-    """Read keys at once and unseen: the function waits for some, for so many seconds.
+    """Read keys at once and unseen: yield a function that waits for some, in seconds.
 
     A key that is held down comes several times in one read.
     """

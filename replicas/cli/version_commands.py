@@ -1,8 +1,8 @@
-"""Versions by hand: ``get``, ``put`` and ``verify``, as a member for that long.
+"""The commands ``get``, ``put`` and ``verify``, which join as a member for one version.
 
-The member is an own replica of an external group, which leaves as soon as it has the
-file of the version, before it copies or compares: a mapping of that file stays as it is
-whatever is published later, so a slow disk holds up no publish.
+The member is a replica of its own in an external group. It leaves as soon as it has the
+file of the version, before it copies or compares: a mapping of that file does not
+change when later versions are published, so a slow disk delays no publish.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OrNewer = Annotated[int | None, typer.Option(metavar="N", min=1, help="This vers
 
 
 class _Got(NamedTuple):
-    """A version that is here: ``file``, a descriptor of its bytes, which stay."""
+    """A version on this host; ``file``: a descriptor of its immutable bytes."""
 
     file: int
     facts: dict[str, Any]
@@ -61,9 +61,8 @@ def get(
 ) -> None:
     """Write the newest version of CHANNEL to a safetensors file.
 
-    The file is whole or not there, and its header says which version it is and what the
-    publisher said of it. Joins as a target of an external group, and leaves before it
-    writes.
+    The file is whole or not there, and its header has the version and the publisher's
+    meta. Joins as a target of an external group, and leaves before it writes.
     """
     from replicas.sources.version_file import save  # torch: imported by these commands only
 
@@ -88,7 +87,7 @@ def put(
     """Publish a safetensors file, or a model's folder, as a version of CHANNEL.
 
     Joins as a source of an external group. The version lives on in the targets, so
-    there must be one. What ``replicas get`` wrote is published with its ``meta``.
+    there must be one. A file of ``replicas get`` is published with its ``meta``.
     """
     from replicas.sources.checkpoint import checkpoint
 
@@ -105,7 +104,7 @@ def put(
     print(json_text(facts | {"members": took}) if as_json else f"{text}{receipt.digest}: {', '.join(took) or 'nobody'}")
     if not took:
         hint = "start a target before the next one, or set min_targets = 1 for the channel, which waits for one"
-        raise SyncError("no target was there, and the version is gone with this command", hint=hint)
+        raise SyncError("no target took the version, which is gone with this command", hint=hint)
 
 
 @command(failed=FAILED)
@@ -124,8 +123,8 @@ def verify(
 ) -> None:
     """Compare the version of CHANNEL on this host with its digest, and with FILE.
 
-    All bytes are read again, and all tensors of FILE compared bit by bit. Exit code 1:
-    something differs, which is printed.
+    All bytes are read again, and all tensors of FILE compared bit by bit. Exit code 1
+    if they differ; the differences are printed.
     """
     from replicas.sources.checkpoint import checkpoint, differences
     from replicas.sources.version_file import digest
@@ -149,7 +148,7 @@ def verify(
 def _got(
     place: RunAddress, channel: str, group: str, deadline_s: float, version: int | None, at_least: int | None
 ) -> Iterator[_Got]:
-    """The newest version, with no member left that holds up others."""
+    """Yield the newest version, after its member has left the channel."""
     if version is not None and at_least is not None:
         raise UsageError("give --version or --at-least, not both")
     with (
@@ -172,7 +171,7 @@ def _got(
 
 @contextlib.contextmanager
 def membership(place: RunAddress, channel: str, role: str, group: str, deadline_s: float) -> Iterator[replicas.Channel]:
-    """A membership of the channel, as a replica of its own of an external group."""
+    """Join the channel as a replica of its own in an external group, then leave."""
     status = place.status()
     named = {one.name: getattr(one, role) for one in status.channels}
     if channel not in named:

@@ -197,10 +197,10 @@ def test_two_runs_are_started_in_the_background_and_waited_for(tmp_path: Path, r
 HELPFUL = [
     (["scale", "c", "1"], 'no group "c" (groups: a, b)'),
     (["restart", "a/9"], 'no replica "a/9"'),
-    (["restart", "run.toml"], '"run.toml" is no group or replica (write CONFIG after it, or -c CONFIG)'),
+    (["restart", "run.toml"], '"run.toml" is not a group or replica (write CONFIG after it, or -c CONFIG)'),
     (["drain", "c"], 'no group "c"'),
     (["logs", "c"], "there is no log of c"),
-    (["logs", "--since", "noon"], '"noon" is no time'),
+    (["logs", "--since", "noon"], '"noon" is not a time'),
     (["scale", "a"], "Missing argument 'REPLICAS'"),
     (["scale", "a", "x"], "'REPLICAS'"),
     (["status", "run.toml", "-c", "run.toml"], "give CONFIG once"),

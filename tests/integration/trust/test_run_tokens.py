@@ -92,14 +92,14 @@ def test_tokens_are_shown_and_replaced(
         assert others.says(trainer) == "joined 0"
         second = replicas("--role", "member", "--rotate").strip()
         assert second == token_of(run) != first
-        assert "(the one before is valid, too)" in replicas()
+        assert "(the previous one is still valid)" in replicas()
         assert JoinToken.parse(second).key == JoinToken.parse(first).key
         assert others.publish(trainer, 1.0) == "1"
         assert replicas("--role", "member", "--revoke-old").strip() == second
         assert "(the one before" not in replicas()
         assert others.publish(trainer, 2.0) == "2"  # it has read the new one
         assert "add --role member or --role operator" in replicas("--rotate", code=2)
-        assert '"boss" is no role' in replicas("--role", "boss", code=2)
+        assert '"boss" is not a role' in replicas("--role", "boss", code=2)
         operator = token_of(run, "operator")
         replicas("--role", "operator", "--rotate")
         Client(run.endpoint(), token=operator).order(Scale(group="rollout", replicas=1))

@@ -237,7 +237,7 @@ def test_check_names_what_is_valid_but_hardly_meant(folder: Path, capsys: pytest
         "note: channel c has no targets: nobody receives its versions",
         "note: group rollout is on no channel: it shares no weights",
         "note: control.listen: this machine cannot listen on 192.0.2.1 (Cannot assign requested address); "
-        "the supervisor must run on one that can",
+        "run the supervisor elsewhere",
     ]
 
 
@@ -552,7 +552,7 @@ def test_of_several_runs_the_living_one_is_meant(folder: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("pid", "hint"),
     [
-        (os.getpid(), f"its supervisor, process {os.getpid()}, is there, and busy"),
+        (os.getpid(), f"its supervisor, process {os.getpid()}, is alive, but busy"),
         (2**22 + 1, "process 4194305, is dead"),
     ],
     ids=["busy", "dead"],  # without a pid: every worker of xdist must find the same names
@@ -605,8 +605,8 @@ def test_the_end_of_a_run_elsewhere() -> None:
     ("code", "answer", "message"),
     [
         (404, b"", "answered GET /status with 404 (is it a replicas supervisor?)"),
-        (200, b"<html>", "sent no status of a run: JSON is malformed"),
-        (200, b"{}", "sent no status of a run: Object missing required field `run`"),
+        (200, b"<html>", "sent an invalid status: JSON is malformed"),
+        (200, b"{}", "sent an invalid status: Object missing required field `run`"),
     ],
 )
 def test_an_answer_of_something_else(

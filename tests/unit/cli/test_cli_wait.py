@@ -141,7 +141,7 @@ def test_it_ends_in_time_and_says_who_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert wait_for(monkeypatch, FakePlace(run_of(READY, STARTING)), "rollout", "-t", "20ms") == 1
-    expected = "replicas: not within 20ms: not ready: rollout/1 (has not joined) (replicas status tells why)\n"
+    expected = "replicas: timed out after 20ms: not ready: rollout/1 (has not joined) (replicas status tells why)\n"
     assert capsys.readouterr().err == expected
 
 
@@ -176,4 +176,4 @@ def test_a_run_that_does_not_appear_is_given_up_earlier_than_one_that_starts(
 
 def test_a_duration_that_is_none(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert cli.main(["wait", "-t", "soon"]) == 2
-    assert '"soon" is no duration' in capsys.readouterr().err
+    assert '"soon" is not a duration' in capsys.readouterr().err

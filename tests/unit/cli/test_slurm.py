@@ -300,7 +300,7 @@ def test_a_task_knows_its_start_of_the_run() -> None:
     assert again.start == "5-2-batch"
     step = {"SLURM_STEP_ID": "3", "SLURM_STEP_NUM_NODES": "1"}
     assert Task.of({**environ, **step}, whole_run=True).start == "5-0-3"
-    with pytest.raises(UsageError, match="a node of a run has one task"):
+    with pytest.raises(UsageError, match="a node of a run may have only one task"):
         Task.of({**environ, **step, "SLURM_LOCALID": "1"}, whole_run=True)
 
 

@@ -233,7 +233,7 @@ def test_a_time_of_day_is_the_last_one_such() -> None:
 
 @pytest.mark.parametrize("text", ["", "yesterday", "10 minutes ago", "25:99"])
 def test_what_is_no_time(text: str) -> None:
-    with pytest.raises(errors.UsageError, match="is no time"):
+    with pytest.raises(errors.UsageError, match="is not a time"):
         moment(text, now=NOW)
 
 
