@@ -1,4 +1,4 @@
-"""Sizes, numbers and lists in words."""
+"""Texts of sizes, counts and lists of names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import groupby
 
 
 def size_text(nbytes: float) -> str:
-    """Three digits and a binary unit: ``0 B``, ``1.5 KiB``, ``269 MiB``."""
+    """Return three digits and a binary unit: ``0 B``, ``1.5 KiB``, ``269 MiB``."""
     size, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1000 and len(units) > 1:
         size /= 1024

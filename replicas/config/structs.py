@@ -175,7 +175,7 @@ class RestartConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
     no_progress_cycles: _Natural = 3
     """Number of failures in a row without a new step or version that make a failure
-    final; 0: no such rule. Raise it when a replica may fail often before its first
+    final; 0 disables this. Raise it when a replica may fail often before its first
     step; set 0 when the budget alone should decide.
     """
 
@@ -306,7 +306,7 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The working folder of the group's processes."""
     drain_timeout_s: _DurationOr0 = 30.0
     """Time in which a replica that is being ended may finish its sync before SIGTERM.
-    Set 0 to end it at once.
+    Set 0 to send SIGTERM immediately.
     """
     stop_timeout_s: _Duration = 10.0
     """Time from SIGTERM to SIGKILL of a replica that is being ended. Raise it when it
@@ -323,7 +323,7 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
     min_ready: Annotated[
         _Natural | None,
-        AsKey(default='all to be ready; to go on, one of a target of channels with on_failure = "replica", else none'),
+        AsKey(default='all, for ready; to run on: 1 for a target with on_failure = "replica", else 0'),
     ] = None
     """Number of ready replicas that make the group ready; when fewer are left, the run
     ends. Set it when the run is useful with some replicas missing; 0 when it is useful

@@ -1,7 +1,7 @@
 """Messages over local Unix sockets: packets and frames, with descriptors beside them.
 
 Messages are msgspec structs of closed unions in MessagePack. No pickle is ever read.
-File descriptors travel beside them (SCM_RIGHTS). A *packet* is one message on a
+File descriptors are sent with them (SCM_RIGHTS). A *packet* is one message on a
 SOCK_SEQPACKET; a *frame*, on a SOCK_STREAM, is a head of 5 bytes (length, number of
 descriptors) and a body.
 """

@@ -62,7 +62,7 @@ class Shims:
         self.patience_s = 0.0
         """How long shims run without a ping; 0 for no limit."""
         self.endpoint = ""
-        """Address of the supervisor from this node; empty: use the spec's.
+        """Address of the supervisor from this node; empty for that of the spec.
 
         A host name may resolve to another address after a takeover.
         """
