@@ -245,7 +245,6 @@ def _build_group(place: Place, fields: dict[str, Any]) -> GroupConfig:
 
 
 def _check_external(place: Place, group: GroupConfig, fields: Mapping[str, Any]) -> None:
-    """Refuse keys that would have no effect on external programs."""
     health = [
         ("health", name)
         for name in HealthConfig.__struct_fields__

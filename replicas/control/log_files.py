@@ -76,7 +76,6 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _parts(path: Path) -> list[Path]:
-    """Return the log and its rotated parts, the oldest first."""
     older = [other for other in _entries(path.parent) if _PART.fullmatch(other.name.removeprefix(path.stem))]
     return [*reversed(older), path]
 

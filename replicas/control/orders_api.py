@@ -95,7 +95,6 @@ def order_routes(commands: Commands, access: Access, run: Callable[[], str]) -> 
 
 
 async def _carry_out(commands: Commands, path: str, order: Order) -> object:
-    """Call the command named by the path, with the fields of the order."""
     name, given = path[1:].replace("-", "_"), msgspec.structs.asdict(order)
     if isinstance(order, Drain):
         name, fields = ("drain", ("target", "hurry")) if order.node is None else ("drain_node", ("node", "undo"))
@@ -106,7 +105,6 @@ async def _carry_out(commands: Commands, path: str, order: Order) -> object:
 async def _order(
     request: Request, path: str, kind: type[Order], access: Access, run: Callable[[], str]
 ) -> Order | Response:
-    """Return the order of this request, or a refusal."""
     if why := access(request):
         return unauthorized(why)
     if problem := _another_run(request, run):

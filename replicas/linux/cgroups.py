@@ -212,7 +212,6 @@ def _here() -> str:
 
 
 def _remove_those_of_the_dead(own: Path) -> None:
-    """Remove the groups of runs below ``own`` whose supervisors or agents are dead."""
     for other in own.glob(f"replicas-*-*-*-{_here()}"):
         pid, start = other.name.split("-")[-3:-1]
         if pid.isdigit() and start.isdigit() and start_time(int(pid)) != int(start):

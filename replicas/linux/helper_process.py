@@ -213,7 +213,6 @@ class HelperProcess:
         return self._loop.call_later(delay, self._look)
 
     def _look_soon(self) -> None:
-        """Shorten the interval while a request is pending."""
         if not self._pulse.asked and not self._pulse.busy:
             self._timer.cancel()
             self._timer = self._next_look()

@@ -133,7 +133,6 @@ def _float(value: object) -> float | None:
 
 
 def _is_bool(value: object) -> bool:
-    """Return True if the value is a bool of numpy or torch."""
     return str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
 
 

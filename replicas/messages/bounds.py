@@ -111,7 +111,6 @@ def texts_of(found: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_tensor(value: object, depth: int = 3) -> bool:
-    """Return True for a tensor of torch's, or a container of tensors."""
     torch = sys.modules.get("torch")
     if torch is None or not depth:
         return False

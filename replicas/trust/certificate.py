@@ -148,7 +148,6 @@ def _no_password() -> str:
 
 
 def _first(pem: str) -> str:
-    """Return the first certificate, which is the port's own."""
     begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
     _, found, rest = pem.partition(begin)
     body, ended, _ = rest.partition(end)

@@ -171,7 +171,6 @@ class KeptForkserver:
         self._loop.remove_reader(self._listener)
 
     def _begin(self) -> None:
-        """Start the process; schedule another try if that fails."""
         self._deafen()
         self._forget_readiness()  # of the previous process
         now = self._loop.time()

@@ -98,7 +98,6 @@ class ShimProcess:
 
     @naming_limits()
     def _spawn(self, control: int, lock: int | None) -> subprocess.Popen[bytes]:
-        """Start the shim in a session of its own, with the lock if there is one."""
         with ExitStack() as stack:
             given = {"control": control, "parent": os.getpid()}
             if lock is not None:
@@ -117,7 +116,6 @@ class ShimProcess:
             )
 
     def _log(self) -> IO[bytes]:
-        """Open the shim's log, or ``/dev/null`` if that fails."""
         path = Path(self.spec.log_dir) / f"shim-{self.spec.node}.log"
         try:
             log = private.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, make_folder=True)

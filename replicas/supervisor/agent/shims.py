@@ -154,7 +154,6 @@ class Shims:
                 shim.stop(shim.spec.stop_timeout_s, broken=f"the sidecar forkserver of its node {reason}")
 
     def _forget(self, nonce: str) -> None:
-        """Drop a shim whose end the supervisor has recorded."""
         if nonce in self and self._states[nonce].gone:
             for known in (self._shims, self._unstarted, self._told):
                 known.pop(nonce, None)

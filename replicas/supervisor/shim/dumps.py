@@ -181,7 +181,6 @@ def _take(path: Path) -> str:
 
 
 def _state(pid: int) -> str:
-    """Return the kernel's state of a process, such as ``state D (disk sleep)``."""
     status = dict(line.partition(":")[::2] for line in _read(Path(f"/proc/{pid}/status")).splitlines())
     return f"state {status['State'].strip()}" if "State" in status else "it is gone"
 

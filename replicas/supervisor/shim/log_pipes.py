@@ -87,7 +87,6 @@ class LogPipes:
             self._words.popleft()
 
     def _key(self, name: str) -> str | None:
-        """Return the key of the log of ``torchrun`` or ``rank <RANK>``, or None."""
         for key, source in self.sources.items():
             if name == (f"rank {source.rank}" if source.rank >= 0 else key):
                 return key

@@ -281,7 +281,6 @@ class Shim:
         self._take("stop", timeout_s + relay_s)
 
     def _take(self, event: Input, timeout_s: float = SWEEP_GRACE_S) -> None:
-        """Enter the next phase, and carry out its actions."""
         for action in self._phases.take(event, time.monotonic(), timeout_s):
             match action:
                 case "take_inventory":

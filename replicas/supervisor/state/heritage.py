@@ -92,6 +92,5 @@ def _with_length(lease: Lease, longest_s: float) -> Lease:
 
 
 def _with_lease(agent: AgentRecord, leases: Sequence[Lease], unnoted_s: float) -> AgentRecord:
-    """Return the agent with the longest lease of its node."""
     granted = [one.lease_s for one in leases if one.node == agent.node]
     return msgspec.structs.replace(agent, lease_s=max(granted, default=unnoted_s if agent.local else agent.lease_s))

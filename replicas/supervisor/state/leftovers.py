@@ -183,7 +183,6 @@ def is_orphan(pid: int) -> bool:
 
 
 def _has_supervisor(pid: int) -> bool:
-    """Return True for a shim that is still the child of its starter."""
     starter = _starter(pid)
     return starter is not None and parents(pid)[:1] == [starter]
 
