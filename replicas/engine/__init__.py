@@ -1,4 +1,6 @@
-"""Bring a channel's versions into somebody's inference server: the Protocol
+"""Load a channel's versions into an inference server: the Protocol :class:`Engine`, its
+verbs, and :func:`follow`, the loop that calls them: check -> pause -> load ->
+reset_caches -> resume. Nothing here knows a particular engine.
 :class:`Engine`, its verbs, and :func:`follow`, the loop that calls them."""
 
 from replicas.engine.following import follow

@@ -5,25 +5,25 @@ Theory of operation
 
 One version after the other is loaded by ``pause, load, reset the caches, resume``. Only
 this server is paused, only for its own load, and only when the version is on this host
-and verified. A version of another manifest than the last good one is *checked* first,
-without a pause: if it does not fit, it is refused, and the server goes on with the
-version that it has. A load that fails nevertheless leaves the server paused and its
-gate shut, as its model may be a mixture of two versions. It is tried once more as a
-whole; then the follower reports the failure and ends, and whoever supervises it starts
-the server anew. A server that this follower has not paused is never resumed by it. A
-version older than the engine's own, if it tells that, is refused.
+and verified. If the manifest differs from that of the last good version, the version is
+*checked* first, without a pause: if it does not fit, it is refused, and the server
+continues with its current version. A load that fails nevertheless leaves the server
+paused and its gate shut, as its model may be a mixture of two versions. The load is
+repeated once as a whole; then the follower reports the failure and ends, and its
+supervisor restarts the server. The follower never resumes a server that it has not
+paused. It refuses a version older than the engine's own, if the engine reports one.
 
-On a channel with ``adopt_together`` the version is loaded when all targets have said
-that they can load it, which this one says after the check.
+On a channel with ``adopt_together`` the version is loaded when all targets have
+reported that they can load it; this target reports so after the check.
 
 A load counts when the engine's own tensors have been compared with the version
-(``verify_load``); one that differs is a load that failed.
+(``verify_load``); a difference is a failed load.
 
 Between two loads the server serves for a share of the time (``min_serving``): versions
-that come faster than it loads them would leave it no time to compute.
+that come faster than it loads them would otherwise leave no time to compute.
 
-Meanwhile a thread asks the engine for its health, and aborts the verb under way of one
-that is gone, so that no verb hangs on it.
+Meanwhile a thread asks the engine for its health. When the engine is gone, the thread
+aborts the current verb, so that no verb hangs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ JOIN_TIMEOUT_S = 120.0
 LOAD_TIMEOUT_S = 300.0
 USUAL_LOAD_MIN_S = 20.0
 USUAL_LOADS = 10
-"""A load may take so many times as long as the longest before it."""
+"""A load may take this many times as long as the longest before it."""
 BEAT_S = 0.5
 MIN_SERVING = 0.5
 
@@ -107,7 +107,7 @@ def follow(
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How versions are followed: arguments of :func:`follow`."""
+    """The arguments of :func:`follow` that say when and how to load."""
 
     mode: PauseMode = "keep"
     every: int = 1
@@ -127,8 +127,8 @@ class Plan:
 
 
 class _Watch:
-    """A thread that aborts the verbs of an engine that is gone, in a ``with`` block; or
-    of one that is not up when it is time to stop."""
+    """Context manager: a thread aborts the engine's verbs when the engine is gone, or
+    when ``stop`` is set before the engine is up."""
 
     def __init__(self, engine: Engine, stop: threading.Event) -> None:
         self._engine, self._stop = engine, stop
@@ -156,7 +156,7 @@ class _Watch:
 
 
 class Follower:
-    """Brings the versions of one channel into one server that is up."""
+    """Loads the versions of one channel into one server that is up."""
 
     def __init__(self, engine: Engine, plan: Plan, gate: GateLike | None, stop: threading.Event) -> None:
         self._engine, self._plan, self._gate, self._stop = engine, plan, gate, stop
@@ -164,7 +164,7 @@ class Follower:
         self._fitting = self._proven = ""
 
     def run(self, name: str, identity: dict[str, Any]) -> None:
-        """Load versions until it is time to stop."""
+        """Join the channel, and load versions until ``stop`` is set."""
         engine = self._engine
         world_size, info = engine.workers + 1, {"url": engine.url} if engine.url else {}
         with replicas.join(name, rank=0, world_size=world_size, info=info, **identity) as channel:
@@ -174,7 +174,7 @@ class Follower:
                 try:
                     loads = self._fits(update) and self._all_load(update)
                 except BaseException as error:
-                    with contextlib.suppress(errors.UsageError):  # it was refused, as no target loads it
+                    with contextlib.suppress(errors.UsageError):  # already refused, as no target loads it
                         update.failed(error)
                     raise
                 if self._stop.is_set():
@@ -188,7 +188,7 @@ class Follower:
             raise _lost(reason)
 
     def _next(self, channel: Channel) -> Update | None:
-        """Wait for a version; None: it is time to stop."""
+        """Return the next version to load, or None once ``stop`` is set."""
         while (rest_s := self._serves_until - time.monotonic()) > 0 and not self._stop.wait(min(rest_s, BEAT_S)):
             self._raise_if_gone()
         served = channel.version
@@ -212,8 +212,8 @@ class Follower:
         return not misfit
 
     def _all_load(self, update: Update) -> bool:
-        """Wait until all targets may load it, where they do so together; False: none
-        does, or it is time to stop."""
+        """Return True when all targets may load the version; False if no target loads
+        it, or ``stop`` is set."""
         pending = update.adopt(whole=True)
         while not self._stop.is_set():
             self._raise_if_gone()
@@ -222,18 +222,18 @@ class Follower:
             except TimeoutError:
                 continue
             except errors.NotAdopted as error:
-                logger.warning("version %d is not loaded: %s", update.version, error)
+                logger.warning("not loading version %d: %s", update.version, error)
                 self._engine.drop(update, error.message, self._load_timeout_s)
                 return False
             return True
         return False
 
     def _refuse(self, update: Update, misfit: errors.SyncError | str) -> None:
-        logger.warning("version %d is refused, the server goes on without it: %s", update.version, misfit)
+        logger.warning("refusing version %d, the server continues without it: %s", update.version, misfit)
         update.refuse(misfit)
 
     def _bring(self, update: Update, latest: int) -> None:
-        """Load the version, or refuse it."""
+        """Load the version, or refuse it if the engine does."""
         try:
             self._refuse_older(update.version, latest)
             self._load(update)
@@ -242,11 +242,11 @@ class Follower:
             self._refuse(update, error)
 
     def _refuse_older(self, version: int, latest: int) -> None:
-        """:raises Refused: the engine has a newer version, and not from this follower.
+        """:raises Refused: another program has loaded a newer version into the engine.
 
-        A server that has outlived its run has a number of that one, which tells
-        nothing: it may be above ``latest``, the newest of this run, before the first
-        load.
+        A server that has outlived its run reports a version number of that run. Before
+        the first load a number above ``latest``, the newest of this run, is therefore
+        ignored.
         """
         said = self._engine.version()
         if said is not None and said > version and (self._fitting or said <= latest):
@@ -254,9 +254,9 @@ class Follower:
             raise Refused(text, phase="load", hint="let one follower alone load versions into a server")
 
     def _load(self, update: Update) -> None:
-        """Pause, load, forget, resume.
+        """Pause, load, reset the caches, resume, open the gate.
 
-        :raises Refused: the server goes on with the version before.
+        :raises Refused: the server continues with the previous version.
         """
         engine, gate, mode, began = self._engine, self._gate, self._plan.mode, time.monotonic()
         limit_s = self._load_timeout_s
@@ -267,7 +267,7 @@ class Follower:
             loaded = time.monotonic()
             engine.reset_caches(limit_s)
             if (said := engine.version()) not in (None, update.version):
-                raise _lost(f"{engine.name} says that it has version {said}, and not {update.version}")
+                raise _lost(f"{engine.name} reports version {said} instead of {update.version}")
             engine.resume(limit_s)
         except Refused:
             engine.resume(limit_s)
@@ -290,7 +290,7 @@ class Follower:
         )
 
     def _replace(self, update: Update, limit_s: float) -> None:
-        """Load the version, and once more if that fails."""
+        """Load the version and verify it; on a failure, once more."""
         try:
             self._engine.load(update, limit_s)
             self._prove(update, limit_s)
@@ -298,34 +298,35 @@ class Follower:
             raise
         except errors.ReplicasError as error:
             self._raise_if_gone()
-            logger.warning("version %d did not load, once more: %s", update.version, error)
+            logger.warning("loading version %d again, as it failed to load: %s", update.version, error)
             if self._gate is not None:
                 self._gate.shut()
             try:
                 self._engine.load(update, limit_s)
-            except Refused as again:  # what it is as before is what the first load has left
+            except Refused as again:  # unchanged since the first load, which failed
                 raise _lost(again.message) from again
             self._prove(update, limit_s)
 
     def _prove(self, update: Update, limit_s: float) -> None:
-        """:raises replicas.errors.SyncError: the engine has something else."""
+        """:raises replicas.errors.SyncError: the engine's tensors differ from the
+        version's."""
         when, manifest = self._plan.verify_load, update.manifest.hash
         if when == "never" or (when == "first" and manifest == self._proven):
             return
         found = self._engine.checksum(update, limit_s)
         if found:
             raise errors.SyncError(
-                f"version {update.version} is not what {self._engine.name} has loaded: {found}",
+                f"{self._engine.name} has loaded other tensors than version {update.version}: {found}",
                 version=update.version,
                 phase="load",
                 hint="see the server's own log",
             )
         self._proven = manifest
         if found is None:
-            logger.info("what %s has loaded of version %d cannot be compared", self._engine.name, update.version)
+            logger.info("%s cannot compare its tensors with version %d: unverified", self._engine.name, update.version)
 
     def _open_gate(self, version: int) -> None:
-        """Let requests in, from the first version on."""
+        """Let requests in; before the first version, warm the engine up."""
         gate = self._gate
         if gate is None:
             return

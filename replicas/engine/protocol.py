@@ -1,4 +1,4 @@
-"""One inference server, as its follower sees it."""
+"""The verbs by which a follower controls one inference server."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ time, after the first load of each manifest (names, shapes, dtypes), or never.""
 
 
 class Refused(errors.SyncError):
-    """The engine does not take this version, and is as it was before."""
+    """The engine refuses this version, and its model is unchanged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """As what a server's own workers join the channel.
+    """The identity with which a server's own workers join the channel.
 
     :ivar channel: its name.
     :ivar replica: index of the server's replica in its group.
@@ -43,31 +43,32 @@ class Identity:
 
 
 class GateLike(Protocol):
-    """What lets requests in to a server, and keeps them out."""
+    """A gate in front of a server: it admits requests or holds them back."""
 
     @property
     def version(self) -> int:
-        """The version that was let in last; 0: none yet."""
+        """The version of the last :meth:`open`, or 0 before the first."""
 
     def open(self, version: int) -> None:
-        """Requests may come; the server answers with this version."""
+        """Admit requests; the server answers with this version."""
 
     def shut(self) -> None:
-        """No request may come."""
+        """Admit no request."""
 
     def paused(self, seconds: float) -> None:
-        """The server was paused for so long for a load."""
+        """Record that a load paused the server for ``seconds``."""
 
 
 class Engine(Protocol):
     """The verbs by which :func:`replicas.engine.follow` loads versions into one server.
 
-    A class that inherits from this one writes ``pause``, ``load``, ``reset_caches``
-    and ``resume``; for the others it has what fits a server without workers of its own
-    that is up already. One thread calls all verbs, but for ``health`` and ``abort``.
+    A subclass implements ``pause``, ``load``, ``reset_caches`` and ``resume``; the
+    other verbs default to a server that is already up and has no workers of its own.
+    One thread calls all verbs but ``health`` and ``abort``.
 
-    Times ``timeout_s`` are seconds after which a verb that hangs is to raise; an engine
-    that can tell that its server is at work may let it go on. A verb that fails raises
+    ``timeout_s`` is the number of seconds after which a verb that hangs has to raise;
+    an engine that knows that its server is at work may wait longer. A verb that fails
+    raises :class:`replicas.errors.SyncError`.
     :class:`replicas.errors.SyncError`.
 
     :ivar name: for errors and logs, such as "vLLM 0.32.0"; known when it is up.
@@ -75,8 +76,8 @@ class Engine(Protocol):
     :ivar workers: ranks of the replica that the server itself makes members of the
         channel, known when it is up; 0: the follower alone is a member, and
         :meth:`load` reads the follower's own update.
-    :ivar pauses: False: it goes on serving during a load, as with adapters; the time of
-        a load is no pause then.
+    :ivar pauses: whether requests wait during a load. False, as with adapters: the time
+        of a load does not count as a pause.
     """
 
     name: str = "the engine"
@@ -85,11 +86,11 @@ class Engine(Protocol):
     pauses: bool = True
 
     def wait_until_up(self, timeout_s: float) -> None:
-        """Wait until the server answers; then begin to watch it.
+        """Wait until the server answers, and start to watch its health.
 
-        :raises replicas.errors.SyncError: it is gone, or not up in time.
-        :raises replicas.errors.UsageError: it cannot be followed, such as an old
-            release.
+        :raises replicas.errors.SyncError: the server is gone, or not up in time.
+        :raises replicas.errors.UsageError: the server cannot be followed, such as an
+            old release.
         """
         return
 
@@ -98,39 +99,40 @@ class Engine(Protocol):
         return
 
     def check(self, update: Update, timeout_s: float) -> str:
-        """Why the version does not fit the model; empty: it does, or is not known to.
+        """Return why the version does not fit the model, or an empty text if it fits or
+        the engine cannot tell.
 
-        Nothing is loaded, and the server goes on serving. Called when names, shapes or
-        dtypes are others than those of the last version that fitted.
+        Nothing is loaded, and the server keeps serving. Called when names, shapes or
+        dtypes differ from those of the last version that fitted.
         """
         return ""
 
     def drop(self, update: Update, reason: str, timeout_s: float) -> None:
-        """The version that was checked is not loaded, as another target of a channel
-        with ``adopt_together`` does not; end what :meth:`check` has opened."""
+        """Release what :meth:`check` has opened: the version is not loaded, as another
+        target of a channel with ``adopt_together`` cannot load it."""
         return
 
     @abstractmethod
     def pause(self, mode: PauseMode, timeout_s: float) -> None:
-        """Let the server compute nothing until :meth:`resume`."""
+        """Stop the server's computation until :meth:`resume`."""
 
     @abstractmethod
     def load(self, update: Update, timeout_s: float) -> None:
-        """Load the version as a whole, whatever an earlier load has left.
+        """Load the version as a whole, whatever state an earlier load has left.
 
-        It is called once more after a failure. ``update.path`` is the version as a
+        Called once more after a failure. ``update.path`` is the version as a
         safetensors file, ``update.load_into(model)`` copies it.
 
-        :raises replicas.engine.Refused: the version does not fit, and the model is as
-            before: the server goes on with that.
+        :raises replicas.engine.Refused: the version does not fit, and the model is
+            unchanged: the server continues with it.
         """
 
     @abstractmethod
     def reset_caches(self, timeout_s: float) -> None:
-        """Forget all that was computed with the version before: prefixes, keys and
-        values of requests that were kept, outputs of encoders, external stores.
+        """Forget everything computed with the previous version: prefixes, keys and
+        values of kept requests, outputs of encoders, external stores.
 
-        :raises replicas.errors.SyncError: something cannot be forgotten.
+        :raises replicas.errors.SyncError: a cache cannot be reset.
         """
 
     @abstractmethod
@@ -143,24 +145,26 @@ class Engine(Protocol):
         return
 
     def version(self) -> int | None:
-        """The version that the server says it has; None: it does not say."""
+        """Return the version that the server reports, or None if it reports none."""
         return None
 
     def checksum(self, update: Update, timeout_s: float) -> str | None:
         """Compare the server's own tensors with the version.
 
-        :returns: what differs, by its name; empty: nothing; None: it cannot be told.
+        :returns: the names of what differs, or an empty text if nothing does; None if
+            the engine cannot compare.
         """
         return None
 
     def health(self) -> str:
-        """Why the server is gone; empty: it lives. At once, on any thread."""
+        """Return why the server is gone, or an empty text while it lives. Returns
+        immediately; called on any thread."""
         return ""
 
     def abort(self, reason: str) -> None:
-        """Break the verb under way, and every later one; on any thread."""
+        """Make the current verb and every later one fail; called on any thread."""
         return
 
     def close(self) -> None:
-        """End what :meth:`wait_until_up` began. The server itself goes on."""
+        """Stop the watch of :meth:`wait_until_up`. The server itself keeps running."""
         return

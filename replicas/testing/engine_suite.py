@@ -1,4 +1,4 @@
-"""Scenes that every :class:`replicas.engine.Engine` has to survive.
+"""Scenes that every :class:`replicas.engine.Engine` must pass.
 
 ::
 
@@ -10,7 +10,7 @@
 
 Each scene runs :func:`replicas.engine.follow` on the engine, with a trainer, in a run
 without processes (:class:`replicas.testing.FakeRun`). The server is a real one or a
-stand-in; it needs to be new for each scene. A scene that fails raises AssertionError.
+stand-in, new for each scene. A scene that fails raises AssertionError.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ __all__ = ["SCENES", "Trial", "play"]
 
 LIMIT_S = 60.0
 VERBS = ("pause", "load", "reset_caches", "resume")
-"""What is done for each version, in this order."""
+"""The verbs called for each version, in this order."""
 _LOGGED = (*VERBS, "check", "checksum")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A new server, and what a scene needs of it.
+    """A new server, and the functions by which a scene uses it.
 
     :ivar connect: makes an engine of the server; each follower gets its own.
-    :ivar weights: makes a version that fits the server's model: names and tensors that
-        are all full of one value.
+    :ivar weights: makes a version that fits the server's model: tensors by name, all
+        filled with one value.
     :ivar answer: asks the server; returns the value with which it computes, None while
-        it is paused, and raises for a mixture. It is asked before and after each
-        version: if it goes through the server's caches, old ones are found.
-    :ivar kill: ends the server at once, as SIGKILL.
-    :ivar limit_s: seconds for whatever a scene waits for; default 60.
+        it is paused, and raises for a mixture. Called before and after each version: an
+        answer through the server's caches reveals stale ones.
+    :ivar kill: ends the server immediately, as SIGKILL does.
+    :ivar limit_s: limit of each wait in a scene, in seconds; default 60.
     """
 
     connect: Callable[[], Engine]
@@ -59,11 +59,11 @@ class Trial:
 
 
 class _Died(BaseException):
-    """The follower's own end."""
+    """Raised inside a verb: the follower dies."""
 
 
 class _Watched:
-    """An engine whose verbs are noted.
+    """An engine that records the calls of its verbs.
 
     :ivar calls: names of the verbs, in order.
     :ivar before, after: called around a verb, by its name; may raise.
@@ -93,7 +93,7 @@ class _Watched:
 
 
 class _Gate:
-    """As the gate of a server; it was opened for ``versions``."""
+    """A gate that records the versions for which it was opened."""
 
     def __init__(self) -> None:
         self.versions: list[int] = []
@@ -129,7 +129,7 @@ class _Stage:
 
     @contextmanager
     def following(self, **options: Any) -> Iterator[_Watched]:
-        """A follower in a thread of its own; on leaving it has ended."""
+        """Run a follower in a thread; stop and join it on leaving."""
         engine: Any = _Watched(self.trial.connect(), self.calls)
         stop, self.error = threading.Event(), None
         where = {"endpoint": self.run.endpoint, "token": self.run.token, "group": "rollout", "replica": 0}
@@ -138,7 +138,7 @@ class _Stage:
         def work() -> None:
             try:
                 follow(engine, "policy", verify_load="always", **given)
-            except BaseException as error:  # noqa: BLE001  # it is what the scene looks at
+            except BaseException as error:  # noqa: BLE001  # the scene checks it
                 self.error = error
 
         self.thread = threading.Thread(target=work, name="replicas-engine-suite", daemon=True)
@@ -163,14 +163,14 @@ class _Stage:
             time.sleep(0.005)
 
     def serves(self, value: float) -> None:
-        """Wait until the newest version is served; it has this value."""
+        """Wait until the newest version is served, and check that it has this value."""
         newest = self.trainer.latest
         self.until(lambda: self.gate.is_open and self.gate.version == newest, f"version {newest} is served")
         found = self.trial.answer()
         assert found == value, f"the server computes with {found}, and version {newest} is {value}"
 
     def ends(self) -> BaseException | None:
-        """Wait for the end of the follower; how it ended."""
+        """Wait for the end of the follower; return its error, or None."""
         self.until(lambda: not self.thread.is_alive(), "the end of the follower")
         return self.error
 
@@ -187,7 +187,7 @@ def play(scene: str, trial: Trial) -> None:
         paused = 0
         for call in stage.calls:
             paused = {"pause": 1, "resume": paused - 1}.get(call, paused)
-            assert paused >= 0, f"an engine that was not paused is resumed: {stage.calls}"
+            assert paused >= 0, f"resumed an engine that was not paused: {stage.calls}"
 
 
 def _serves_each_version(stage: _Stage) -> None:
@@ -261,7 +261,7 @@ def _killed(stage: _Stage, verb: str) -> None:
         stage.publish(1.0)
         stage.serves(1.0)
         engine.before[verb] = stage.trial.kill
-        # other names, so that it is checked; it fits or not, which nobody will know
+        # other names, so that the version is checked; the server dies before the result
         stage.publish(2.0, {"another": torch.ones(1)} if verb == "check" else None)
         ended = stage.ends()
         assert isinstance(ended, errors.SyncError), f"the server was killed, and the follower ends with {ended!r}"

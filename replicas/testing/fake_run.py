@@ -5,13 +5,13 @@ Theory of operation
 
 Only the transport is faked. The channels are real :class:`~replicas.channel.Channel`
 objects, the coordinator's engine and its channel states are the real ones, and every
-message is encoded and decoded; a :class:`Wire` passes it from one to the other in
-memory. The engine runs on the session thread, beside the sessions of the channels. So
-what a test sees (versions, errors, deadlines, leases) is what a run would do, apart
-from what only processes have: their own deaths, sidecars and process groups.
+message is encoded and decoded; a :class:`Wire` passes messages between them in memory.
+The engine runs on the session thread, beside the sessions of the channels. So a test
+sees the versions, errors, deadlines and leases of a real run, but not the deaths,
+sidecars and process groups of real processes.
 
-A fault is done to the wire: a frozen member's frames wait, a cut connection is made
-anew by the session, and a killed member is declared lost as if its process had ended.
+Faults act on the wire: frames of a frozen member wait, a session replaces a cut
+connection, and a killed member is declared lost as if its process had ended.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class FakeRun:
     memory. Nothing listens, and nothing is left at the end: leaving the block closes
     all channels.
 
-    A program that calls :func:`replicas.join` by itself joins this run if the variables
-    of :meth:`environ` are set.
+    A program that calls :func:`replicas.join` joins this run if the variables of
+    :meth:`environ` are set.
 
     :param channels: as for :class:`replicas.Coordinator`; default: a channel "policy"
         from the group "trainer" to the group "rollout".
@@ -101,7 +101,7 @@ class FakeRun:
         self._targets: list[VirtualTarget] = []
 
     def _new_coordinator(self, token: str | None = None) -> Coordinator:
-        """A coordinator that is never entered: it has no port, no store, no file."""
+        """Return a coordinator that is never entered: it has no port, store or file."""
         return Coordinator(self._channels, groups=self._groups, token=token)
 
     @property
@@ -115,7 +115,7 @@ class FakeRun:
         return self._coordinator.token
 
     def __enter__(self) -> Self:
-        self._token_fd = os.memfd_create("replicas-token")  # on no disk, whoever kills this process
+        self._token_fd = os.memfd_create("replicas-token")  # never on disk, even if this process is killed
         os.write(self._token_fd, self.token.encode())
         in_process[self.endpoint] = self._connect
         self._on_loop(self._start_ticks)
@@ -189,10 +189,10 @@ class FakeRun:
         channel: str | None = None,
         load: Callable[[Update], object] | None = None,
     ) -> VirtualTarget:
-        """Join a target that loads each version by itself, in a thread of its own.
+        """Join a target that loads each version, in a thread of its own.
 
-        :param load: called with each :class:`replicas.Update`; an exception reports the
-            version as failed. Default: copy its tensors.
+        :param load: called with each :class:`replicas.Update`; if it raises, the
+            version is reported as failed. Default: copy its tensors.
         """
         target = VirtualTarget(self.join(group, replica, channel=channel), load)
         self._targets.append(target)
@@ -203,19 +203,19 @@ class FakeRun:
     def kill(self, channel: Channel) -> None:
         """Lose the member, as if its process had been killed.
 
-        The channel is over: its calls raise Fenced. Join again for a restart.
+        The channel has ended: its calls raise Fenced. Join again for a restart.
         """
         self._on_loop(self._kill, channel.member)
 
     def freeze(self, channel: Channel) -> None:
-        """Let no message of the member through, as if its process were stopped.
+        """Hold back all messages of the member, as if its process were stopped.
 
         When its lease is over (``heartbeat_timeout_s`` of its group), it is lost.
         """
         self._on_loop(self._freeze, channel.member)
 
     def thaw(self, channel: Channel) -> None:
-        """End :meth:`freeze`: what waited arrives."""
+        """End :meth:`freeze`: deliver the messages that waited."""
         self._on_loop(self._thaw, channel.member)
 
     def disconnect(self, channel: Channel) -> None:
@@ -223,16 +223,17 @@ class FakeRun:
         self._on_loop(self._cut, channel.member)
 
     def restart_coordinator(self) -> None:
-        """Replace the coordinator by a new one, which learns all from the members.
+        """Replace the coordinator by a new one, which learns its state from the
+        members.
 
-        It returns when all members that are not frozen have come back.
+        Return when all members that are not frozen have reconnected.
         """
         self._loop.run(self._restart, CALL_TIMEOUT_S)
 
-    # ------------------------------------------------------------ what a test asks
+    # ------------------------------------------------------------ state, for the test
 
     def status(self, channel: str | None = None) -> ChannelStatus:
-        """The state of a channel as the coordinator sees it; default: the first.
+        """Return the state of a channel as the coordinator sees it; default: the first.
 
         :raises replicas.errors.UnknownChannel: there is no such channel.
         """
@@ -259,7 +260,7 @@ class FakeRun:
         return Wire(self._coordinator.engine, self._welcome, accepted=hmac.compare_digest(token, self.token))
 
     def _welcome(self, wire: Wire, member: Member) -> None:
-        """A member has introduced itself on the wire."""
+        """Register the wire of a member, and freeze it if the member is frozen."""
         self._wires[member] = wire
         self._came.set()
         wire.frozen = self._frozen.get(member)
@@ -307,7 +308,8 @@ class FakeRun:
             self._thaw(member)
 
     def _lose_all(self) -> None:
-        """End the channels that the program joined by itself."""
+        """Declare every member lost; this ends the channels that the program joined
+        itself."""
         for member in list(self._wires):
             self._kill(member)
 

@@ -15,12 +15,12 @@ from replicas.messages.identity import Member
 
 
 class Wire:
-    """One connection; on the session thread. Both ends of it are here.
+    """One connection with both of its ends; used on the session thread.
 
     :param introduced: called with this wire and the member of its Hello.
     :param accepted: whether the member's token is the run's.
-    :ivar frozen: while it is not set, nothing passes in either direction; None: all
-        passes.
+    :ivar frozen: nothing passes in either direction until this event is set; None: all
+        frames pass.
     """
 
     def __init__(self, engine: Engine, introduced: Callable[[Wire, Member], None], *, accepted: bool) -> None:
@@ -41,7 +41,8 @@ class Wire:
 
     @property
     def heard(self) -> float:
-        """A frozen process does not count the time; when it wakes it reads first."""
+        """Time of the last message. While frozen, return now: a stopped process would
+        not count the time, and reads first when it wakes."""
         return time.monotonic() if self.frozen is not None else self._heard
 
     async def send(self, message: bytes, /) -> None:
@@ -71,7 +72,7 @@ class Wire:
         self.abort()
 
     def abort(self) -> None:
-        """Cut it; frames that were written before still arrive."""
+        """Cut the connection; frames written before still arrive."""
         if not self._cut.is_set():
             self._cut.set()
             if self._session is not None:

@@ -1,4 +1,4 @@
-"""`VirtualTarget`: a member that loads each version by itself, on its own thread."""
+"""`VirtualTarget`: a member that loads every version, on its own thread."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ END_TIMEOUT_S = 30.0
 
 
 class VirtualTarget:
-    """A target that somebody's engine would be: made by :meth:`FakeRun.target`.
+    """A target in place of an inference server: made by :meth:`FakeRun.target`.
 
     :ivar channel: its :class:`replicas.Channel`.
     :ivar versions: numbers of the versions that it has loaded, in order.
     :ivar weights: the tensors of the newest one, copied (without a ``load`` function).
-    :ivar error: what ended it; None: nothing yet, or the end of the run.
+    :ivar error: the error that ended its thread; None while it runs, or after the end
+        of the run.
     """
 
     def __init__(self, channel: Channel, load: Callable[[Update], object] | None) -> None:
@@ -48,10 +49,10 @@ class VirtualTarget:
             update.adopt().wait()
             self._load(update)
         except errors.NotAdopted:
-            return  # the next one will come
-        except BaseException as error:  # noqa: BLE001  # reported, as a program's own would be; the thread goes on
+            return  # wait for the next version
+        except BaseException as error:  # noqa: BLE001  # reported to the run, as in a program; the thread continues
             update.failed(error)
-            self.channel.committed(after=update.version).wait()  # else it would be given the same one at once
+            self.channel.committed(after=update.version).wait()  # else receive() would return the same version again
             return
         self.versions.append(update.version)
         update.loaded()
@@ -60,9 +61,9 @@ class VirtualTarget:
         self.weights = {name: tensor.clone() for name, tensor in update.tensors().items()}
 
     def end(self) -> None:
-        """Close its channel and wait for its thread, 30 s for a load under way."""
+        """Close the channel, and wait up to 30 s for the thread to finish its load."""
         self._over = True
         self.channel.close(wait=False)
         self._thread.join(END_TIMEOUT_S)
         if self._thread.is_alive():
-            logger.warning("the load of %s goes on after the end of its run", self.channel.member)
+            logger.warning("leaving the load of %s, which still runs at the end of its run", self.channel.member)
