@@ -1,4 +1,4 @@
-"""``python -m replicas``: the command ``replicas``, where it is not on the path."""
+"""``python -m replicas``: the command ``replicas``, also without it on the path."""
 
 import sys
 

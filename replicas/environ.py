@@ -1,4 +1,4 @@
-"""The environment variables of a rank, read in this one place.
+"""The environment variables of a rank, all read here.
 
 The supervisor's shim and guard set them, :func:`replicas.join` reads them. A framework
 that starts its own processes may set the same variables, or pass the values to ``join``
@@ -49,21 +49,21 @@ TOKEN_FILE = "REPLICAS_TOKEN_FILE"
 CA_FILE = "REPLICAS_CA_FILE"
 """Path of the certificates (PEM) of a CA that signs the control port's certificate.
 
-It counts where the token names no key; the port's certificate must then be of the
-host in the endpoint.
+Used if the token names no key; the port's certificate must then be for the host in the
+endpoint.
 """
 TOKEN = "REPLICAS_TOKEN"
-"""The run's token itself, where ``REPLICAS_TOKEN_FILE`` is not set.
+"""The run's token itself, if ``REPLICAS_TOKEN_FILE`` is not set.
 
-For programs on machines without such a file, such as Ray actors. A file shows it to
-fewer people.
+For programs on machines without such a file, such as Ray actors. Prefer a file, which
+fewer users can read.
 """
 RUN = "REPLICAS_RUN"
 """Name of the run."""
 STATE_ID = "REPLICAS_STATE_ID"
-"""Internal: random id of the run's state folder, no secret.
+"""Internal: random id of the run's state folder; it is not a secret.
 
-A later supervisor of that folder finds by it what an earlier one left behind.
+A later supervisor of that folder uses it to find remnants of an earlier one.
 """
 JOIN = "REPLICAS_JOIN"
 """Read by ``replicas agent``: the operator token of a run and its control port, as
@@ -73,7 +73,7 @@ GROUP = "REPLICAS_GROUP"
 REPLICA = "REPLICA_ID"
 """Index of this rank's replica in its group, from 0.
 
-Or ``auto``, in programs that others start: the coordinator chooses a free one.
+In programs that others start also ``auto``: the coordinator chooses a free index.
 """
 REPLICAS = "REPLICA_NUM"
 """Number of replicas in the group."""
@@ -86,8 +86,8 @@ LOG_DIR = "REPLICAS_LOG_DIR"
 ACCELERATOR = "REPLICAS_ACCELERATOR"
 """``package.module:Class`` of the accelerator to use in place of CUDA.
 
-A subclass of ``replicas.weights.copies.accelerator.Accelerator``. Ranks inherit no
-other variable of the supervisor's own environment with this prefix.
+A subclass of ``replicas.weights.copies.accelerator.Accelerator``. It is the only
+variable with this prefix that ranks inherit from the supervisor's own environment.
 """
 
 _TORCHRUN_NAMES = frozenset({"RANK", "WORLD_SIZE"})
@@ -110,13 +110,14 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     rank: int | None = None
     world_size: int | None = None
     mark: str = ""
-    """Of the shim under which it runs; a secret, as it shows who started it."""
+    """Ownership tag of the shim under which the process runs. It is a secret, as it
+    proves which shim started the process."""
 
 
 def read(environ: Mapping[str, str] | None = None) -> Environment:
     """Read this process's environment (or ``environ``).
 
-    :raises replicas.errors.UsageError: a variable that must be a whole number is not
+    :raises replicas.errors.UsageError: a variable is not a whole number, but must be
         one.
     """
     source = os.environ if environ is None else environ
@@ -139,8 +140,7 @@ def read(environ: Mapping[str, str] | None = None) -> Environment:
 
 
 def read_token(environment: Environment) -> str:
-    """Return the token in the file that ``REPLICAS_TOKEN_FILE`` names, or else that of
-    ``REPLICAS_TOKEN``.
+    """Return the token in the file of ``REPLICAS_TOKEN_FILE``, or ``REPLICAS_TOKEN``.
 
     :raises replicas.errors.UsageError: neither variable is set, or the file is missing,
         unreadable or empty.
@@ -163,9 +163,10 @@ def read_token(environment: Environment) -> str:
 
 
 def token_reader(environment: Environment) -> Callable[[], str]:
-    """Return a function that reads the token anew, as it may be replaced.
+    """Return a function that reads the token again at each call, as it may be replaced.
 
-    While the file cannot be read, as the run is over or begins, it gives the last one.
+    While the file cannot be read (the run is over, or starts), it returns the last
+    token.
 
     :raises replicas.errors.UsageError: as :func:`read_token`.
     """

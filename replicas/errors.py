@@ -1,4 +1,4 @@
-"""Exceptions raised by this library, drawn as a tree by whose fault an error is.
+"""Exceptions raised by this library, as a tree that shows what is at fault.
 
 ::
 
@@ -19,13 +19,13 @@
     ├── WorldError            the machine or the membership does not allow it
     │   ├── NoCapacity        memory (or another resource) is too small
     │   ├── Preflight         members are incompatible (backend, address, versions)
-    │   ├── StoreTampered     a process that is no member changed the rendezvous store
+    │   ├── StoreTampered     a non-member changed the rendezvous store
     │   └── Fenced            another process joined with this identity
     ├── Disconnected          no session with the coordinator in time
     └── InternalError         a bug in this library: please report it
 
 An error carries data, not only text: ``channel``, ``version``, ``phase``, ``members``
-(those concerned), ``hint`` (what to do) and ``unanimous`` (True: every rank of the
+(those concerned), ``hint`` (the remedy) and ``unanimous`` (whether every rank of the
 replica gets this same verdict).
 """
 
@@ -71,8 +71,8 @@ class ReplicasError(Exception):
     :param phase: the phase of the operation in which it happened, such as ``"pack"`` or
         ``"transfer"``.
     :param members: names (``group/replica/rank``) of the members concerned.
-    :param hint: what the reader can do about it.
-    :param unanimous: True when every rank of the replica is given this same verdict.
+    :param hint: the remedy, addressed to the reader.
+    :param unanimous: whether every rank of the replica is given this same verdict.
     """
 
     default_hint: ClassVar[str] = ""
@@ -122,7 +122,7 @@ class ManifestMismatch(UsageError):
 
 
 class RanksDisagree(UsageError):
-    """Ranks of one replica, or peers of one operation, asked for different things."""
+    """Ranks of one replica, or peers of one operation, made different calls."""
 
     default_hint = "make the same calls in the same order, with the same arguments, on every rank"
 
@@ -185,7 +185,7 @@ class OutcomeUnknown(SyncError):
 class NotAdopted(SyncError):
     """No target loads the version: one of them refused it, or a newer one came first.
 
-    The message says which. Each target serves the version that it has.
+    The message says which. Each target keeps serving its own version.
     """
 
     default_hint = "go on with the version that you have, and receive the next one"
@@ -206,9 +206,9 @@ class Gone(SyncError):
 
 
 class WorldError(ReplicasError):
-    """The machine or the membership does not allow it.
+    """The machine or the membership does not allow the call.
 
-    The message names what to change.
+    The message names the remedy.
     """
 
 
@@ -230,7 +230,7 @@ class Preflight(WorldError):
 
 
 class StoreTampered(WorldError):
-    """A process that is no member has changed the rendezvous store.
+    """A process that is not a member has changed the rendezvous store.
 
     The store is replaced. No member is blamed, and none is excluded.
     """

@@ -26,12 +26,12 @@ __all__ = [
 ]
 
 OnFailure = Literal["run", "group", "replica"]
-"""What ends when a replica has failed for good: the run, its group, or it alone."""
+"""The end after a replica's final failure: of the run, its group, or it alone."""
 
 ReplicaState = Literal["pending", "starting", "ready", "silent", "draining", "backoff", "failed", "finished", "drained"]
 """State of a replica.
 
-``silent``: nothing is heard of a rank, or of its node, since ``state_age_s``.
+``silent``: no message has come from a rank, or from its node, since ``state_age_s``.
 ``finished``: its program is done. ``drained``: it was stopped before, by an operator or
 with the run.
 """
@@ -45,11 +45,12 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     each on its own node. ``versions``: the loaded version by channel (targets only).
     ``cycles``: failed generations in a row that reached no new step or version; 0 once
     the present one has. ``nodes``: the node of each of its parts. ``step``: the newest
-    that its program reported. By channel: ``lag_s``, since when a version is committed
-    that it has not loaded; ``open_s``, for how long it has had an update open;
-    ``slots``, how many versions a rank holds; ``received_nbytes``, what was sent to it.
-    ``lived_s``: since the start of its processes. ``left_s``: until its state ends at
-    the latest, by a restart, a start timeout, or SIGKILL; None: it has no end.
+    that its program reported. By channel: ``lag_s``, for how long a version has been
+    committed that it has not loaded; ``open_s``, for how long it has had an update
+    open; ``slots``, how many versions a rank holds; ``received_nbytes``, bytes sent to
+    it. ``lived_s``: since the start of its processes. ``left_s``: until its state ends
+    at the latest, by a restart, a start timeout, or SIGKILL; None if it has no such
+    end.
     """
 
     name: str
@@ -79,14 +80,13 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
 class GroupStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One group.
 
-    ``size``: the expected number of replicas. Of an external group there may be more;
-    whoever starts them may take it as a hint. ``restarts``: restarts so far by reason.
+    ``size``: the expected number of replicas. An external group may have more; programs
+    that start them may take it as a hint. ``restarts``: restarts so far by reason.
     ``restart_budget_remaining_ratio``: the share of the restart budget that is left,
-    from 1 to 0.
-    ``no_progress_remaining_ratio``: the share that every replica has left of
-    ``no_progress_cycles`` generations in a row without progress (0: no such rule), from
-    1 to 0. ``on_failure``: what ends when one of them is spent. ``min_ready``: the
-    number of ready replicas that makes the group ready; None: all.
+    from 1 to 0. ``no_progress_remaining_ratio``: the share that every replica has left
+    of ``no_progress_cycles`` generations in a row without progress (0: no such rule),
+    from 1 to 0. ``on_failure``: scope of the end when one of them is spent.
+    ``min_ready``: the number of ready replicas that makes the group ready; None: all.
     """
 
     name: str
@@ -106,7 +106,7 @@ class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One member of a channel.
 
     ``note``: why it is behind or quarantined. ``host``: number of its host on the
-    channel; members with the same number share memory. 0: not known yet.
+    channel; members with the same number share memory. 0 if it is not known yet.
     """
 
     name: str
@@ -121,7 +121,7 @@ class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 WAIT_S = 2.0
-"""What waits for longer says for what, in the log and the headline."""
+"""A wait of more seconds is named in the log and the headline."""
 PHASES = ("begin", "wait", "pack", "queue", "form", "map", "transfer", "verify", "acknowledge", "commit")
 """Phases of a publish in the order in which they begin."""
 
@@ -131,14 +131,14 @@ class SyncRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     ``outcome``: ``committed``, or the name of an error in snake case. ``nbytes``: size
     of the version. ``moved_nbytes``: bytes sent to members over the network for it;
-    what is mapped on one host is not sent. ``moved_to``: of them to each replica
-    (``group/replica``). ``pulled``: of them, by the member that pulled and the one that
-    served them. ``lost``: members that did not get it, and ``reasons`` why.
+    bytes mapped on one host are not sent. ``moved_to``: the same by replica
+    (``group/replica``). ``pulled``: the same by the member that pulled and the member
+    that served. ``lost``: members that did not get the version, and ``reasons`` why.
     ``phases``: seconds by phase. ``publisher``: the replica that published. ``held``:
-    seconds until all ranks of a replica held it, of the slowest replicas alone, the
-    slowest first. ``slowest``: the target that it waited for last, until that held it
-    or was left out. ``error``: why it failed. ``step``: ``meta["step"]``. ``trace``:
-    the W3C ``traceparent`` of the caller of ``publish``.
+    seconds until all ranks of a replica held the version, of the slowest replicas
+    alone, the slowest first. ``slowest``: the last target that the publish waited for,
+    until that held the version or was left out. ``error``: why it failed. ``step``:
+    ``meta["step"]``. ``trace``: the W3C ``traceparent`` of the caller of ``publish``.
     """
 
     version: int
@@ -179,7 +179,7 @@ class PublishStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def waits(self) -> str:
-        """What it waits for, as in "waits ..."; empty: for no member."""
+        """The text after "waits ..."; empty if it waits for no member."""
         more = f" and {self.waiting - 1} more" if self.waiting > 1 else ""
         return f"for {self.waits_for[0]}{more}" if self.waits_for else ""
 
@@ -189,18 +189,18 @@ class ChannelStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     ``syncs``, ``operations``: publishes and collectives so far by outcome. ``retries``:
     repeated transfers by reason. ``bytes_total``: bytes sent to members so far.
-    ``wrong_total``: holders so far that served bytes that were not published.
-    ``step``: ``meta["step"]`` of the newest version, if its publisher gave one.
-    ``step_before``: the higher one that an earlier version had; None: they have grown.
-    ``committed_at``: when it was committed, in seconds since 1970; None: it is not
-    known. ``version_nbytes``: its size. ``slots``: slots of each member. ``served``:
-    how many ready replicas serve each version. ``mixed_since``: since when they have
-    served different ones, as ``committed_at``; None: they serve one, or none.
+    ``wrong_total``: how often so far a holder served wrong bytes. ``step``:
+    ``meta["step"]`` of the newest version, if its publisher gave one. ``step_before``:
+    the higher step of an earlier version; None if steps have grown. ``committed_at``:
+    when the newest version was committed, in seconds since 1970; None if unknown.
+    ``version_nbytes``: its size. ``slots``: slots of each member. ``served``: how many
+    ready replicas serve each version. ``mixed_since``: since when they have served
+    different ones, as ``committed_at``; None if they serve one, or none.
     ``adopt_together``: as in the config. ``sources``, ``targets``, ``peers``: groups
     that have these roles. ``under_way``: publishes that have not ended.
-    ``disk_problem``: why the disk does not take a decision, which waits for that.
-    ``waits``: what all its publishes and joins wait for, as in "waits ..."; ``left_s``:
-    for at most so many seconds.
+    ``disk_problem``: why a decision cannot be written to disk, and waits. ``waits``:
+    the text after "waits ..." for all its publishes and joins; ``left_s``: for at most
+    so many seconds.
     """
 
     name: str
@@ -245,8 +245,8 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     ``state``: ``up``; ``draining``, up but for no new replicas; ``away``, its agent is
     not connected; ``lost``, its replicas start elsewhere. ``local``: the supervisor's
-    own. ``replicas``: names of those that have a part there. ``heard_age_s``: since
-    its agent was last heard.
+    own. ``replicas``: names of those that have a part there. ``heard_age_s``: since the
+    last message of its agent.
     """
 
     name: str
@@ -269,7 +269,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     ``refused``: connections and messages that the control port refused, by reason.
     ``exit_code``: once it is over, and for as long as its supervisor still answers;
     ``ended_by``: why it is over. ``newest_event``: number of its newest event.
-    ``adopt_s``: for how long its replicas go on without a supervisor; 0: not at all.
+    ``adopt_s``: for how long its replicas run without a supervisor; 0: not at all.
     """
 
     run: str

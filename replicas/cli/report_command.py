@@ -39,7 +39,7 @@ def report(
     ] = None,
     demo: Annotated[bool, typer.Option("--demo", help="Show a recorded run, in place of STATE_DIR.")] = False,
 ) -> None:
-    """Write the page of a run, or its timeline, as one file, also after the run's end.
+    """Write a run's page as one HTML file, or its timeline, also after the run's end.
 
     The page opens in any browser, without a network. It has the last lines of programs
     that failed: show it only to readers who may read the run's logs.
