@@ -13,9 +13,9 @@ digest the image behind the last byte that will still change
 (:attr:`BucketPlan.settled`).
 
 The size of a bucket depends on the route. Every member except the first and the last
-forwards what it receives, so the last one finishes (members - 2) buckets after the
-first receiver: small buckets, then. With one receiver nothing is forwarded, and large
-buckets cost least. (Measured; see :mod:`replicas.sidecar.transfer`.)
+forwards each bucket, so the last one finishes (members - 2) buckets after the first
+receiver: long routes have small buckets. With one receiver nothing is forwarded, and
+large buckets cost least. (Measured; see :mod:`replicas.sidecar.transfer`.)
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class SignedStore(_c10d.Store):  # type: ignore[misc]  # torch leaves its stores
         self._mine: dict[str, bytes] = {}
         self.tampered = ""
 
-    # ---------------------------------------------------------- what process groups use
+    # ------------------------------------------------------ methods for process groups
 
     def set(self, key: str, value: str | bytes) -> None:
         data = value.encode() if isinstance(value, str) else bytes(value)

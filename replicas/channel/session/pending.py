@@ -179,7 +179,7 @@ class Pending(Generic[T]):
                 own_loop.must_not_block("wait()", awaitable=True)
             # it may have ended at the last moment
             if not self._wait_ended(None if until is None else until - time.monotonic()) and not self._look():
-                raise TimeoutError(f"{self._what} has not ended within {timeout} s; it goes on")
+                raise TimeoutError(f"{self._what} has not ended within {timeout} s; it continues")
         return self._outcome()
 
     def _wait_ended(self, timeout_s: float | None) -> bool:

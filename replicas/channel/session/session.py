@@ -369,7 +369,7 @@ class Session:
             patience_s = Backoff(missed_s, max(missed_s, SILENCE_S)).after(self._in_vain)  # more each time
             silence_s = time.monotonic() - self._heard
             if silence_s > patience_s:
-                raise TimeoutError(f"nothing heard for {silence_s:.1f} s")
+                raise TimeoutError(f"no bytes came for {silence_s:.1f} s")
 
     def _look_at(self, now: float) -> None:
         """Measure silence, and suspensions of this process, from ``now``."""

@@ -230,7 +230,7 @@ class Filling:
         if staged is not None:
             return manifest, staged.write(slot.data, CopyOptions(slot.buffer, begun=begun))
         progress = None
-        at_once = feed.mode == "image" and job.late_meta is None  # receivers are told the meta first
+        at_once = feed.mode == "image" and job.late_meta is None  # receivers get the meta first
         if self._hub.several_hosts and at_once and self._packer.knows(feed, manifest):
             self._hub.call(self._streaming, job, manifest, self.device(feed))
             progress = partial(self._hub.call, self._grown, job)

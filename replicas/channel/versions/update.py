@@ -110,7 +110,7 @@ class Update:
 
     @property
     def path_to_copy(self) -> str:
-        """:attr:`path`, for a reader that copies what it reads before the block ends.
+        """:attr:`path`, for a reader that copies all data before the block ends.
 
         The memory is then reused for a later version, which a kept mapping would show.
         On a host that receives versions from another host it is the same as
@@ -384,7 +384,7 @@ class Update:
             raise errors.UsageError(
                 f"{outcome}: error must be an exception or a text, not {shown(error)}",
                 version=self.version,
-                hint="pass what the load raised",
+                hint="pass the exception of the load",
             )
         self._check_process()
         if not locked(self._lock, self._report, outcome):

@@ -264,7 +264,7 @@ class Pairing:
         for state in self._peers(domain):
             if state.standing not in ("behind", "quarantined"):
                 continue
-            what = f"{heads[0].message.kind}, as it is {state.standing}: {state.note or 'it could not be heard'}"
+            what = f"{heads[0].message.kind}, as it is {state.standing}: {state.note or 'it did not respond'}"
             own = next((post for post in self._unstarted(state.member) if not post.pairwise), None)
             if own is not None:
                 own.missed = _gone(state.member, what)

@@ -9,7 +9,7 @@ to an earlier one are dropped, and starts from the posted inputs: results are wr
 only after the common verdict, which makes a retry safe. A retry never uses the same
 lane. ::
 
-    due ──▶ forming ──▶ running ──▶ done: all are told to write
+    due ──▶ forming ──▶ running ──▶ done: all members write
               ▲  │         │
               │  │   again │          failed (from any): no member writes anything
               │  └─▶ probing
