@@ -1,7 +1,12 @@
 """The coordinator: asyncio sessions, store process and decision log around the core.
 
-Names load their modules when first used: the store process lives in this package and
-needs none of them.
+A connection -> door (queue) -> visits (token) -> websocket -> server, limits (checks)
+-> engine -> :class:`~replicas.core.channel_state.ChannelState` -> effects -> decision
+log, then the outboxes of sessions. :class:`Coordinator` shows an example.
+
+All of it runs on one event loop. It decides nothing about versions, which is the core's
+part, and starts no replicas, which is the supervisor's. Names load their modules when
+first used, because the store process lives in this package and needs none of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an address says: where a connection comes from, and what a port may be called.
+"""Checks of addresses: the source of a connection, the names that a port answers to.
 
 A browser that loaded a page from some host name sends later requests to the same name,
 and the owner of that name can point it at 127.0.0.1 (DNS rebinding). The page could
@@ -27,7 +27,7 @@ _SITE = 8
 
 
 def source_of(host: str) -> bytes:
-    """The source of an address. All loopback addresses count as one source."""
+    """Return the key by which connections are counted; all of loopback is one."""
     if ":" not in host:
         return LOOPBACK if host.startswith("127.") else host.encode()
     packed = socket.inet_pton(socket.AF_INET6, host.partition("%")[0])
@@ -37,7 +37,7 @@ def source_of(host: str) -> bytes:
 
 
 def check_reach(hello: Hello, here: ProcessIdentity, address: str, seen_as: str, store: str) -> None:
-    """Check that the member can reach the store: its process groups would fail later.
+    """Check that the member can reach the store, which its process groups need.
 
     :param here: this process. :param address: the member's address, as seen from here.
     :param seen_as: the local address that the member connected to.
@@ -72,7 +72,7 @@ class AllowedHosts:
         self._names = {"localhost", host.lower(), socket.gethostname().lower()}
 
     def problem(self, values: Iterable[str]) -> str:
-        """Error text for these values of Host and Origin; empty: allowed."""
+        """Return why these values of Host and Origin are refused, or "" if allowed."""
         for name in map(_name, () if self._any else values):
             # no browser page can own an IP address
             if name not in self._names and not name.endswith(".localhost") and ip_address(name) is None:
@@ -84,7 +84,7 @@ class AllowedHosts:
 
 
 def _name(value: str) -> str:
-    """The host in ``host:port`` or ``scheme://host:port``."""
+    """Return the host of ``host:port`` or ``scheme://host:port``."""
     rest = value.rpartition("://")[2]
     if rest.startswith("["):
         return rest[1:].partition("]")[0].lower()
@@ -93,11 +93,11 @@ def _name(value: str) -> str:
 
 def _is_loopback(address: str) -> bool:
     found = ip_address(address.partition("%")[0])
-    return found is None or found.is_loopback  # the address of a Unix socket is none
+    return found is None or found.is_loopback  # a Unix socket has no IP address
 
 
 def _is_ours(address: str) -> bool:
-    """True if an interface of this machine (or network namespace) has the address."""
+    """Return True if an interface of this network namespace has the address."""
     with tcp_socket(address) as sock:
         try:
             sock.bind((address, 0))

@@ -11,7 +11,7 @@ from replicas.messages.bounds import text_of
 from replicas.status import ChannelStatus, MemberStatus, PublishStatus
 
 INFOS_NBYTES = 16 * 2**20
-"""Of the ``info`` of all members on a status page: more than its share is not shown."""
+"""Limit of all members' ``info`` on a status page; each member has an equal share."""
 NOTE_LENGTH = 500
 
 
@@ -41,8 +41,7 @@ def _under_way(channel: ChannelState, publish: Publish, now: float) -> PublishSt
 
 
 def channel_waits(channels: Iterable[ChannelState], now: float) -> dict[str, str]:
-    """Return what channels, and publishes under way, wait for, as in "waits ...", by
-    their names."""
+    """Return, by name, what each channel and open publish waits for ("waits ...")."""
     found = dict[str, str]()
     for channel in channels:
         what, left_s = channel.recovery.waits(now)
@@ -56,7 +55,7 @@ def channel_waits(channels: Iterable[ChannelState], now: float) -> dict[str, str
 
 def channel_status(channel: ChannelState, now: float) -> ChannelStatus:
     commits, told = channel.commits, channel.told
-    # commits may be ahead of the disk, which told is not
+    # commits may be ahead of the disk, told never is
     meta = commits.newest.meta if commits.latest == told.latest else None
     fell = commits.steps.fell
     digest = commits.decided if commits.latest == told.latest else told.digest  # it may be learned after the commit

@@ -43,7 +43,7 @@ from replicas.trust.tokens import PLAIN, JoinToken, Tokens, another_key
 
 
 class _Listens(NamedTuple):
-    """How the control port listens, and what it shows beside sessions."""
+    """Settings of the control port."""
 
     host: str
     port: int
@@ -140,7 +140,7 @@ class Coordinator:
             port_key = _port_key(host, tls, certificate, key, home)
             self._listens = _Listens(host, port, arguments.flag("any_port", any_port), port_key, pages, live)
             self.tokens: Tokens = _tokens(token, port_key, host)
-            """The valid tokens by role; routes of the caller may ask it."""
+            """The valid tokens by role; the caller's routes may use it."""
         except BaseException:
             self._decisions.close()
             raise
@@ -159,8 +159,8 @@ class Coordinator:
         self.keep_decisions = False
         """Keep the decision log at an orderly end, for a coordinator to continue."""
         self.wait_for_store = True
-        """Open the control port only when the store is up; else members that come back
-        need not wait for that, and :meth:`store_started` is to be awaited."""
+        """Open the control port only when the store is up. If False, members can
+        reconnect before, and the caller awaits :meth:`store_started`."""
         self._starting: asyncio.Task[None] | None = None
         self._server: Server | None = None
         self._tick: asyncio.Task[None] | None = None
@@ -208,7 +208,7 @@ class Coordinator:
         return self
 
     async def store_started(self) -> None:
-        """Wait for the store. WorldError: it did not start."""
+        """Wait until the store is up. Raise WorldError if it does not start."""
         assert self._starting is not None
         await asyncio.shield(self._starting)
 
@@ -227,7 +227,7 @@ class Coordinator:
             await self._server.aclose()
         self.engine.close()
         await self._end_store()
-        # after an error the next one goes on from it
+        # after an error the next coordinator continues from it
         self._decisions.close(remove=error is None and not self.keep_decisions)
 
     def start(self) -> Self:
@@ -311,8 +311,8 @@ class Coordinator:
         self.engine.subscribe(callback)
 
     def readiness(self, group: str, replica: int, generation: int, *, external: bool = False) -> Readiness:
-        """Tell whether this generation of a replica has joined its channels and has
-        loaded the newest version, and what is missing.
+        """Return whether this generation of a replica has joined its channels and
+        loaded the newest version, and the reason if not.
 
         :param external: others start it, and it numbers its generations as it likes.
         """
@@ -322,7 +322,7 @@ class Coordinator:
         return self._book.of(channels, group, replica, generation, world, now, external=external)
 
     def expect(self, members: Mapping[str, Collection[Member]], told: Tally | None = None) -> None:
-        """Wait for these members of the one before alone. ``told``: its events."""
+        """Wait only for these members of an earlier coordinator, with its tally."""
         for name, channel in self.engine.channels.items():
             channel.recovery.expect(members.get(name, ()), (told or Tally()).commits.get(name, ()))
 
@@ -340,37 +340,37 @@ class Coordinator:
         return {replica: frozenset(incarnations) for replica, incarnations in sorted(found.items())}
 
     def forget(self, group: str, replica: int) -> None:
-        """Count what joins as this replica from now on as a new start of it.
+        """Treat later joins of this replica as a new start of it.
 
-        For replicas that others start: members that left in good order are expected
-        again, and a drain is over.
+        For replicas that the supervisor does not start: members that left in good order
+        are expected again, and a drain is over.
         """
         self.engine.forget(group, replica)
 
     def replica_ended(self, group: str, replica: int, generation: int, reason: str) -> None:
-        """Say that the replica's processes have ended: its members are lost at once,
-        without waiting for their leases."""
+        """Lose the replica's members now, without waiting for their leases, because
+        its processes have ended."""
         self.engine.replica_ended(group, replica, generation, reason)
 
     def set_draining(self, group: str, replica: int, generation: int) -> None:
-        """Mark this generation as draining: no new version waits for it.
+        """Mark this generation as draining: new versions do not wait for it.
 
-        What it has begun may finish (:meth:`busy`).
+        Its syncs in progress may finish (:meth:`busy`).
         """
         self.engine.set_draining(group, replica, generation)
 
     def busy(self, group: str, replica: int) -> str:
-        """Return what ending the replica now would interrupt, such as a sync, in words;
-        empty: nothing."""
+        """Return, in words, which work an end of the replica would interrupt now, such
+        as a sync, or ""."""
         words = (channel.drains.busy(group, replica) for channel in self.engine.channels.values())
         return next((text for text in words if text), "")
 
     def waits(self) -> dict[str, str]:
-        """Return what channels and publishes under way wait for, as in "waits ..."."""
+        """Return, by name, what channels and open publishes wait for ("waits ...")."""
         return channel_waits(self.engine.channels.values(), asyncio.get_running_loop().time())
 
     def progress(self, group: str, replica: int) -> tuple[int, ...]:
-        """High-water marks of the replica; each new step or version raises one."""
+        """Return its high-water marks; each new step or version raises one."""
         return tuple(mark for channel in self.engine.channels.values() for mark in channel.marks.of(group, replica))
 
     def set_group(self, group: str, shape: GroupShape) -> None:
@@ -405,7 +405,7 @@ class Coordinator:
 
 
 def _port_key(host: str, tls: object, certificate: object, key: object, home: Path | None) -> PortKey | None:
-    """The key of the control port; None: it does not speak TLS."""
+    """Return the key of the control port, or None if it does not speak TLS."""
     if tls not in ("auto", "on", "off"):
         raise errors.UsageError(f'tls must be "auto", "on" or "off", not {shown(tls)}')
     if tls == "off" or (tls == "auto" and certificate is None and is_loopback(host)):
@@ -418,7 +418,7 @@ def _port_key(host: str, tls: object, certificate: object, key: object, home: Pa
 
 
 def _tokens(given: object, port_key: PortKey | None, host: str) -> Tokens:
-    """The tokens, which name the key of the port; UsageError: they name another."""
+    """Return the tokens, with the key of the port. Raise UsageError for another key."""
     key = port_key.hash if port_key is not None else "" if is_loopback(host) else PLAIN
     if isinstance(given, Tokens):
         found = given
@@ -441,7 +441,7 @@ def _mapping(what: str, value: object) -> Mapping[Any, Any]:
 
 
 def _shape(what: str, shape: object) -> GroupShape:
-    """A valid shape; an integer means that many replicas of one rank."""
+    """Return the checked shape. An integer means that many replicas of one rank."""
     given = shape if isinstance(shape, GroupShape) else GroupShape(replicas=shape)  # type: ignore[arg-type]  # see below
     return GroupShape(
         replicas=arguments.integer(f"{what}: replicas", given.replicas, least=0, most=RANKS_MAX),
@@ -463,5 +463,5 @@ def _checked_routes(routes: Sequence[BaseRoute]) -> list[BaseRoute]:
         raise errors.UsageError(f"routes must be a sequence, not {shown(routes)}") from error
     for route in found:
         if not isinstance(route, BaseRoute):
-            raise errors.UsageError(f"routes: {shown(route)} is no route of Starlette's")
+            raise errors.UsageError(f"routes: {shown(route)} is not a Starlette route")
     return found

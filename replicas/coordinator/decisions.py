@@ -1,10 +1,10 @@
-"""The decision log: one JSON line for each decision, on disk before any member is told.
+"""The decision log: one JSON line for each decision, synced before any commit is sent.
 
-The file is only appended to and synced. A torn last line (the machine died during the
-write) was never acted on and is ignored. A file larger than :data:`COMPACT_NBYTES` is
-rewritten with the entries that still matter, in a new file renamed over the old one. At
-start the log gives each channel its newest commit, the floor of its version numbers,
-and the later versions that will never be committed.
+Lines are appended and synced. A torn last line (the machine died during the write) had
+no effect yet and is ignored. A file larger than :data:`COMPACT_NBYTES` is replaced by a
+new file with the entries that still matter. At start the log gives each channel its
+newest commit, below which version numbers are used, and the later versions that will
+never be committed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COMPACT_NBYTES = 1 << 20
 
 
 class DecisionLog:
-    """Commits and aborts of all channels. ``path`` None: in memory only.
+    """Commits and aborts of all channels; in memory only if ``path`` is None.
 
     :raises errors.WorldError: another coordinator has the file.
     """
@@ -61,7 +61,7 @@ class DecisionLog:
             raise
 
     def _locked(self, path: Path) -> int:
-        """A locked descriptor of the file that is at ``path`` now, also after a rename.
+        """Return a locked descriptor of the file that is at ``path`` once it is locked.
 
         :raises errors.UsageError: the folder or file is not private to this user.
         """
@@ -105,7 +105,7 @@ class DecisionLog:
             del aborts[version]
 
     def past(self, channel: str, epoch: int = 0) -> Past:
-        """The logged past of a channel. ``epoch``: the last that members may know."""
+        """Return the logged past of a channel, and ``epoch``, the last one in use."""
         decision = self._commits.get(channel)
         decided = (decision.version, decision.digest) if decision is not None else (0, "")
         return Past(decided, frozenset(self._aborts.get(channel, ())), epoch)
@@ -113,8 +113,8 @@ class DecisionLog:
     def append(self, decision: CommitDecision) -> None:
         """Write and sync one decision.
 
-        :raises OSError: the disk does not take it; the log is unchanged, and the same
-            decision can be tried again.
+        :raises OSError: the write failed; the log is unchanged, and the same decision
+            can be appended again.
         """
         if self._fd >= 0:
             line = msgspec.json.encode(decision) + b"\n"
@@ -134,7 +134,7 @@ class DecisionLog:
             self._compact()
 
     def _compact(self) -> None:
-        """Put a new file of the entries that matter in its place, if possible."""
+        """Replace the file by one with the entries that matter, if possible."""
         assert self._path is not None
         aborts = [decision for known in self._aborts.values() for decision in known.values()]
         lines = b"".join(msgspec.json.encode(one) + b"\n" for one in [*self._commits.values(), *aborts])
@@ -166,7 +166,7 @@ class DecisionLog:
 
 
 def _sync_folder(path: Path) -> None:
-    """Make the folder's entries durable: a power cut could restore an older file."""
+    """Sync the folder, so that a power cut does not restore an older file."""
     fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -1,21 +1,21 @@
-"""Accept connections on the control port; pass each on once there is something of it.
+"""Accept connections on the control port; pass each on after its first bytes.
 
-A connection costs a server in Python some ten times what it costs the client. So
-nothing is created for it (no transport, no protocol, no task) before its turn:
+A connection costs a Python server ten times as much as its client. So no transport,
+protocol or task is created for it before its turn:
 
-* Connections are accepted at once, for at most :data:`ACCEPT_S` of one loop iteration;
+* Connections are accepted for at most :data:`ACCEPT_S` of one loop iteration;
   the rest stay in the kernel's backlog. An accepted connection waits in the *lobby*, as
-  a bare descriptor in an epoll set, for :data:`REQUEST_TIMEOUT_S` at most. One that
-  hangs up there costs three system calls.
-* On a plain port the request head is peeked at in the kernel's buffer. One with the
-  run's token is let in at once, so strangers never delay a member, and a probe is
-  answered here: if it had to wait, the supervisor would be restarted.
-* On a port with TLS nobody has shown a token before the handshake, which costs some
-  0.5 ms. A connection that begins with one waits for its turn.
+  a bare descriptor in an epoll set, for at most :data:`REQUEST_TIMEOUT_S`. A connection
+  that hangs up there costs three system calls.
+* On a plain port the request head is peeked at in the kernel's buffer. A request with
+  the run's token is passed on immediately, so strangers never delay a member. A probe
+  is answered here: if it had to wait, the supervisor would be restarted.
+* On a port with TLS a token can be shown only after the handshake, which costs about
+  0.5 ms. So every connection that begins one waits for its turn.
 * Strangers, and all handshakes, get a share of the loop's time, in the order in which
-  they came. When there are too many, the oldest gives way; of one source, at half the
-  lobby already. All users of this machine count as one source: to ask the kernel for
-  the user of a connection would cost several times all of the above.
+  they came. When the lobby is full, the oldest is closed; one source may fill half of
+  it. All users of this machine count as one source, because asking the kernel for the
+  user of a connection would cost several times all of the above.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from replicas.coordinator.visits import (
 )
 
 Admit = Callable[[socket.socket, bytes, float], None]
-"""Passes on a connection with its source and deadline; nothing was read from it."""
+"""Receives a connection, its source and its deadline; no bytes were read from it."""
 
 HANDSHAKES_SHARE = 0.25
-"""Of the loop's time, for the TLS handshakes of all together."""
+"""Share of the loop's time for all TLS handshakes together."""
 HANDSHAKE_S = 600e-6
 """Fixed cost of a handshake: OpenSSL's part of it, turns of the loop, the socket."""
 LOBBY = 4096
@@ -56,9 +56,8 @@ ACCEPT_S = 0.003
 LOOK_S = 0.001
 """Time limits of accepting and of reading, per loop iteration.
 
-When the backlog is full the kernel drops the connection attempt, and the client retries
-after a second. So delaying all other work a little is better than leaving connections
-in the backlog.
+When the backlog is full, the kernel drops the attempt, and the client retries after a
+second. So a small delay of all other work is better than connections in the backlog.
 """
 SWEEP_S = 0.25
 NO_ROOM_S = 0.1
@@ -69,7 +68,7 @@ _STREAM = int(socket.SOCK_STREAM)
 _LOOK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
 _NOW = int(socket.MSG_DONTWAIT)
 _USUAL_NBYTES = 2048
-"""Bytes of the head to peek at first; more only if they do not suffice."""
+"""Bytes of the head to peek at first; the rest is read only if this is not enough."""
 _WATCHED = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLET  # edge-triggered: each piece wakes it once
 _TLS_HANDSHAKE = 0x16
 _SPEAKS_TLS = "this port speaks TLS 1.3: ask it by https://, with the token that `replicas token` shows"
@@ -87,7 +86,7 @@ class _Waiting:
 class Door:
     """Accepts and queues the connections of one listener.
 
-    :param tls: the port speaks it.
+    :param tls: the port speaks TLS.
     """
 
     def __init__(self, listener: socket.socket, rules: PortRules, *, tls: bool = False) -> None:
@@ -103,11 +102,11 @@ class Door:
 
     @property
     def waiting(self) -> int:
-        """Connections that have not been let in."""
+        """Number of connections in the lobby."""
         return len(self._lobby)
 
     def open(self, admit: Admit) -> None:
-        """Start to accept."""
+        """Start accepting connections; pass them to ``admit``."""
         self._loop = asyncio.get_running_loop()
         self._pace = RateLimit(self._loop.time(), HANDSHAKES_SHARE) if self._tls else self.rules.pace
         self._admit = admit
@@ -144,7 +143,7 @@ class Door:
                 self._wait(one)
 
     def _no_room(self) -> None:
-        """No descriptor is left: close one of the lobby, else pause accepting."""
+        """Free a descriptor of the lobby; if it is empty, pause accepting."""
         if (one := self._lobby.oldest()) is not None:
             self._refuse(one, "too_many")
             return
@@ -155,7 +154,7 @@ class Door:
         self._loop.add_reader(self._listener.fileno(), self._on_connections)
 
     def _wait(self, one: _Waiting) -> None:
-        """Keep it in the lobby until more of it comes."""
+        """Keep the connection in the lobby until more bytes arrive."""
         self._keep(one)
         self._by_fd[one.sock.fileno()] = one
         self._poll.register(one.sock.fileno(), _WATCHED)
@@ -170,7 +169,7 @@ class Door:
         while time.perf_counter() < until and (found := self._poll.poll(0, _AT_ONCE)):
             for fd, events in found:
                 if (one := self._by_fd.get(fd)) is not None:
-                    # anything but readable: it hung up, or half of it did
+                    # any other event: the peer has closed it, or its sending side
                     self._look(one, ended=bool(events & ~select.EPOLLIN))
 
     def _sweep(self) -> None:
@@ -186,7 +185,7 @@ class Door:
     # ------------------------------------------------------------ one connection
 
     def _look(self, one: _Waiting, *, ended: bool) -> bool:
-        """Handle what has arrived; False: more of it must come first."""
+        """Handle the bytes that have arrived. Return False if more are needed."""
         try:
             data = self._peeked(one)
         except BlockingIOError:
@@ -214,7 +213,7 @@ class Door:
 
     def _peeked(self, one: _Waiting) -> bytes:
         data = one.sock.recv(_USUAL_NBYTES, _LOOK)
-        # a whole first look: there may be more
+        # the first read was full, so there may be more
         return one.sock.recv(HEAD_NBYTES, _LOOK) if len(data) == _USUAL_NBYTES else data
 
     def _answer(self, one: _Waiting, data: bytes) -> None:
@@ -259,7 +258,7 @@ class Door:
         self._later(0.0, self._serve)
 
     def _serve(self) -> None:
-        """Let in the next one: one per loop iteration, as their share allows."""
+        """Pass on the next connection: one per loop iteration, as the share allows."""
         one = next(iter(self._ready), None)
         if one is None:
             return

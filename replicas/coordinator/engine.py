@@ -1,4 +1,4 @@
-"""The engine: feeds events to the channel states and applies the effects they return.
+"""Feed events to the channel states, and apply the effects that they return.
 
 The engine has no sockets of its own and runs on one asyncio loop. Each event (a
 message, a loss or a tick) is handled to its end without an await: it goes into a
@@ -6,10 +6,10 @@ message, a loss or a tick) is handled to its end without an await: it goes into 
 in order. A decision is written and synced to disk before the commit is queued to any
 member. Sending only queues: nothing here waits for a member.
 
-Time is the loop's monotonic clock. A late tick means that this process did not run (a
-stopped machine, a long pause) and could not hear its members. So the pause is added to
-every lease, and the sockets are read before any member or deadline is judged. Nor does
-a silence of all members count against those on other hosts: this host was cut off then.
+Time is the loop's monotonic clock. A late tick means that this process was suspended
+and could not hear its members. So the pause is added to every lease, and the sockets
+are read before leases and deadlines are checked. A silence of all members does not
+count against those on other hosts, because this host had lost its network.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ from replicas.messages.identity import Member
 
 log = Log("replicas.coordinator")
 
-TICK_S = 0.1  # deadlines and leases are judged this late at most
+TICK_S = 0.1  # deadlines and leases are checked this late at most
 LAST_WORDS_S = 0.25
 """How long to read the socket of an ended process: its children may keep it open."""
 ACK_BYTES_S = 1.0
 """Interval of the acks to a member while a long message arrives in parts."""
 SETTLE_S = 0.5
-"""Time after a pause before members and deadlines are judged."""
+"""Time after a pause before leases and deadlines are checked."""
 
 
 class _Outlet:
-    """The due effects of one channel: its decision that waits holds up no other one."""
+    """Pending effects of one channel; they do not block those of other channels."""
 
     def __init__(self) -> None:
         self.due: deque[Effect] = deque()
@@ -107,12 +107,12 @@ class Engine:
         self.lag_s = 0.0
         self.refusals: dict[str, int] = {}
         self.vouch: Callable[[wire.Hello], bool] = lambda hello: False
-        """Tells whether a supervisor has started the process in its generation; False:
-        others start its replica. It raises the error of one that poses as such."""
+        """Returns True if a supervisor started the process in its generation, False if
+        its replica has another launcher. Raises an error for a forged claim."""
         self.tap: Callable[[ChannelState, Effect | wire.FromMember], None] | None = None
         """Test hook, called with each effect and message just before it is applied.
 
-        A decision is passed once it is on disk. The hook must not raise or block.
+        A decision is passed when it is on disk. The hook must not raise or block.
         """
 
     def subscribe(self, callback: Callable[[Event], None]) -> None:
@@ -121,12 +121,12 @@ class Engine:
     # ------------------------------------------------------------ sessions
 
     def open(self, hello: wire.Hello, connection: MemberConnection, address: str, seen_as: str = "") -> MemberSession:
-        """Bind a connection to the incarnation's session, a new one if it has none.
+        """Bind a connection to the session of its incarnation; create one if needed.
 
         :param address: the member's address, as seen from here. :param seen_as: the
             local address that it connected to.
         :raises errors.ReplicasError: the Hello is refused.
-        :raises NotYet: it must come again.
+        :raises NotYet: the member must retry.
         """
         now = self._now()
         channel = self.newcomers.channel(hello)
@@ -134,7 +134,7 @@ class Engine:
         if hello.any_replica:
             hello = msgspec.structs.replace(hello, replica=self.newcomers.replica(hello, channel), any_replica=False)
         if hello.observe or not self.vouch(hello):
-            hello = msgspec.structs.replace(hello, proof="")  # what no supervisor vouches for proves nothing
+            hello = msgspec.structs.replace(hello, proof="")  # no supervisor vouches for it
         member = hello.member
         self.newcomers.check_incarnation(hello, channel)
         session = self._sessions.get(member)
@@ -174,7 +174,7 @@ class Engine:
         connection.on_bytes = lambda: self._heard(session)
 
     def _heard(self, session: MemberSession) -> None:
-        """Part of a message has arrived, a sign of life: the rest may take long."""
+        """Renew the lease when a part of a message arrives: the rest may take long."""
         channel, now = self._channel(session.member), self._now()
         if channel is not None:
             channel.roster.heard(session.member, now)
@@ -182,7 +182,7 @@ class Engine:
                 session.send(wire.Ack())
 
     def detach(self, session: MemberSession, connection: MemberConnection) -> None:
-        """The connection has ended; its member may come back with another one."""
+        """Note that the connection has ended; its member may reconnect."""
         channel = self._channel(session.member)
         if session.detach(connection) and channel is not None:
             channel.roster.disconnected(session.member, self._now())
@@ -205,7 +205,7 @@ class Engine:
             session.close()
 
     def _exited(self, session: MemberSession) -> None:
-        """The member's process has ended: read the rest of its socket, then lose it."""
+        """Read the rest of the socket of an ended process, then lose the member."""
         if session.watch is not None:
             session.watch.close()
             session.watch = None
@@ -216,7 +216,7 @@ class Engine:
         asyncio.get_running_loop().call_later(LAST_WORDS_S, self.lose, session.member, "exited")
 
     def lose(self, member: Member, reason: str) -> None:
-        """Lose the member for good."""
+        """Remove the member; it can come back only by a new join."""
         if (channel := self._channel(member)) is not None:
             channel.lose(member, reason, self._now())
             self._apply(channel)
@@ -240,17 +240,17 @@ class Engine:
             self._apply(channel)
 
     def expel(self, session: MemberSession, error: errors.ReplicasError, reason: str) -> None:
-        """Lose a member that sent an invalid message, after telling it why."""
+        """Lose a member that sent an invalid message; send it the reason first."""
         session.send(wire.Refused(wire.WireError.of(error)))
         self.lose(session.member, reason)
 
     def without_store(self) -> None:
-        """Form no process group before the first store is up."""
+        """Form no process groups before the first store is up."""
         for channel in self.channels.values():
             channel.lanes.store_lost()
 
     def store_changed(self, up: bool) -> None:
-        """The store has ended, or a new one listens at another address."""
+        """Note that the store has ended, or that a new one listens elsewhere."""
         for name in self.channels:
             self._subscribers.emit(StoreChanged(name, up))
         for channel in self.channels.values():
@@ -261,7 +261,7 @@ class Engine:
                 channel.lanes.store_lost()
 
     def receive(self, session: MemberSession, frame: wire.MemberFrame) -> bool:
-        """Handle a frame; False: it is out of order, the connection must be closed."""
+        """Handle a frame. Return False if it is out of order: close the connection."""
         member, channel = session.member, self._channel(session.member)
         if channel is None:
             return False
@@ -294,7 +294,7 @@ class Engine:
         self._keeper.close()
 
     def refused(self, reason: str) -> None:
-        """Count a connection or message that was turned away."""
+        """Count a connection or message that was refused."""
         self.refusals[reason] = self.refusals.get(reason, 0) + 1
 
     # ------------------------------------------------------------ effects
@@ -302,7 +302,7 @@ class Engine:
     def _apply(self, channel: ChannelState) -> None:
         outlet = self._outlets[channel.config.name]
         outlet.due.extend(channel.drain())
-        if outlet.applying:  # called by _do(): the loop below goes on with it
+        if outlet.applying:  # called by _do(): the loop below continues with it
             return
         outlet.applying = True
         try:
@@ -316,14 +316,14 @@ class Engine:
             outlet.applying = False
 
     def _recorded(self, channel: ChannelState, outlet: _Outlet, decision: CommitDecision) -> bool:
-        """Return True once the decision is on disk; else the next tick tries again."""
+        """Write the decision. Return False if that fails; the next tick retries."""
         outlet.tried_at = outlet.tried_at or self._now()
         try:
             self.decisions.append(decision)
         except OSError as exc:
             if channel.told.disk_problem != str(exc):
                 channel.told.disk_problem = str(exc)
-                log.error("%s: version %d waits to be recorded: %s", decision.channel, decision.version, exc)
+                log.error("%s: cannot record version %d; retrying: %s", decision.channel, decision.version, exc)
             return False
         outlet.due = deque(effects.with_commit(outlet.due, decision.version, self._now() - outlet.tried_at))
         channel.told.disk_problem, outlet.tried_at = "", 0.0
@@ -386,7 +386,7 @@ class Engine:
     def _on_lost(self, event: effects.MemberLost) -> None:
         log.info("%s: %s is lost (%s)", event.channel, event.member, event.reason)
         if event.reason == "fenced":
-            return  # _fence tells it, once the new incarnation has been welcomed
+            return  # _fence sends the reason, after the Welcome of the new incarnation
         session = self._sessions.get(event.member)
         if session is not None and event.reason != "left":
             error = errors.Fenced(
@@ -400,21 +400,21 @@ class Engine:
     # ------------------------------------------------------------ time
 
     def _break_silence(self, now: float) -> None:
-        """A member is heard: end a silence of all members, if there was one."""
+        """Note that a member is heard, which ends a silence of all members."""
         grace_s = self._silence.heard(now)
         if grace_s:
-            log.warning("The supervisor was paused. Silent members get %.1f s more before they count as lost.", grace_s)
+            log.warning("giving silent members %.1f s more, after a time in which no member was heard", grace_s)
             self._pardon(0.0, now, grace_s)
 
     def _pardon(self, silence_s: float, now: float, grace_s: float = 0.0) -> None:
-        """Extend the leases of members on other hosts that are still connected."""
+        """Extend the leases of connected members on other hosts."""
         for channel in self.channels.values():
             channel.roster.pardon(self._far, silence_s, now, grace_s=grace_s)
 
     @property
     def _far(self) -> set[Member]:
         """Members on other hosts that are still connected."""
-        sessions = self._sessions.items()  # with a watch: on this machine, where each death is seen
+        sessions = self._sessions.items()  # a member with a watch is on this machine, where its death is seen
         return {member for member, session in sessions if session.watch is None and session.connection is not None}
 
     @staticmethod
@@ -424,8 +424,8 @@ class Engine:
     async def tick_forever(self) -> None:
         """Check leases and deadlines ten times a second.
 
-        After a pause of this process, what arrived meanwhile is read first, and members
-        that were paused with it get a moment to send.
+        After a pause of this process, the sockets are read first, and members that were
+        paused with it get a moment to send.
         """
         clock = PauseClock(self._now() + TICK_S)
         while True:
@@ -435,10 +435,10 @@ class Engine:
             pause_s = clock.look(now)
             clock.due = now + (SETTLE_S if pause_s else TICK_S)
             if pause_s:
-                log.warning("this process did not run for %.1f s: leases are extended by as much", pause_s)
+                log.warning("extending all leases by %.1f s, in which this process did not run", pause_s)
                 for channel in self.channels.values():
                     channel.roster.forgive(pause_s, now)
-                continue  # judged after the sockets were read
+                continue  # check leases after the sockets were read
             if not self._far:
                 self._silence.nobody()
             elif silence_s := self._silence.passed(now):

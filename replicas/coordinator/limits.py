@@ -1,16 +1,16 @@
-"""Limits of what connections may send and take: sizes, values, shares of the loop.
+"""Limits on connections: sizes and values of messages, shares of the loop's time.
 
-A token holder may flood, send invalid messages, or never read. None of it may reach the
+A token holder may flood, send invalid messages, or never read. That must not reach the
 state machines or block the loop that serves all members. So each message is checked
-here first, cheapest check first: its size by kind (before decoding), its form (msgspec,
-a closed set of types), its values, and only then passed to the engine.
+before the engine gets it: its size by kind (before decoding), its form (msgspec, a
+closed set of types), then its values.
 
-*Fairness* is counted in loop time, by wall clock: the thread's CPU clock costs as much
-as a small message, and an account has a reserve for moments in which this process did
-not run. Handling its messages is charged to a session's :class:`RateLimit`, refilled at
-a fixed share of real time. An overdrawn session is read later, and TCP holds the sender
-back: one expensive message is not punished, thousands are. Connections without a token
-are :class:`Bounded`.
+*Fairness* is counted in loop time, by wall clock, because reading the thread's CPU
+clock costs as much as a small message; a reserve covers moments in which this process
+did not run. Handling its messages is charged to a session's :class:`RateLimit`, which
+is refilled at a fixed share of real time. An overdrawn session is read later, and TCP
+slows the sender: one expensive message has no effect, thousands do. The number of
+connections without a token is :class:`Bounded`.
 
 Each refusal has one of the :data:`REASONS`, which are also the values of a metric's
 label.
@@ -33,16 +33,16 @@ REASONS = (
     "token",  # a wrong token, or none
     "tls",  # TLS and plain HTTP mixed up, or a handshake that fails
     "peer",  # another user's process on the Unix socket
-    "timeout",  # half a request or no Hello in time, or an answer that is not read
-    "too_many",  # more strangers than can be served; the oldest is closed
+    "timeout",  # no complete request or Hello in time, or an answer that is not read
+    "too_many",  # too many strangers; the oldest is closed
     "host",  # a foreign host name: DNS rebinding
     "malformed",  # not HTTP, not a message, or invalid values
     "oversized",  # larger than a message of its kind may be
     "out_of_order",  # an impossible number or ack, or a second Hello
     "hello",  # an unacceptable Hello: channel, run, rank, preflight
     "fenced",  # a stale incarnation
-    "flood",  # more messages than one session may send: it is read more slowly (counted once for each connection)
-    "overflow",  # too much unread data in the outbox
+    "flood",  # a session exceeds its message rate and is throttled (counted once for each connection)
+    "overflow",  # too much unsent data in the outbox
 )
 
 LOOP_SHARE = 0.25
@@ -50,16 +50,16 @@ LOOP_SHARE = 0.25
 STRANGERS_SHARE = 0.1
 """Share of all strangers together."""
 LOOP_BURST_S = 0.5
-CHARGE_MAX_S = 0.5  # a message that met a pause of this process costs no more
+CHARGE_MAX_S = 0.5  # for a message during which this process was suspended
 MESSAGE_S = 50e-6
-"""Fixed cost of a message: turns of the loop, the answer."""
-# a busy session keeps the loop for this many messages, or this long
+"""Fixed cost of a message: loop iterations and the answer."""
+# a busy session yields after this many messages, or this long
 MESSAGES_AT_ONCE = 8
 HOLD_S = 0.002
 
 _HELD = 256
 _GPUS = 64
-_DIMENSIONS = 64  # more than any model has
+_DIMENSIONS = 64  # more than any model's tensors have
 _PID_MAX = 2**31
 _PORT_MAX = 2**16 - 1
 _SHA256 = re.compile("[0-9a-f]{64}")
@@ -78,7 +78,7 @@ class RateLimit:
         self.flooded = False
 
     def charge(self, used_s: float, now: float) -> float:
-        """Charge ``used_s``; returns how long to pause the connection, mostly 0."""
+        """Charge ``used_s``. Return how long to pause the connection, usually 0."""
         self._account_s = min(LOOP_BURST_S, self._account_s + (now - self._at) * self._share)
         self._at = now
         self._account_s -= min(used_s, CHARGE_MAX_S)
@@ -88,7 +88,10 @@ class RateLimit:
         return -self._account_s / self._share
 
     def after_message(self, used_s: float, now: float) -> float | None:
-        """Charge one message; None: go on, 0: yield to others, else seconds to wait."""
+        """Charge one message.
+
+        Return None to continue, 0 to yield to other sessions, or the seconds to wait.
+        """
         wait_s = self.charge(used_s + MESSAGE_S, now)
         self._messages += 1
         self._held_s += used_s
@@ -99,7 +102,7 @@ class RateLimit:
 
 
 class Bounded(Generic[One]):
-    """At most so many connections, of one source at most half; the oldest give way."""
+    """A set of at most ``most`` connections, and at most half of one source."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -116,10 +119,10 @@ class Bounded(Generic[One]):
         return iter(tuple(self._sources))
 
     def add(self, one: One, source: bytes) -> One | None:
-        """Add a connection; returns the one that gives way to it, to be ended."""
+        """Add a connection. Return the oldest, which the caller closes, if full."""
         alike = self._by_source.get(source, {})
         gone = None
-        if 2 * len(alike) >= self.most:  # half the room, so that one source cannot take all of it
+        if 2 * len(alike) >= self.most:
             gone = next(iter(alike))
         elif len(self._sources) >= self.most:
             gone = self.oldest()
@@ -144,43 +147,43 @@ class Bounded(Generic[One]):
 # ------------------------------------------------------------ sizes
 
 _POST = msgspec.msgpack.encode("type") + msgspec.msgpack.encode("OperationPost")
-"""How the one large kind begins: our encoder writes the tag first."""
+"""The first bytes of the one large kind: our encoder writes the tag first."""
 _HEAD_NBYTES = 64
 
 
 def size_problem(data: bytes, *, first: bool = False) -> str | None:
-    """Why a message of this size is refused before decoding.
+    """Return why a message is too large to be decoded, or None.
 
-    ``first``: it must be the Hello.
+    :param first: it must be the Hello.
     """
     if len(data) <= bounds.HELLO_NBYTES:
         return None
     kind = "OperationPost" if not first and _POST in data[:_HEAD_NBYTES] else "message"
     limit = bounds.HELLO_NBYTES if first else bounds.most_nbytes(kind)
-    return f"{kind} of {len(data):,} bytes: at most {limit:,} are taken" if len(data) > limit else None
+    return f"{kind}: {len(data):,} bytes exceed the limit of {limit:,}" if len(data) > limit else None
 
 
 # ------------------------------------------------------------ values
 
 
 def hello_problem(hello: wire.Hello) -> str | None:
-    """Why this Hello is refused as malformed."""
+    """Return why this Hello is malformed, or None."""
     if len(hello.proof) > bounds.NAME_LENGTH:
         return "its proof is too long"
     for what in ("channel", "group", "incarnation"):
         if not bounds.is_name(getattr(hello, what)):
-            return f"{what} {getattr(hello, what)[: bounds.NAME_LENGTH]!r} is no name"
+            return f"{getattr(hello, what)[: bounds.NAME_LENGTH]!r} is not a valid {what} name"
     if any(abs(number) > bounds.RANKS_MAX for number in (hello.replica, hello.rank, hello.world_size)):
-        return "its replica, rank or world size is absurd"
+        return "its replica, rank or world size is out of range"
     entries = max(len(hello.info), len(hello.nccl_env))
     if entries > bounds.INFO_ENTRIES or max(len(hello.held), len(hello.lent)) > _HELD:
-        return "its info, NCCL variables or versions are too many"
+        return "it has too many info entries, NCCL variables or versions"
     shown = ("info", hello.info, bounds.INFO_NBYTES), ("NCCL variables", hello.nccl_env, bounds.ENV_NBYTES)
     for what, texts, most in shown:
         if (nbytes := len(msgspec.msgpack.encode(texts))) > most:
-            return f"its {what} take {nbytes:,} bytes: at most {most:,} are taken"
+            return f"its {what}: {nbytes:,} bytes exceed the limit of {most:,}"
     if len(hello.cuda_devices) > _GPUS:
-        return "its GPUs are too many"
+        return "it has too many GPUs"
     if hello.beacon is not None and max(len(hello.beacon.nonce), len(hello.beacon.door)) > bounds.NAME_LENGTH:
         return "the nonce or the door of its beacon is too long"
     if any(not 0 <= version < bounds.INTEGER_MAX for version in hello.lent):
@@ -194,19 +197,19 @@ def hello_problem(hello: wire.Hello) -> str | None:
 
 
 def message_problem(message: wire.FromMember) -> str | None:
-    """Why a well-formed message is invalid: an absurd number, or too long a text.
+    """Return why a well-formed message is invalid, or None.
 
-    What members say is kept, and shown to others.
+    Values are kept and shown to others, so numbers have ranges, and texts lengths.
     """
     problem = _number_problem(message) or _text_problem(message)
     if problem is None and isinstance(message, wire.PublishBegin):
-        most = bounds.VERSION_MAX * (1 + message.resumed)  # the library counts on from what was chosen
+        most = bounds.VERSION_MAX * (1 + message.resumed)  # the library counts up from the user's number
         return None if (message.version or 0) <= most else f"PublishBegin with version = {message.version}"
     if problem is None and isinstance(message, wire.CarrierUp):
         if message.port > _PORT_MAX:
             return f"CarrierUp with port = {message.port}"
         if message.certificate_hash and _SHA256.fullmatch(message.certificate_hash) is None:
-            return "CarrierUp with a certificate_hash that is no SHA-256"
+            return "CarrierUp with a certificate_hash that is not a SHA-256"
     if problem is None and isinstance(message, wire.TransferDone | wire.TransferFailed):
         return _holders_problem(message)
     if problem is None and isinstance(message, wire.OperationPost):
@@ -219,7 +222,7 @@ def message_problem(message: wire.FromMember) -> str | None:
 
 
 def _holders_problem(message: wire.TransferDone | wire.TransferFailed) -> str | None:
-    """What it says of the holders that it pulled from, by name."""
+    """Return why its statements about holders are invalid, or None."""
     maps: tuple[Mapping[str, object], ...]
     if isinstance(message, wire.TransferDone):
         maps = message.received, message.holders, message.wrong
@@ -228,14 +231,14 @@ def _holders_problem(message: wire.TransferDone | wire.TransferFailed) -> str | 
     texts = [text for found in maps for pair in found.items() for text in pair if isinstance(text, str)]
     numbers = [number for found in maps for number in found.values() if isinstance(number, int)]
     if any(len(found) > _HOLDERS for found in maps) or any(len(text) > bounds.INFO_LENGTH for text in texts):
-        return f"{type(message).__name__} with too many holders, or too long a text of one"
+        return f"{type(message).__name__} with too many holders, or a text that is too long"
     if any(not 0 <= number < bounds.INTEGER_MAX for number in numbers):
-        return f"{type(message).__name__} with an absurd number of bytes"
+        return f"{type(message).__name__} with a number of bytes that is out of range"
     return None
 
 
 def _number_problem(value: msgspec.Struct) -> str | None:
-    """The first problem of the numbers in ``value`` and its nested structs."""
+    """Return the first problem of the numbers in ``value`` and its nested structs."""
     nested, numbers = _FIELDS[type(value)]
     for name in nested:
         inner = getattr(value, name)
@@ -252,7 +255,7 @@ def _number_problem(value: msgspec.Struct) -> str | None:
 
 
 def _text_problem(value: msgspec.Struct) -> str | None:
-    """The first text of ``value`` and its error that takes too many bytes, in words."""
+    """Return the first problem of the texts in ``value`` and its error."""
     for name in _TEXTS[type(value)]:
         found = getattr(value, name)
         if isinstance(found, wire.WireError):
@@ -268,14 +271,14 @@ def _text_problem(value: msgspec.Struct) -> str | None:
         for text in texts:
             # UTF-8: at most 4 bytes a character; most texts need no encoding
             if 4 * len(text) > most and (nbytes := len(text.encode())) > most:
-                return f"{type(value).__name__} with {name} of {nbytes:,} bytes: at most {most:,} are taken"
+                return f"{type(value).__name__}: {name}: {nbytes:,} bytes exceed the limit of {most:,}"
     return None
 
 
 _HOLDERS = 64
-"""That a member says something of; it is told of fewer."""
+"""Limit of holders in a message; a member is given fewer."""
 _MANY = 4096
-"""Of texts of one kind in a message."""
+"""Limit of texts of one kind in a message."""
 _SIGNED = {"deadline_s", "step", "after", "found"}
 """Fields that may be negative: a past deadline, a host not found, the user's numbers,
 which the state machine checks."""
@@ -283,7 +286,8 @@ _JUDGED_LATER = {"replica", "rank", "world_size", "at_least"}
 
 
 def _fields_of(kind: type[msgspec.Struct]) -> tuple[list[str], list[tuple[str, bool]]]:
-    """The fields with structs, and the numeric ones: whether each may be negative."""
+    """Return the names of fields with structs, and of numeric fields, each with
+    whether it may be negative."""
     signed = _SIGNED | ({"version"} if kind in (wire.PublishBegin, wire.WatchLoaded) else set())
     nested, numbers = [], []
     for field in msgspec.structs.fields(kind):
@@ -296,7 +300,7 @@ def _fields_of(kind: type[msgspec.Struct]) -> tuple[list[str], list[tuple[str, b
 
 
 def _texts_of(kind: type[msgspec.Struct]) -> list[str]:
-    """The fields with texts, and those with an error."""
+    """Return the names of fields with texts or an error."""
     texts = ({str}, {str, type(None)}, {str, ...}, {tuple[str, str], ...}, {wire.WireError})
     fields = [field for field in msgspec.structs.fields(kind) if get_origin(field.type) is not dict]
     return [field.name for field in fields if {*(get_args(field.type) or (field.type,))} in texts]

@@ -1,4 +1,4 @@
-"""Newcomers: what a Hello is checked for, before it gets a session."""
+"""Check a Hello before it gets a session: protocol, run, channel, incarnation."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ log = Log("replicas.coordinator")
 
 
 class NotYet(Exception):
-    """A Hello that cannot be answered now; its member comes again by itself."""
+    """The handshake cannot be answered yet; the client retries."""
 
 
 class Newcomers:
     """Checks the Hellos of one run.
 
-    :param sessions: of all members, by member; the caller keeps it up to date.
+    :param sessions: of all members; the caller keeps it up to date.
     :param process: this process.
     """
 
@@ -42,11 +42,11 @@ class Newcomers:
     def channel(self, hello: wire.Hello) -> ChannelState:
         """Return the channel that the member wants to join.
 
-        :raises errors.ReplicasError: it speaks another protocol, or belongs elsewhere.
+        :raises errors.ReplicasError: its protocol, run or channel is not ours.
         """
         if hello.protocol != wire.PROTOCOL:
             raise errors.UsageError(
-                f"protocol {hello.protocol} is spoken by the member, {wire.PROTOCOL} by the coordinator",
+                f"the member speaks protocol {hello.protocol}, the coordinator {wire.PROTOCOL}",
                 hint="install the same version of torch-replicas everywhere",
             )
         if hello.run and hello.run != self.run:
@@ -67,7 +67,7 @@ class Newcomers:
     def check_incarnation(self, hello: wire.Hello, channel: ChannelState) -> None:
         """Raise Fenced for a Hello that names another member's incarnation.
 
-        All members know that, and an observer, which shows no mark, is not that member.
+        All members know incarnations of others. An observer is another member, too.
         """
         session = self._sessions.get(hello.member)
         owner = session.channel if session is not None else None
@@ -76,10 +76,10 @@ class Newcomers:
             raise errors.Fenced(f"{hello.member} is another member's incarnation", members=[hello.member.name])
 
     def replica(self, hello: wire.Hello, channel: ChannelState) -> int:
-        """Return an index that no replica has, for rank 0, which tells its other ranks.
+        """Return the replica index for a rank 0 that asks for any.
 
-        It is the one that this process has already, on this channel (its Welcome was
-        lost) or another one; else the lowest.
+        The index that this process has already, on this channel (its Welcome was lost)
+        or another one; otherwise the lowest free one.
 
         :raises NotYet: members of an earlier coordinator may come back for theirs.
         """
@@ -97,7 +97,7 @@ class Newcomers:
         return next(index for index in wanted if not channel.roster.replica(hello.group, index))
 
     def watch(self, hello: wire.Hello, member: Member) -> ProcessWatch | None:
-        """Return a watch of the member's process; None: it cannot be watched here.
+        """Return a watch of the member's process, or None if that is not possible.
 
         :raises errors.Fenced: the process has ended already.
         """
@@ -109,5 +109,5 @@ class Newcomers:
         except ProcessLookupError:
             raise errors.Fenced(f"{member}: process {process.pid} is already gone") from None
         except OSError as exc:
-            log.warning("%s: its process cannot be watched (%s): only its lease tells of its death", member, exc)
+            log.warning("%s: cannot watch its process (%s); its death is noticed when the lease expires", member, exc)
             return None

@@ -3,13 +3,13 @@
 A target that (re)starts is ready when all its ranks have loaded the version that was
 newest when the first of them asked (see :mod:`replicas.core.versions.rounds`). It stays
 ready when newer versions are committed (its lag is a metric): a target that loads more
-slowly than its trainer publishes never has the newest version, and still serves as well
-as the others. Joining is enough before a channel's first commit, and also when the
-newest version has died with all its holders: a source may wait for its targets before
-it publishes again. With ``adopt_together`` one that did not load what the others have
-loaded is not ready until it has. A rank that left in good order has done its part. But
-when the other ranks of its replica go on and ask for a newer version, they are
-*stranded*: a version is loaded by all ranks or by none.
+slowly than its trainer publishes never has the newest version, but serves as well as
+the others. Joining is enough before a channel's first commit, and when the newest
+version was lost with all its holders, because a source may wait for its targets before
+it publishes again. With ``adopt_together`` a target that did not load the version of
+the others is not ready until it has. A rank that left in good order is not missing. But
+if the other ranks of its replica then ask for a newer version, they are *stranded*: a
+version is loaded by all ranks or by none.
 """
 
 from __future__ import annotations
@@ -28,18 +28,17 @@ STRANDED_S = 5.0
 class Readiness(msgspec.Struct, frozen=True):
     """The readiness of a replica.
 
-    :ivar reason: what is missing; of a ready one, why it did not load a newer version.
-    :ivar partial: why a rank failed to load and has a part of a version; empty: none
-        has.
+    :ivar reason: what is missing; if ready, why it did not load a newer version.
+    :ivar partial: why a rank has only a part of a version loaded, or "".
     :ivar stranded: a rank waits for a version that it can no longer get, because
         another rank has left.
     :ivar progressed_s: seconds since its last progress; None while it waits for others
-        (in a receive or an operation), which is no lack of progress.
+        (in a receive or an operation), which does not count.
     :ivar step: the newest step that it reported, in this or an earlier generation.
     :ivar silent: ranks whose heartbeats are late, or whose connections are cut.
     :ivar pids: of its ranks, each on its own node.
-    :ivar slots: how many versions a rank holds, by channel; the rank with most counts.
-    :ivar open_s: for how long a rank has had an update open, by channel.
+    :ivar slots: how many versions a rank holds at most, by channel.
+    :ivar open_s: how long a rank has had an update open, by channel.
     """
 
     ready: bool
@@ -73,11 +72,10 @@ class ReadinessBook:
         *,
         external: bool = False,
     ) -> Readiness:
-        """The readiness of one generation of a replica.
+        """Return the readiness of one generation of a replica.
 
         :param world: the number of its ranks.
-        :param external: others start it: what its ranks say of their generation is not
-            compared with ``generation``.
+        :param external: another launcher starts it; members of all generations count.
         """
         reasons: list[str] = []
         versions: dict[str, int] = {}
@@ -115,7 +113,7 @@ class ReadinessBook:
                 versions[config.name] = round_.loaded
                 partial = partial or round_.partial
                 failures += [f"{config.name}: {round_.failure}"] if round_.failure else []
-                if not missing and not left:  # ranks that have left cannot load any more
+                if not missing and not left:  # ranks that have left cannot load
                     reasons += self._behind(channel, group, replica, generation)
                 if left and (text := _stranded(channel, members, now)):
                     stranded = True
@@ -129,9 +127,7 @@ class ReadinessBook:
             heartbeat_age_s=max(ages, default=None),
             silent=tuple(sorted(silent)),
             versions=versions,
-            partial="; ".join(failures) or "a version was not loaded, for a reason that it cannot say"
-            if partial
-            else "",
+            partial="; ".join(failures) or "a version was not loaded, for an unknown reason" if partial else "",
             stranded=stranded,
             progressed_s=None if waits else min(progressed, default=None),
             step=max((step for step in steps if step >= 0), default=None),
@@ -159,13 +155,13 @@ class ReadinessBook:
 
 
 def _left(channel: ChannelState, group: str, replica: int, generation: int | None) -> set[int]:
-    """Ranks of this generation (None: of any) that left in good order."""
+    """Return the ranks of this generation (of any, if None) that left in good order."""
     names = ((name.split("/"), of) for name, (of, _) in channel.roster.history.left.items())
     return {int(rank) for (g, r, rank), of in names if (g, int(r)) == (group, replica) and generation in (of, None)}
 
 
 def _stranded(channel: ChannelState, ranks: Sequence[MemberState], now: float) -> str:
-    """Why ranks of a replica wait in vain: other ranks left some time ago."""
+    """Return why ranks wait for a version that they cannot get, or ""."""
     names = {f"{state.member.replica_name}/" for state in ranks}
     since = [
         at for name, (_, at) in channel.roster.history.left.items() if any(name.startswith(known) for known in names)

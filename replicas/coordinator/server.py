@@ -1,14 +1,14 @@
 """The server of the control port, and its WebSocket route for sessions.
 
-A connection is bounded before its request is known (:mod:`replicas.coordinator.door`),
+A connection has limits before its request is known (:mod:`replicas.coordinator.door`),
 until it has shown a token (:mod:`replicas.coordinator.visits`), as a WebSocket
 (:mod:`replicas.coordinator.websocket`), for each message
-(:mod:`replicas.coordinator.limits`), and here: a session that cannot go on is closed in
-a second, whether its peer reads or not.
+(:mod:`replicas.coordinator.limits`), and here: a failed session is closed within a
+second, even if its peer does not read.
 After a transport error (malformed bytes, numbers out of order) only the connection is
-closed, and the member may reconnect: something on the way may have corrupted the data.
-A member that sends invalid values is refused for good, as it would only repeat them; so
-is a member after :data:`REFUSED_MAX` closed connections in a row.
+closed, and the member may reconnect: the network may have corrupted the data. A member
+that sends invalid values is lost, because it would repeat them; so is a member after
+:data:`REFUSED_MAX` closed connections in a row.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ TRY_AGAIN = 1013
 class _Refusal(Exception):
     """Bad input of a connection.
 
-    :ivar code: WebSocket close code. :ivar final: the member is lost, and told why.
+    :ivar code: WebSocket close code. :ivar final: lose the member, and send it why.
     """
 
     def __init__(self, reason: str, text: str, code: int, *, final: bool = False) -> None:
@@ -69,7 +69,7 @@ class _Refusal(Exception):
 
 
 def session_route(engine: Engine, tokens: Tokens) -> SocketRoute:
-    """``/session``: for members and operators, by bearer token."""
+    """Return the route ``/session``, for members and operators with a bearer token."""
 
     def refusal(headers: Mapping[str, str]) -> tuple[int, str] | None:
         if tokens.role_of(headers) is not None:
@@ -111,7 +111,10 @@ def _refused_frame(error: errors.ReplicasError) -> bytes:
 
 
 async def _converse(engine: Engine, session: MemberSession, websocket: WebSocket) -> None:
-    """Read until one side ends it or the session leaves: it writes by itself."""
+    """Read messages until the connection ends or the session leaves it.
+
+    The session writes to the connection without this task.
+    """
     over = session.over
     reader = asyncio.create_task(_read(engine, session, websocket, over))
     tasks: set[asyncio.Task[Any]] = {reader, asyncio.create_task(over.wait())}
@@ -152,14 +155,15 @@ def _decoded(data: bytes, *, first: bool = False) -> MemberFrame:
     try:
         return decode_member_frame(data)
     except msgspec.DecodeError as exc:
-        # a later one may be damaged on the way; a first one is another program's
+        # the network may damage a later one; a bad first one is of another program
         raise _Refusal("malformed", f"not a message of this protocol: {exc}", BAD_DATA, final=first) from None
 
 
 async def _read(engine: Engine, session: MemberSession, websocket: WebSocket, over: asyncio.Event) -> None:
     """Handle the messages of a connection until it ends.
 
-    :raises _Refusal: it must be closed; counted already, a final one ended the session.
+    :raises _Refusal: the caller must close it. The refusal is counted, and the session
+        of a final one has ended.
     """
     loop = asyncio.get_running_loop()
     pace = websocket.pace
@@ -183,7 +187,7 @@ async def _read(engine: Engine, session: MemberSession, websocket: WebSocket, ov
         if pace.flooded and not told:
             told = True
             engine.refused("flood")
-            log.warning("%s sends more than one session may: it is read more slowly", session.member)
+            log.warning("%s exceeds its message rate; throttling", session.member)
         if wait_s is not None:
             await asyncio.sleep(wait_s)
 
@@ -191,7 +195,7 @@ async def _read(engine: Engine, session: MemberSession, websocket: WebSocket, ov
 def _refused(engine: Engine, session: MemberSession, refusal: _Refusal) -> None:
     session.refused += 1
     engine.refused(refusal.reason)
-    log.warning("%s is refused: %s", session.member, refusal.text)
+    log.warning("refusing input of %s: %s", session.member, refusal.text)
     if refusal.final or session.refused >= REFUSED_MAX:
         engine.expel(session, errors.UsageError(refusal.text, members=[session.member.name]), refusal.reason)
 
@@ -211,13 +215,14 @@ def _handle(engine: Engine, session: MemberSession, data: bytes) -> None:
 
 
 def bind_listener(host: str, port: int, *, or_any: bool = False) -> socket.socket:
-    """A listening socket; WorldError if the address is not ours, or the port in use.
+    """Return a listening socket.
 
-    :param or_any: take any free port then.
+    :param or_any: take any free port if ``port`` is in use.
+    :raises errors.WorldError: the address is not of this machine, or the port is taken.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # The protocol is explicit because asyncio sets TCP_NODELAY only on sockets with
-    # IPPROTO_TCP. Without it a commit and the next grant are 40 ms apart (Nagle against
+    # IPPROTO_TCP. Without it the next grant follows a commit after 40 ms (Nagle and
     # the peer's delayed acknowledgement).
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the port of a run that has just ended
@@ -225,7 +230,7 @@ def bind_listener(host: str, port: int, *, or_any: bool = False) -> socket.socke
         listener.bind((host, port))
         if ipaddress.ip_address(listener.getsockname()[0]).is_unspecified:
             raise errors.WorldError(
-                f"control: {host} means every address of this machine, and tells others none", hint=NAME_ONE
+                f"control: {host} means every address of this machine, so others cannot dial it", hint=NAME_ONE
             )
         listener.listen(socket.SOMAXCONN)
     except errors.WorldError:
@@ -238,18 +243,18 @@ def bind_listener(host: str, port: int, *, or_any: bool = False) -> socket.socke
             hint = "choose another [control] listen, or leave it out: the run then takes any free port"
             raise errors.WorldError(f"control: cannot listen on {host}:{port}: {why}", hint=hint) from exc
         listener = bind_listener(host, 0)
-        log.warning("control: listening on port %d, as %d is taken: %s", listener.getsockname()[1], port, why)
+        log.warning("control: listening on port %d, because %d is in use: %s", listener.getsockname()[1], port, why)
     listener.setblocking(False)
     return listener
 
 
 class Server:
-    """Serves HTTP, sessions and agents on one socket until it is closed.
+    """Serves HTTP, sessions and agents on one socket.
 
-    :param refused: called with the reason for each connection that is turned away.
-    :param door: accepts the connections; None: asyncio does, and none is a stranger.
-    :param turns_away: the answer to one who may not be here; empty: it may.
-    :param tls: what the port speaks; None: plain HTTP.
+    :param refused: called with the reason for each connection that is refused.
+    :param door: accepts the connections. If None, asyncio does, without token checks.
+    :param turns_away: returns the answer that refuses a connection, or ``b""``.
+    :param tls: context of the port, or None for plain HTTP.
     """
 
     def __init__(
@@ -276,7 +281,7 @@ class Server:
         self._config = uvicorn.Config(
             Pages(app),
             http="h11",
-            ws="websockets-sansio",  # of routes that are others': ours are in self.sockets
+            ws="websockets-sansio",  # for routes of the caller: ours are in self.sockets
             ws_max_size=FRAME_NBYTES,
             ws_per_message_deflate=False,  # compressing would cost the loop more than it saves
             ws_ping_interval=None,  # members send heartbeats
@@ -304,7 +309,7 @@ class Server:
             visit.count_in(self.rules.unproven)
 
     async def _connect(self, sock: socket.socket, visit: Visit) -> None:
-        """Make the transport of an accepted socket, as asyncio's own server does."""
+        """Create the transport of an accepted socket, as asyncio's own server does."""
         sock.setblocking(False)
         times: dict[str, float] = {}
         if self._tls is not None:
@@ -323,7 +328,7 @@ class Server:
         return kept(asyncio.create_task(work), self._tasks)
 
     def pages(self, visit: Visit) -> asyncio.Protocol:
-        """uvicorn's protocol for one connection, made as its own server does."""
+        """Return uvicorn's protocol for one connection, as its own server makes it."""
         made = self._config.http_protocol_class(  # type: ignore[call-arg]  # any protocol, by its type
             config=self._config, server_state=self._uvicorn.server_state, app_state={KEY: visit}
         )
@@ -331,7 +336,7 @@ class Server:
         return made
 
     def serve(self, route: SocketRoute, websocket: WebSocket) -> None:
-        """Talk to a WebSocket in a task of its own."""
+        """Serve a WebSocket in its own task."""
         self._begin(self._serve(route, websocket))
 
     async def _serve(self, route: SocketRoute, websocket: WebSocket) -> None:

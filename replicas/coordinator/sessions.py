@@ -1,19 +1,18 @@
-"""A member's session in the coordinator: outbox, message numbers and process watch.
+"""A member's session in the coordinator: outbox, message numbers, process watch.
 
-A session outlives its WebSocket: when the connection breaks and the member comes back
-with the same incarnation and term, both sides resend what the other has not yet
-acknowledged (protocol: :mod:`replicas.messages`). Messages are queued here and written
-together at the end of the loop's turn, as many as the connection takes; the rest
-when it takes more. So nothing ever waits for a slow member, and a broadcast does not
-create one task per member. A member with too much unread data is lost before more is
-added (one message, however large, always fits). A broadcast is encoded once
-(:class:`Encoded`) and shared by all queues; only its frame, made when it is written,
-belongs to one session. Acks carry nothing but the newest number, so at most one of them
-waits, however many heartbeats a member sends.
+A session outlives its WebSocket: when the connection breaks and the member reconnects
+with the same incarnation and term, both sides resend unacknowledged messages
+(protocol: :mod:`replicas.messages`). Messages are queued here and written together at
+the end of the loop iteration, up to the connection's write buffer; the rest follows
+when it drains. So callers never wait for a slow member, and a broadcast does not create
+a task for each member. A member with too much unsent data is lost before more is added
+(one message of any size always fits). A broadcast is encoded once (:class:`Encoded`)
+and shared by all queues; only its frame, made when it is written, belongs to one
+session. An ack carries only the newest number, so at most one is queued.
 
-Each connection has an event, :attr:`MemberSession.over`, set when the session needs it
-no longer: the session was closed, or another connection has taken over. What is queued
-by then is still written, for as long as the server waits for it.
+Each connection has an event, :attr:`MemberSession.over`, set when the session was
+closed or has another connection. The server then waits a moment for queued messages to
+be written.
 """
 
 from __future__ import annotations
@@ -32,31 +31,31 @@ from replicas.messages.identity import Member, ProcessIdentity
 UNNUMBERED = (Ack, Refused, Welcome)
 _ACK = encode_body(Ack())
 OUTBOX_NBYTES = 32 * 2**20
-"""Unread data of a member with which one more message ends its session.
+"""Unacknowledged bytes of a member beyond which one more message ends its session.
 
-The last message may be larger itself: one manifest always fits.
+A single message may be larger: one manifest always fits.
 """
-OUTBOX_MESSAGES = 16_384  # small ones cost more than their bytes
+OUTBOX_MESSAGES = 16_384  # each message has a fixed cost beside its bytes
 WRITE_NBYTES = 1 << 18
-"""Written at once, before checking whether the connection takes more."""
+"""Bytes written before checking the connection's write buffer again."""
 
 
 class MemberConnection(Protocol):
     """The transport to a member."""
 
     on_writable: Callable[[], None]
-    """Called when it takes more again."""
+    """Called when the write buffer has room again."""
     on_bytes: Callable[[], None]
-    """Called when data arrived that is not a whole message yet."""
+    """Called when data arrived that does not complete a message."""
 
     def takes_more(self) -> bool:
         """Return True if the write buffer has room."""
 
     def rtt_s(self) -> float:
-        """Recent round-trip time in seconds; 0: unknown."""
+        """Return the recent round-trip time in seconds, or 0 if unknown."""
 
     def write(self, messages: Sequence[bytes]) -> None:
-        """Write the messages; does nothing on a closing connection."""
+        """Write the messages. Do nothing on a closing connection."""
 
 
 class Encoded:
@@ -67,7 +66,7 @@ class Encoded:
         self._body = b""
 
     def of(self, message: FromCoordinator) -> bytes:
-        """The encoding without a frame."""
+        """Return the encoding without a frame."""
         if message is not self._message:
             self._message, self._body = message, encode_body(message)
         return self._body
@@ -94,18 +93,18 @@ class MemberSession:
         self.wrote_at = 0.0
         """Loop time of the last write to the member."""
         self.over = asyncio.Event()
-        """Set when nothing more will be queued for the present connection."""
+        """Set when no more messages will be queued for the present connection."""
         self.on_detach: Callable[[], None] | None = None
         """Called when the connection has ended and all its input was handled."""
 
     def attach(self, connection: MemberConnection, acknowledged: int, first: FromCoordinator) -> None:
-        """Take over a new connection: send ``first``, then what is unacknowledged."""
+        """Switch to a new connection: send ``first``, then unacknowledged messages."""
         self.over.set()
         self.over = asyncio.Event()
         self.connection = connection
         self.acknowledge(acknowledged)
         self._ack_due = False
-        self._queue.clear()  # its numbered ones are in _unacknowledged, too
+        self._queue.clear()  # numbered messages are in _unacknowledged, too
         self._queue.append((0, encode_body(first)))
         self._queue.extend(self._unacknowledged)
         connection.on_writable = self.flush
@@ -113,13 +112,16 @@ class MemberSession:
         self._flush_soon()
 
     def send(self, message: FromCoordinator, body: bytes | None = None) -> bool:
-        """Queue a message (``body``: encoded); False: too much was unread before."""
+        """Queue a message. Return False if too much was unacknowledged before.
+
+        :param body: the message, if it is encoded already.
+        """
         if isinstance(message, Ack):
             self._ack_due = self.connection is not None
             self._flush_soon()
             return True
         seq = 0
-        # judged before this one is added, so that one of any size fits
+        # before this message is added, so that a message of any size fits
         too_much = self._unacknowledged_nbytes > OUTBOX_NBYTES or len(self._unacknowledged) > OUTBOX_MESSAGES
         data = body if body is not None else encode_body(message)
         if not isinstance(message, UNNUMBERED):
@@ -136,7 +138,8 @@ class MemberSession:
             self._unacknowledged_nbytes -= len(self._unacknowledged.popleft()[1])
 
     def accept(self, seq: int) -> bool | None:
-        """True if the numbered message is new; None: one before it is missing."""
+        """Return True if the numbered message is new, False if it is a repetition,
+        None if one before it is missing."""
         if seq <= self.received:
             return False
         if seq != self.received + 1:
@@ -151,7 +154,7 @@ class MemberSession:
             asyncio.get_running_loop().call_soon(self.flush)
 
     def flush(self) -> None:
-        """Write queued messages until the connection takes no more."""
+        """Write queued messages until the connection's write buffer is full."""
         self._flush_due = False
         connection = self.connection
         while connection is not None and connection.takes_more() and (frames := self._next_frames()):
@@ -178,7 +181,7 @@ class MemberSession:
             await self._news.wait()
 
     def detach(self, connection: MemberConnection) -> bool:
-        """The connection has ended. Returns False if another one has replaced it."""
+        """Note that the connection ended. Return False if it was replaced before."""
         present = self.connection is connection
         if present:
             self.connection = None
@@ -188,7 +191,7 @@ class MemberSession:
         return present
 
     def close(self) -> None:
-        """Let the server write the queued messages, then end the connection."""
+        """Let the server write the queued messages and end the connection."""
         self.over.set()
         self._news.set()
         if self.watch is not None:
@@ -199,9 +202,9 @@ class MemberSession:
 class ProcessWatch:
     """Reports the end of a local process by pidfd.
 
-    Its sockets do not tell: forked children may keep them open.
+    Its sockets do not show the end: forked children may keep them open.
 
-    :raises ProcessLookupError: it is already gone.
+    :raises ProcessLookupError: it has ended already.
     """
 
     def __init__(self, process: ProcessIdentity, loop: asyncio.AbstractEventLoop) -> None:

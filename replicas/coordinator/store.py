@@ -1,4 +1,4 @@
-"""Own the store process: start, ping, sweep; replace it when dead, frozen or full."""
+"""Start, ping and sweep the store process; replace it when dead, frozen or full."""
 
 from __future__ import annotations
 
@@ -31,14 +31,17 @@ REPLY_TIMEOUT_S = 5.0
 KILL_TIMEOUT_S = 5.0
 PING_INTERVAL_S = 2.0
 AGAIN = Backoff(0.1, 5.0)
-_SLOW = "it loads torch: see whether that hangs (python -c 'import torch'), or the machine is overloaded"
+_SLOW = "it imports torch: check whether that hangs (python -c 'import torch'), or the machine is overloaded"
 _RESOLVE_S = 20.0
 STRAGGLER_S = 30.0
 """Delay of a second sweep: a sidecar being killed may write after the first one."""
 
 
 class StoreWatcher:
-    """Owns the master TCPStore's process. ``on_change(up)`` is called on the loop."""
+    """Owns the master TCPStore's process.
+
+    :param on_change: called on the loop as ``on_change(up)``.
+    """
 
     def __init__(self, bind: str, port: int, on_change: Callable[[bool], None]) -> None:
         self._bind = bind
@@ -64,9 +67,9 @@ class StoreWatcher:
         return self._process.pid if self._process is not None else None
 
     async def resolve(self) -> None:
-        """Find the address of its name: members are judged by it, and told it.
+        """Resolve the name to bind to, so that members can be given an address.
 
-        :raises errors.WorldError: there is none here.
+        :raises errors.WorldError: the name has no address here.
         """
         self._bind = await _resolved(self._bind)
         self.address = (self._bind, self._port)
@@ -87,7 +90,7 @@ class StoreWatcher:
         ours, theirs = socket.socketpair()
         words = ["--bind", self._bind, "--port", f"{port}"]
         words += ["--control", f"{theirs.fileno()}", "--parent", f"{os.getpid()}"]
-        # no long look-ups of this host's name, and no threads: it computes nothing
+        # no long look-ups of this host's name, and no compute threads
         environment = {**os.environ, "RES_OPTIONS": "timeout:1 attempts:1", "OMP_NUM_THREADS": "1"}
         try:
             with naming_limits():
@@ -100,7 +103,7 @@ class StoreWatcher:
             ours.close()
             raise
         finally:
-            theirs.close()  # else its end could not be seen in ours
+            theirs.close()  # an open copy would hide the end of the process
         ours.setblocking(False)
         try:
             reader, self._writer = await asyncio.open_connection(sock=ours)
@@ -119,7 +122,7 @@ class StoreWatcher:
 
     @staticmethod
     async def _greeted(process: asyncio.subprocess.Process, reader: asyncio.StreamReader) -> Reply:
-        """The process's first message, or an error if it ended or sent none in time."""
+        """Return the first message, or an error if none came in time."""
         try:
             text = f"waiting up to {START_TIMEOUT_S:g} s for the process of the TCPStore to start"
             with telling(log.warning, text):
@@ -134,18 +137,19 @@ class StoreWatcher:
             async with asyncio.timeout(KILL_TIMEOUT_S):
                 await process.wait()
         ended = "ended" if process.returncode is None else f"ended with code {process.returncode}"
-        return Reply(
-            0, error=f"the store process {ended} before it listened", hint="what it wrote to standard error says why"
-        )
+        return Reply(0, error=f"the store process {ended} before it listened", hint="its standard error says why")
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         while reply := _reply(await _line(reader)):
             future = self._replies.pop(reply.id, None)
-            if future is not None and not future.done():  # nobody waits any more after a timeout
+            if future is not None and not future.done():  # ask() may have timed out
                 future.set_result(reply)
 
     async def ask(self, op: str, prefixes: tuple[str, ...] = ()) -> Reply:
-        """Send a request; TimeoutError or ConnectionError if no reply comes."""
+        """Send a request and return its reply.
+
+        :raises TimeoutError: no reply came. :raises ConnectionError: the store is down.
+        """
         if self._writer is None or not self.up:
             raise ConnectionError("the store is down")
         request = Request(next(self._ids), op, prefixes)
@@ -163,7 +167,7 @@ class StoreWatcher:
     # ----------------------------------------------------------- watching and replacing
 
     async def _watch(self) -> None:
-        """Ping the process; replace it when it has ended or does not answer."""
+        """Ping the process; replace it when it has ended or does not respond."""
         while (process := self._process) is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(PING_INTERVAL_S):
@@ -171,14 +175,14 @@ class StoreWatcher:
             if process.returncode is None:
                 if await self._answers():
                     continue
-                log.warning("the store does not serve: it is replaced")
+                log.warning("TCPStore does not respond; replacing it")
             self._life.give_up()
             self._on_change(False)
             await self._kill()
             await self._respawn()
 
     async def _answers(self) -> bool:
-        """True if the process answers; a timeout after our own pause proves nothing."""
+        """Return True if the process responds. Retry if this process was suspended."""
         loop = asyncio.get_running_loop()
         while True:
             clock = PauseClock(loop.time() + REPLY_TIMEOUT_S)
@@ -191,11 +195,11 @@ class StoreWatcher:
                     continue
                 return False
             if reply.error:
-                log.warning("the store can serve no longer: %s", reply.error)
+                log.warning("replacing the TCPStore: %s", reply.error)
             return not reply.error
 
     async def _respawn(self) -> None:
-        """Start a store until one is up: on a new port, as clients know the old one."""
+        """Start stores, each on a new port, until one is up."""
         now = asyncio.get_running_loop().time
         while not self.up:
             self._life.ended(now())
@@ -203,13 +207,12 @@ class StoreWatcher:
             try:
                 await self._spawn(0)
             except (errors.WorldError, OSError) as error:
-                log.warning("the store is not up yet: %s", error)
+                log.warning("retrying to start the TCPStore: %s", error)
 
     def replace(self, address: tuple[str, int]) -> None:
-        """Kill the process if it still listens at ``address``: it will be replaced."""
-        # else it writes into one that is replaced already
+        """Kill the process that listens at ``address``, so that it is replaced."""
         if self.up and address == self.address and self._process is not None:
-            log.warning("a process that is not a member writes into the store at %s:%d: it is replaced", *address)
+            log.warning("replacing the TCPStore at %s:%d: a process that is not a member writes into it", *address)
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
 
@@ -233,7 +236,7 @@ class StoreWatcher:
                 await self.ask("sweep", tuple(prefixes))
             except (TimeoutError, ConnectionError):
                 self._sweeps += prefixes
-                log.info("a sweep of the store waits for the next one: the store does not answer")
+                log.info("postponing a sweep: the TCPStore does not respond")
 
     # ------------------------------------------------------------ stopping
 
@@ -260,7 +263,7 @@ class StoreWatcher:
 
 
 def _reply(line: bytes) -> Reply | None:
-    """A message of the store process; None: it ended, maybe within a line."""
+    """Return a message of the store process, or None if it ended."""
     try:
         return msgspec.json.decode(line, type=Reply)
     except MALFORMED:
@@ -268,7 +271,7 @@ def _reply(line: bytes) -> Reply | None:
 
 
 async def _line(reader: asyncio.StreamReader) -> bytes:
-    """The next line; empty at the end of the stream, however it ended."""
+    """Return the next line, or ``b""`` when the connection has ended."""
     try:
         return await reader.readline()
     except ConnectionError:
@@ -276,7 +279,7 @@ async def _line(reader: asyncio.StreamReader) -> bytes:
 
 
 async def _resolved(host: str) -> str:
-    """The first address of ``host``: members are told one, and torch resolves none."""
+    """Return the first address of ``host``."""
     try:
         with telling(log.warning, f"waiting up to {_RESOLVE_S:g} s for the address of {host}"):
             async with asyncio.timeout(_RESOLVE_S):
@@ -287,5 +290,5 @@ async def _resolved(host: str) -> str:
         raise errors.WorldError(f"store: {host} has no address here: {why}", hint=hint) from error
     address = str(found[0][4][0])
     if ipaddress.ip_address(address.partition("%")[0]).is_unspecified:
-        raise errors.WorldError(f"store: {host} means every address of this machine, and tells others none")
+        raise errors.WorldError(f"store: {host} means every address of this machine, so others cannot dial it")
     return address

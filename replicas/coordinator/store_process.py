@@ -1,22 +1,21 @@
-"""The store process: the long-lived master TCPStore of a run, and nothing else.
+"""The store process, which serves only the long-lived master TCPStore of a run.
 
 Run as ``python -m replicas.coordinator.store_process --bind ADDRESS --port PORT
 --control FD --parent PID``. The TCPStore serves from C++ threads, so neither the
-coordinator's loop nor its GIL ever delays a rendezvous between sidecars. It listens on
-one address only: a socket bound here is passed as ``master_listen_fd`` (a TCPStore that
-opens its own would listen on every address).
+coordinator's loop nor its GIL delays a rendezvous between sidecars. It listens on one
+address only: this module binds a socket and passes it as ``master_listen_fd``, because
+a TCPStore that opens its own socket listens on every address.
 
 The control socket (inherited, a stream of JSON lines) carries requests and replies,
 matched by ``id``: ``stat`` (number of keys), ``sweep`` (delete the keys under
-prefixes), ``ping``. When it closes, the owner is gone, and this process exits; a
-parent-death signal covers an owner whose forked child keeps the socket open.
+prefixes), ``ping``. When the owner closes it, this process exits; a parent-death signal
+covers an owner whose forked child keeps the socket open.
 
 The TCPStore does not authenticate: malformed input closes a connection, but idle
-connections and all values are kept for ever. A store without free descriptors serves
-its present clients and refuses new ones; a store with more values than any rendezvous
-needs would grow until the machine is out of memory. So each reply reports this, and the
-owner replaces the store. Between two replies the kernel bounds its memory: a value that
-does not fit costs its sender the connection.
+connections and all values are kept for ever. A store without free descriptors refuses
+new clients, and a store into which a client writes without end exhausts the machine's
+memory. So each reply reports both, and the owner replaces the store. Between replies
+the kernel limits its memory: a client whose value does not fit loses its connection.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
 
 SPARE_DESCRIPTORS = 16  # for clients that come while the owner replaces it
 MEMORY_NBYTES = 128 * 2**20
-"""Limit of the values in a store: cards and addresses of members, a few KB each."""
+"""Limit of the values in a store: handshakes and addresses, a few KB a member."""
 MEMORY_MAX_NBYTES = 512 * 2**20
 """Hard limit, enforced by the kernel."""
 _REACH_S = 5.0
@@ -57,7 +56,7 @@ _HINTS = {
 }
 _UNREACHED = "bring its network device up (for 127.0.0.1: ip link set lo up), or set [store] bind to another address"
 STRAY_KEYS = ("exception_dump",)
-"""Keys that ProcessGroupNCCL writes without a prefix: later groups abort on them."""
+"""Keys that ProcessGroupNCCL writes without a prefix; later groups abort on them."""
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -69,7 +68,7 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """``id``: of the request; 0: of none."""
+    """``id``: of the request, or 0 for a message that is not a reply."""
 
     id: int
     keys: int = 0
@@ -87,7 +86,7 @@ def listen(bind: str, port: int) -> socket.socket:
 
 
 def check_reach(bind: str) -> None:
-    """Connect to a port of this address, whose device may be down; OSError if it is."""
+    """Connect to a port of this address. OSError if its network device is down."""
     with listen(bind, 0) as there, socket.socket(there.family, socket.SOCK_STREAM) as here:
         here.settimeout(_REACH_S)
         here.connect(there.getsockname())
@@ -102,7 +101,7 @@ def sweep(store: TCPStore, prefixes: tuple[str, ...]) -> None:
 
 
 def full(empty_nbytes: int) -> str:
-    """Why the store must be replaced; empty: it need not be."""
+    """Return why the store must be replaced, or "" while it serves."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     held = len(list(Path("/proc/self/fd").iterdir()))
     if held > limit - SPARE_DESCRIPTORS:
@@ -112,13 +111,13 @@ def full(empty_nbytes: int) -> str:
 
 
 def data_nbytes() -> int:
-    """Memory of this process as RLIMIT_DATA counts it."""
+    """Return the memory of this process in bytes, as RLIMIT_DATA counts it."""
     pages = int(Path("/proc/self/statm").read_bytes().split()[5])
     return pages * resource.getpagesize()
 
 
 def bound_memory() -> int:
-    """Allow :data:`MEMORY_MAX_NBYTES` beyond the present memory, which is returned."""
+    """Limit growth to :data:`MEMORY_MAX_NBYTES`; return the present bytes."""
     now = data_nbytes()
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     wanted = now + MEMORY_MAX_NBYTES
@@ -192,8 +191,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # The TCPStore's threads must not outlive the control socket, whatever its
-    # destructor waits for.
+    # end the TCPStore's threads without its destructor, which may wait
     code = main()
     sys.stdout.flush()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""Subscribers: functions of the program that hear of each event."""
+"""Functions of the program that are called with each event."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ log = Log("replicas.coordinator")
 
 
 def _end_program(error: BaseException) -> None:
-    """Raise from the event loop, which is the program's, what is to end the program."""
+    """Raise ``error`` from the program's event loop, to end the program."""
     raise error
 
 
 class Subscribers:
-    """The functions that are called with each event, in the order of their coming."""
+    """Calls its functions with each event, in the order in which they were added."""
 
     def __init__(self) -> None:
         self._callbacks: list[Callable[[Event], None]] = []
         self._ends = False
-        """True if one of them has ended the program."""
+        """True if a function has ended the program."""
 
     def add(self, callback: Callable[[Event], None]) -> None:
         self._callbacks.append(callback)
 
     def emit(self, event: Event) -> None:
-        """Call each with the event; what one raises is logged, and harms no other."""
+        """Call each function with the event; log its error, and call the next."""
         for callback in self._callbacks:
             try:
                 callback(event)
-            except BaseException as error:  # of the program: what is under way here must come to its end
+            except BaseException as error:  # of the program: the caller's work must be completed
                 log.exception("a subscriber failed on %r", event)
                 ends = isinstance(error, (KeyboardInterrupt, SystemExit)) and not self._ends
                 if ends and threading.current_thread() is threading.main_thread():

@@ -1,4 +1,4 @@
-"""A coordinator on an event loop in a thread of its own, for programs that block."""
+"""Run a coordinator on an event loop in its own thread, for programs that block."""
 
 from __future__ import annotations
 
@@ -26,10 +26,8 @@ CLOSE_TIMEOUT_S = 30.0
 class LoopThread(Generic[T]):
     """Holds ``what`` open on its loop until :meth:`close`, or the end of the process.
 
-    As a ``with`` block it gives ``what``.
-
-    Nothing needs to refer to it meanwhile. If its loop ends before, it says so in the
-    log at once, and in :meth:`close`.
+    As a context manager it returns ``what``. The program need not keep a reference. If
+    the loop ends before, that is logged immediately, and raised by :meth:`close`.
     """
 
     def __init__(self, what: T) -> None:
@@ -51,7 +49,7 @@ class LoopThread(Generic[T]):
         self.close(error)
 
     def start(self) -> None:
-        """Open it; raises what opening it raises."""
+        """Enter ``what`` on the loop; raise the error of entering it."""
         atexit.register(self.close)
         try:
             self._thread.start()
@@ -64,16 +62,16 @@ class LoopThread(Generic[T]):
             raise
 
     def close(self, error: BaseException | None = None) -> None:
-        """End it, because of ``error`` if given; does nothing once it is closed.
+        """Leave ``what``, with ``error`` if given, and end the thread.
 
-        If an interrupt ends the wait, a second call waits again, as does the end of the
-        process.
+        Does nothing when closed. If an interrupt ends the wait, a second call waits
+        again, as does the end of the process.
 
         :raises errors.InternalError: its loop had ended before, or does not end.
         """
         if self._pid != os.getpid() or self._closed:  # a forked child has no such thread
             return
-        self._closing = self._closing or (error,)  # in a tuple, as None is an answer
+        self._closing = self._closing or (error,)  # a tuple, as error may be None
         if self._loop is not None and self._stop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has just ended
                 self._loop.call_soon_threadsafe(self._stop.set)
@@ -97,7 +95,7 @@ class LoopThread(Generic[T]):
                 self._error = error if isinstance(error, Exception) else errors.InternalError(text)
                 log.critical("%s", text, exc_info=error)
         finally:
-            self._over.set()  # first: start() asks for it once opened is set
+            self._over.set()  # first: start() reads it when opened is set
             self._opened.set()
 
     async def _live(self) -> None:

@@ -1,13 +1,12 @@
-"""A connection's request head, and who serves the rest: a WebSocket, or the pages.
+"""Read the request head of a connection; pass the rest to a WebSocket or the pages.
 
-A *stranger* is a connection that has not shown the run's token. It must show a complete
-request head by its deadline, gets one answer, and is closed. What its request costs the
-loop is charged to one account that all strangers share. A visitor that does not read
-its answer is aborted. That a head has the token grants nothing: the handler of the
-request checks it again.
+A *stranger* is a connection that has not shown the run's token. It must send a complete
+request head by its deadline, gets one answer, and is closed. The loop time of its
+request is charged to one account that all strangers share. A connection whose peer does
+not read the answer is aborted. The token of a head only prevents these limits: the
+handler of the request checks it again.
 
-Pages are served by uvicorn's HTTP protocol, as its config loads it, on the transport
-that this module has read the head from.
+Pages are served by uvicorn's HTTP protocol on the same transport.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ from replicas.coordinator.limits import STRANGERS_SHARE, Bounded, RateLimit
 from replicas.coordinator.websocket import SocketRoute, WebSocket
 
 REQUEST_TIMEOUT_S = 5.0
-"""From connecting to the complete head; for a stranger also from there to its turn."""
+"""Time from connecting to the complete head; for a stranger also until its turn."""
 STALL_TIMEOUT_S = 5.0
 """Time for the reader of a page to read one buffer of it."""
 HEAD_NBYTES = 16 * 1024
-"""Of a request head."""
+"""Maximum size of a request head."""
 STRANGERS = 128
-"""Connections of strangers that are being served."""
+"""Maximum connections of strangers that are served."""
 UNPROVEN = 256
-"""Connections with TLS and no complete request head."""
+"""Maximum connections with TLS and no complete request head."""
 REQUEST_S = 500e-6
-"""Fixed cost of a stranger's request: a transport, parsing, the close."""
+"""Fixed cost of a stranger's request: transport, parsing, close."""
 KEY = "replicas.visit"
-_ENDS = (b"\r\n\r\n", b"\n\n", b"\n\r\n")  # bare line feeds too, as other servers take them
+_ENDS = (b"\r\n\r\n", b"\n\n", b"\n\r\n")  # bare line feeds too, as other servers accept them
 _REQUEST = re.compile(rb"[A-Za-z]+ (\S+) HTTP/1\.[01]\r?(?:\n|$)")
 _TLS_HANDSHAKE = 0x16  # the first byte of a TLS connection
 _NAMES = ("host", "origin")
@@ -49,14 +48,14 @@ _NAMES = ("host", "origin")
 
 @functools.cache
 def answer(status: str, text: str) -> bytes:
-    """A whole response of HTTP, after which the connection ends."""
+    """Return a whole HTTP response that closes the connection."""
     body = f"{text}\n".encode()
     head = f"HTTP/1.1 {status}\r\nContent-Type: text/plain; charset=utf-8\r\nContent-Length: {len(body)}\r\n"
     return f"{head}Cache-Control: no-store\r\nConnection: close\r\n\r\n".encode() + body
 
 
 def authorization_of(head: bytes) -> bytes:
-    """The value of the Authorization header, or empty."""
+    """Return the value of the Authorization header, or ``b""``."""
     for line in head.split(b"\n"):
         name, _, value = line.partition(b":")
         if name.lower() == b"authorization":
@@ -65,17 +64,17 @@ def authorization_of(head: bytes) -> bytes:
 
 
 def head_nbytes(data: bytes) -> int:
-    """Length of the request's head with its end; 0: it is not complete yet."""
+    """Return the length of the request head, or 0 while it is incomplete."""
     return min((at + len(end) for end in _ENDS if (at := data.find(end)) >= 0), default=0)
 
 
 class PortRules:
-    """Who may do what at one port, and the strangers there.
+    """The access rules of one port, and the strangers connected to it.
 
-    :param refused: called with the reason for each connection that is turned away.
-    :param knows: whether the value of an Authorization header shows a valid token.
-    :param hosts: names by which a stranger may speak to the port.
-    :param live: result of ``GET /livez``; None: no such page.
+    :param refused: called with the reason for each connection that is refused.
+    :param knows: returns True for an Authorization header with a valid token.
+    :param hosts: the host names that a stranger's request may have.
+    :param live: result of ``GET /livez``, or None without that page.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class PortRules:
         """Account of the requests of all strangers."""
 
     def answer_at_once(self, head: bytes) -> bytes | None:
-        """The answer to a probe, which must not wait; None: it is no probe."""
+        """Return the answer to a probe, which must not wait, or None otherwise."""
         if self._live is None or not head.startswith(b"GET /livez HTTP/1."):
             return None
         status, text = "503 Service Unavailable", "the supervisor's event loop or store is stuck"
@@ -105,7 +104,7 @@ class PortRules:
         return answer(status, text)
 
     def problem(self, names: Iterable[str]) -> tuple[int, str] | None:
-        """Why a stranger's request is refused for the names by which it speaks."""
+        """Return status and text if these Host and Origin are refused, or None."""
         if problem := self.hosts.problem(names):
             self.refused("host")
             return 403, problem
@@ -113,7 +112,7 @@ class PortRules:
 
 
 class Port(Protocol):
-    """The server that a visit is at."""
+    """The server to which a visit belongs."""
 
     rules: PortRules | None
     refused: Callable[[str], None]
@@ -121,20 +120,20 @@ class Port(Protocol):
     visits: set[Visit]
 
     def pages(self, visit: Visit) -> asyncio.Protocol:
-        """A protocol that serves pages; ``visit`` is in the scope of its requests."""
+        """Return a protocol that serves pages; its requests' scope has ``visit``."""
 
     def serve(self, route: SocketRoute, websocket: WebSocket) -> None:
-        """Talk to a WebSocket in a task of its own."""
+        """Serve a WebSocket in its own task."""
 
     def turns_away(self, transport: asyncio.Transport) -> bytes:
-        """The answer to one who may not be here; empty: it may."""
+        """Return the answer that refuses this connection, or ``b""`` if allowed."""
 
 
 class Visit(asyncio.Protocol):
-    """One connection, for as long as it is no WebSocket.
+    """The protocol of one connection until it becomes a WebSocket or closes.
 
-    :param source: where it comes from. :param until: loop time by which its head must
-        be there. Both are of no use at a port without rules.
+    :param source: its source, for limits. :param until: loop time by which its head
+        must be complete. Both are unused at a port without rules.
     """
 
     transport: asyncio.Transport
@@ -146,10 +145,10 @@ class Visit(asyncio.Protocol):
         self._until = until
         self._loop = asyncio.get_running_loop()
         self.began = time.perf_counter()
-        """When its turn came: a stranger pays for the time from then to its answer,
-        which is long where the loop has much else to do."""
+        """When its turn came. A stranger is charged for the time from then to its
+        answer, including other work of the loop."""
         self.opening: asyncio.Task[None] | None = None
-        """The task that makes the transport: slow if the peer is slow in its TLS."""
+        """The task that creates the transport: slow if the peer's TLS is slow."""
         self._head = b""
         self._pages: asyncio.Protocol | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -167,7 +166,7 @@ class Visit(asyncio.Protocol):
             self._wait(max(0.0, self._until - self._loop.time()))
 
     def count_in(self, crowd: Bounded[Visit]) -> None:
-        """Be one of a crowd, in which another one may have to give way."""
+        """Add it to a set of limited size; close the connection that it displaces."""
         if (one := crowd.add(self, self._source)) is not None:
             self._port.refused("too_many")
             one.cut()
@@ -176,18 +175,18 @@ class Visit(asyncio.Protocol):
         if self._pages is not None:
             self._pages.data_received(data)
         elif not self.transport.is_closing():
-            self._head += data  # what comes after the answer is dropped
+            self._head += data  # bytes after the answer are dropped
             self._judge()
 
     def _judge(self) -> None:
-        """Judge the part of the request that has come."""
+        """Check the part of the request that has arrived; answer a bad one."""
         data, nbytes = self._head, head_nbytes(self._head)
         if data[0] == _TLS_HANDSHAKE:
             self._turn_away("tls", "400 Bad Request", "this port does not speak TLS")
         elif not data[:1].isalpha() or (nbytes and not _REQUEST.match(data)):  # a method has only letters
-            self._turn_away("malformed", "400 Bad Request", "this is not a request of HTTP")
+            self._turn_away("malformed", "400 Bad Request", "this is not an HTTP request")
         elif nbytes > HEAD_NBYTES or (not nbytes and len(data) >= HEAD_NBYTES):
-            text = f"the head of a request may have {HEAD_NBYTES} bytes"
+            text = f"the request head exceeds the limit of {HEAD_NBYTES} bytes"
             self._turn_away("oversized", "431 Request Header Fields Too Large", text)
         elif nbytes:
             self._heard(data[:nbytes])
@@ -209,7 +208,7 @@ class Visit(asyncio.Protocol):
         self._pages.data_received(data)
 
     def _said_at_once(self, head: bytes) -> bytes:
-        """The answer to a probe, or to one stranger too many; empty: go on."""
+        """Return the answer to a probe or to a stranger over the limit, or ``b""``."""
         if (rules := self.rules) is None:
             return b""
         rules.unproven.discard(self)
@@ -217,9 +216,9 @@ class Visit(asyncio.Protocol):
         if (probe := rules.answer_at_once(head)) is not None:
             return probe
         if not rules.knows(authorization_of(head)):
-            if self.is_secure and rules.pace.charge(REQUEST_S, self._loop.time()):  # else the door has charged it
+            if self.is_secure and rules.pace.charge(REQUEST_S, self._loop.time()):  # without TLS the door charges it
                 rules.refused("too_many")
-                return answer("503 Service Unavailable", "too many ask without a token")
+                return answer("503 Service Unavailable", "too many requests without a token")
             self.count_in(rules.strangers)
         return b""
 
@@ -236,7 +235,7 @@ class Visit(asyncio.Protocol):
         self.transport.set_protocol(websocket)
         if websocket.open(head, judge):
             self._port.serve(route, websocket)
-            if rest:  # a client may go on without waiting for the answer
+            if rest:  # a client need not wait for the answer
                 websocket.take(rest)
 
     # ------------------------------------------------------------ answers, and the end
@@ -252,10 +251,10 @@ class Visit(asyncio.Protocol):
         self._wait(STALL_TIMEOUT_S)
 
     def finish(self, kind: str) -> None:
-        """A response is over: a peer that does not read what is left is cut."""
-        if kind == "websocket":  # a route of others', whose protocol has taken over the transport
+        """End a response; abort later if the peer does not read the rest of it."""
+        if kind == "websocket":  # a route of the caller, whose protocol has the transport now
             self.left()
-        elif self.transport.is_closing() and self in self._port.visits:  # else it has left, as who closes the page
+        elif self.transport.is_closing() and self in self._port.visits:  # it may have left already
             self._wait(STALL_TIMEOUT_S)
 
     def cut(self) -> None:
@@ -265,7 +264,7 @@ class Visit(asyncio.Protocol):
             self.transport.abort()
 
     def _wait(self, seconds: float) -> None:
-        if self._timer is None:  # the first limit stands
+        if self._timer is None:  # keep the first limit
             self._timer = self._loop.call_later(seconds, self._late)
 
     def _goes_on(self) -> None:
@@ -275,7 +274,7 @@ class Visit(asyncio.Protocol):
 
     def _late(self) -> None:
         self._timer = None
-        if self._head or self._pages is not None:  # else it has asked for nothing, as a browser's spare connection
+        if self._head or self._pages is not None:  # a browser's spare connection sends no request
             self._port.refused("timeout")
         self.cut()
 
@@ -300,7 +299,7 @@ class Visit(asyncio.Protocol):
         self.left()
 
     def left(self) -> None:
-        """The connection is over."""
+        """Remove the connection from the port's sets."""
         self._port.visits.discard(self)
         if self.rules is not None:
             self.rules.unproven.discard(self)
@@ -311,17 +310,17 @@ class Visit(asyncio.Protocol):
 
 
 class Pages:
-    """ASGI middleware: answers strangers once, by our own names, and charges them.
+    """ASGI middleware: checks the host of strangers, and closes after one answer.
 
-    A target with scheme and host, as proxies get it, is its path, and its host counts,
-    whatever the header says (RFC 9112, 3.2.2).
+    A request target with scheme and host, as for proxies, is reduced to its path; its
+    host replaces the header (RFC 9112, 3.2.2).
     """
 
     def __init__(self, app: Any) -> None:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        visit: Visit = scope["state"].pop(KEY)  # pages have no use for it
+        visit: Visit = scope["state"].pop(KEY)
         raw = scope["raw_path"]
         if raw.lower().startswith((b"http://", b"https://")):
             host, _, path = raw.partition(b"://")[2].partition(b"/")

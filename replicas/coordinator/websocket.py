@@ -1,13 +1,13 @@
-"""The WebSocket of a session or an agent, with limits of what its peer may cost.
+"""The WebSocket of a session or an agent, with limits on the cost of its peer.
 
 Frames are parsed by the Sans-I/O protocol of websockets. Around it:
 
-* Little is read at a time, so that all connections get a turn. Parsing is charged to
-  the connection's account, because pings and fragments never become messages that could
-  be charged. A connection that is in debt, or whose messages wait, is not read.
+* Each read is small, so that all connections get a turn. Parsing is charged to the
+  connection's account, because pings and fragments are not charged as messages. A
+  connection in debt, or with many unhandled messages, is not read.
 * A pong is written only to a peer that reads; a message may not come in thousands of
   fragments; a text frame is malformed.
-* A closing connection is aborted when its peer does not read the remaining data.
+* A closing connection is aborted if its peer does not read the remaining data.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from replicas.messages.bounds import FRAME_NBYTES
 CLOSE_TIMEOUT_S = 1.0
 """Time for the peer of a closing connection to read the remaining data."""
 READ_NBYTES = 4096
-"""Read from one connection per turn: some 160 of the smallest messages, 3 ms."""
+"""Read from one connection per turn: about 160 of the smallest messages, 3 ms."""
 MESSAGES_WAITING = 32
-"""Unhandled messages of a connection beyond which it is not read."""
+"""Maximum unhandled messages of a connection that is still read."""
 FRAGMENTS = 1024
 """Maximum fragments of one message (this library sends each message whole)."""
 TOO_BIG = 1009
@@ -48,7 +48,7 @@ quiet.setLevel(logging.CRITICAL)  # bad requests of strangers are counted, not l
 
 
 class Ended(Exception):
-    """No more messages come from a connection.
+    """The connection has ended, and all its messages were received.
 
     :ivar too_big: its last frame was larger than :data:`FRAME_NBYTES`.
     """
@@ -61,9 +61,9 @@ class Ended(Exception):
 class SocketRoute(BaseRoute):
     """A path of the control port at which WebSockets are served.
 
-    :param refusal: status and text for a request with these headers, which is not
-        upgraded then; None: it is. Names are in lower case.
-    :param serve: talks to one connection, which is closed when it returns.
+    :param refusal: given a request's headers (names in lower case), returns None to
+        upgrade it, or status and text to refuse it.
+    :param serve: serves one connection, which is closed when this returns.
     """
 
     def __init__(
@@ -76,9 +76,9 @@ class SocketRoute(BaseRoute):
 
 
 class _Inbox:
-    """Messages that have come and were not handled.
+    """Unhandled messages of a connection.
 
-    :ivar full: so many that no more should be read. :ivar ended: no more come.
+    :ivar full: stop reading from the connection. :ivar ended: it has ended.
     """
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class _Inbox:
         return len(self._messages)
 
     def keep(self, frame: Frame) -> bool:
-        """Take a frame of data; False: its message has too many."""
+        """Add a data frame. Return False if its message has too many fragments."""
         self._fragments.append(_NO_MESSAGE if frame.opcode is Opcode.TEXT else bytes(frame.data))
         if frame.fin:
             self._messages.append(b"".join(self._fragments))
@@ -112,15 +112,15 @@ class _Inbox:
             self._news.clear()
             await self._news.wait()
         message = self._messages.popleft()
-        self.full = self.full and bool(self._messages)  # read again only when all are handled
+        self.full = self.full and bool(self._messages)  # resume reading when all are handled
         return message
 
 
 class WebSocket(asyncio.BufferedProtocol):
-    """One connection, from its request on.
+    """The protocol of one connection, from its request on.
 
-    :param left: called when it has ended.
-    :ivar headers: those of its request, with names in lower case.
+    :param left: called when the connection has ended.
+    :ivar headers: of its request, with names in lower case.
     """
 
     headers: Mapping[str, str]
@@ -136,7 +136,7 @@ class WebSocket(asyncio.BufferedProtocol):
         self._writable = True
         self._resting: asyncio.TimerHandle | None = None
         self.pace = RateLimit(self._loop.time())
-        """Account that pays for parsing its bytes and handling its messages."""
+        """Account of loop time for parsing its bytes and handling its messages."""
         self.on_writable: Callable[[], None] = lambda: None
         self.on_bytes: Callable[[], None] = lambda: None
         self.on_malformed: Callable[[], None] = lambda: None
@@ -144,15 +144,15 @@ class WebSocket(asyncio.BufferedProtocol):
     # ------------------------------------------------------------ the request
 
     def open(self, head: bytes, judge: Callable[[Mapping[str, str]], tuple[int, str] | None]) -> bool:
-        """Answer the request; False: it is refused, and the connection is closing."""
+        """Answer the request. Return False if it is refused: the connection closes."""
         self._conn.receive_data(head)
         request = next(iter(self._conn.events_received()), None)
         if isinstance(request, Request):
-            named = reversed([*request.headers.raw_items()])  # of several of one name the first counts
+            named = reversed([*request.headers.raw_items()])  # the first of several with one name counts
             self.headers = {name.lower(): value for name, value in named}
             if refusal := judge(self.headers):
                 answer = self._conn.reject(refusal[0], msgspec.json.encode({"error": refusal[1]}).decode())
-                del answer.headers["Content-Type"]  # else it would have two
+                del answer.headers["Content-Type"]  # assignment would add a second one
                 answer.headers["Content-Type"] = "application/json"
             else:
                 answer = self._conn.accept(request)
@@ -161,11 +161,11 @@ class WebSocket(asyncio.BufferedProtocol):
         return self._conn.state is State.OPEN
 
     def peer(self) -> str:
-        """The address of its peer; empty: it is on a Unix socket."""
+        """Return the address of the peer, or "" on a Unix socket."""
         return _host(self._transport.get_extra_info("peername"))
 
     def here(self) -> str:
-        """The address of this side; empty: it is a Unix socket."""
+        """Return the address of this side, or "" on a Unix socket."""
         return _host(self._transport.get_extra_info("sockname"))
 
     # ------------------------------------------------------------ incoming
@@ -177,7 +177,7 @@ class WebSocket(asyncio.BufferedProtocol):
         self.take(bytes(self._buffer[:nbytes]))
 
     def take(self, data: bytes) -> None:
-        """Parse what has come, and charge it."""
+        """Parse the bytes, queue whole messages, and charge the time."""
         began = time.perf_counter()
         self._conn.receive_data(data)
         for frame in self._conn.events_received():
@@ -190,7 +190,7 @@ class WebSocket(asyncio.BufferedProtocol):
             self._write_out()
         else:
             self._conn.data_to_send()  # discards pongs: the peer does not read
-        if not self._inbox:  # a whole message is a sign of life by itself
+        if not self._inbox:  # a whole message is reported when it is handled
             self.on_bytes()
         rest_s = self.pace.charge(time.perf_counter() - began, self._loop.time())
         if rest_s and self._resting is None:
@@ -202,7 +202,7 @@ class WebSocket(asyncio.BufferedProtocol):
         self._regulate()
 
     def _regulate(self) -> None:
-        """Read from the transport, or pause."""
+        """Pause or resume reading from the transport."""
         paused = self._inbox.full or self._resting is not None
         if paused is not self._paused and not self._transport.is_closing():
             self._paused = paused
@@ -232,11 +232,11 @@ class WebSocket(asyncio.BufferedProtocol):
 
     @property
     def unread_nbytes(self) -> int:
-        """Bytes that were written and have not left this process."""
+        """Written bytes that have not left this process."""
         return self._transport.get_write_buffer_size()
 
     def rtt_s(self) -> float:
-        """The kernel's smoothed round-trip time in seconds; 0: unknown."""
+        """Return the kernel's smoothed round-trip time in seconds, or 0 if unknown."""
         return round_trip_s(self._transport.get_extra_info("socket"))
 
     def pause_writing(self) -> None:
@@ -247,7 +247,7 @@ class WebSocket(asyncio.BufferedProtocol):
         self.on_writable()
 
     def write(self, messages: Sequence[bytes]) -> None:
-        """Write the messages; does nothing on a closing connection."""
+        """Write the messages. Do nothing on a closing connection."""
         if self._conn.state is State.OPEN and not self._transport.is_closing():
             for message in messages:
                 self._conn.send_binary(message)
@@ -264,7 +264,7 @@ class WebSocket(asyncio.BufferedProtocol):
     # ------------------------------------------------------------ the end
 
     def close(self, code: int = 1000, text: str = "") -> None:
-        """Close it; it is aborted if its peer does not answer in time."""
+        """Close the connection; abort it if the peer does not answer in time."""
         if self._conn.state is State.OPEN:
             # the limit may cut a character
             self._conn.send_close(code, text.encode()[:_REASON_NBYTES].decode(errors="ignore"))
@@ -275,7 +275,7 @@ class WebSocket(asyncio.BufferedProtocol):
         self._loop.call_later(CLOSE_TIMEOUT_S, self._transport.abort)
 
     def cut(self) -> None:
-        """End the connection at once; its member may come back."""
+        """Abort the connection; the member may reconnect."""
         self._transport.abort()
 
 

@@ -190,7 +190,7 @@ def test_two_runs_are_started_in_the_background_and_waited_for(tmp_path: Path, r
             assert process.returncode == 0, lines
             said += "\n".join(lines)
         assert re.search(
-            r"control: listening on port \d+, as 9477 is taken: Address already in use by process \d+ \(", said
+            r"control: listening on port \d+, because 9477 is in use: Address already in use by process \d+ \(", said
         )
 
 

@@ -88,7 +88,7 @@ async def test_what_a_hello_can_be_refused_for(coordinator: Coordinator) -> None
     wrong_run = await refusal(Client(coordinator, run="other"))
     assert wrong_run.message == 'the member belongs to run "other", this coordinator serves run "embedded"'
     protocol = await refusal(Client(coordinator, protocol=99))
-    assert protocol.message == f"protocol 99 is spoken by the member, {wire.PROTOCOL} by the coordinator"
+    assert protocol.message == f"the member speaks protocol 99, the coordinator {wire.PROTOCOL}"
     group = await refusal(Client(coordinator, group="router"))
     assert (group.kind, group.message) == ("UnknownChannel", 'group "router" has no part in channel "policy"')
     rank = await refusal(Client(coordinator, rank=3, world_size=2))

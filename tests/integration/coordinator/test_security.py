@@ -252,7 +252,7 @@ BIG = 2 * 2**20
 @pytest.mark.parametrize(
     ("message", "reason", "text"),
     [
-        (wire.Bye("x" * BIG), "oversized", "message of 2,097,177 bytes: at most 1,048,576 are taken"),
+        (wire.Bye("x" * BIG), "oversized", "message: 2,097,177 bytes exceed the limit of 1,048,576"),
         (wire.PublishBegin(1, None, float("nan")), "malformed", "PublishBegin with deadline_s = nan"),
         (wire.Loaded(-1, 0.0), "malformed", "Loaded with version = -1"),
     ],
