@@ -330,7 +330,7 @@ class RunAddress:
         ours = frozenset({os.geteuid(), 0})
         if self.endpoint is not None:
             token, owner = self._read_token()
-            chosen = self._token_file is not None  # the user chose this token for this endpoint, whoever owns it
+            chosen = self._token_file is not None  # the user chose this token, so its owner does not matter
             owners = None if chosen else ours | ({owner} if owner is not None else set())
             return Client(self.endpoint, token=token, token_owners=owners, timeout_s=timeout_s)
         where = self._supervisor()

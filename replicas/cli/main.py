@@ -169,7 +169,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         app(args=None if arguments is None else list(arguments), prog_name="replicas")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else DONE if end.code is None else FAILED
-    except Exception as error:  # noqa: BLE001  # the outermost frame: whatever arrives here is a bug and must say so
+    except Exception as error:  # noqa: BLE001  # the outermost frame: any exception here is a bug, and is reported as one
         if isinstance(error, OSError) and not _written("\n"):
             return FAILED
         print(lines(traceback.format_exc()), file=sys.stderr)

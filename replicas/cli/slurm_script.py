@@ -29,12 +29,12 @@ _EARLIER_S = 60.0
 """How much earlier than requested Slurm may send the signal."""
 
 _BODY = """
-# What it says has lines of the programs' output, which is the user's alone, as the logs are.
+# The job's output has lines of the programs: only the user may read it, like the logs.
 for stream in /dev/stdout /dev/stderr; do
   [ -f "$stream" ] && chmod go= "$stream"
 done
 
-# Slurm's notice; one that comes before the supervisor listens must kill neither.
+# Slurm's notice must kill neither this script nor the supervisor, even before that listens.
 trap 'told=1; kill -USR1 "${{supervisor:-}}" 2> /dev/null' TERM
 (trap '' USR1 && exec {command} --here supervisor) &
 supervisor=$!
@@ -42,7 +42,7 @@ supervisor=$!
 agents() {{
   srun {step} \\
     {command} --here agent && return 0
-  # They have failed, all of them. Without any the supervisor would wait for ever, unless the run is over by now.
+  # All agents have failed: the supervisor would wait forever for others, unless the run is over by now.
   sleep 10
   kill -USR1 "$supervisor" 2> /dev/null && return 3
   return 0

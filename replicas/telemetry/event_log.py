@@ -54,7 +54,7 @@ class EventLog:
     :param tally: the counters up to the record ``seq``; later records of the file are
         counted at the start.
     :param seq: number of the last record that ``tally`` includes. Default: the counters
-        start now, whatever the file has.
+        start at zero, without the records of the file.
     """
 
     def __init__(

@@ -263,7 +263,7 @@ class ConnectionsRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class EventsLost(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """``count`` events before this one could not be written to disk.
+    """Events before this one could not be written to disk; ``count``: how many.
 
     Metrics counted them, and followers saw them.
     """

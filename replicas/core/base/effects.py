@@ -103,7 +103,7 @@ class Retried(_OnChannel, frozen=True, tag=True):
 
 
 class SidecarReplaced(_OnChannel, frozen=True, tag=True):
-    """``count`` sidecars of one lane were killed and will be replaced."""
+    """Sidecars of one lane, ``count`` of them, were killed and will be replaced."""
 
     reason: str
     count: int

@@ -1,49 +1,49 @@
 """The state machines of a channel, as transition tables.
 
 :class:`~replicas.core.channel_state.ChannelState` applies these tables (and each
-member's :class:`~replicas.weights.memory.arena.Arena` the one of its slots). A
+member's :class:`~replicas.weights.memory.arena.Arena` the table of its slots). A
 transition without a row here is refused.
 
 *A member* is one incarnation of a rank: *joining* until a boundary, where it is
 admitted to a new epoch and is *live*. A target that did not get a committed version is
-*behind*: caught up beside the others, and admitted again when it has that version or a
-newer one. A peer is *quarantined* when no process group with it works: it takes part in
-no joint work, is tried alone at growing intervals, and released when that has worked.
-*Observers* take part in nothing. A process that comes back is another member.
+*behind*: it is caught up beside the others, and admitted again when it has that version
+or a newer one. A peer is *quarantined* when no process group with it works: it takes no
+part in joint work, is tried alone at growing intervals, and released when a trial
+succeeds. *Observers* take part in nothing. A process that comes back is another member.
 
 *A publish* is *packing* while the ranks of its replica fill their slots, *queued* until
 its turn, *moving* while a transfer carries it, and then has exactly one verdict.
 
-*A transfer* runs in attempts: *offering* (slots and a lane are being made ready), then
-*moving*; ``again`` starts the next one over the members that are left.
+*A transfer* runs in attempts: *offering* (slots and a lane are being prepared), then
+*moving*; ``again`` starts the next attempt over the members that are left.
 
 *A delivery* is one version on its way to a host that pulls it
 (:mod:`replicas.core.moving.deliveries`): *due* until a holder's carrier listens,
-*offered*, *taking* once its slot is reserved; when all bytes are there it *came*, and
-it is *held* when their digest is that of the version.
+*offered*, *taking* once its slot is reserved. It *came* when all bytes have arrived,
+and is *held* when their digest is that of the version.
 
 *An operation* between peers is *due* when their posts pair. It is *forming* until its
 lane has formed, then *running*; ``again`` is another attempt, in another lane. It is
-*probing* while pairs of its members are tried, to find the culprit of what a retry does
-not mend. It ends as *done* or *failed* for all of them.
+*probing* while pairs of its members are tried, to find the culprit of a fault that
+outlasts a retry. It ends as *done* or *failed* for all of them.
 
 *A lane* is a process group: it forms once, and is dead after the first failure or loss.
 
-*A round* is what all ranks of one target replica load: *assigned* to all of them,
-*loading* from the first grant on, *loaded* when every rank serves that version, *torn*
-(and loading again) when a rank is lost or new. A failed load makes it *partial*,
-whatever is granted afterwards, until all ranks serve the same version. It is *over*
-when no rank is left; ranks that join later begin another round.
+*A round* is the load of one version by all ranks of one target replica: *assigned* to
+all of them, *loading* from the first grant on, *loaded* when every rank serves that
+version, *torn* (and loading again) when a rank is lost or new. A failed load makes it
+*partial* until all ranks serve the same version; later grants do not change that. It is
+*over* when no rank is left; ranks that join later begin another round.
 
-*A publish on its rank* is *walking* while the caller's thread goes through the weights,
-*copying* while bytes still arrive in the slot, *filled* until its digest is known, and
-*ready* until its turn to be *told* to the coordinator, which a new coordinator undoes.
-A rank that cannot publish has *failed*, and has said so; the verdict of the replica is
-still to come.
+*A publish on its rank* is *walking* while the caller's thread iterates over the
+weights, *copying* while bytes still arrive in the slot, *filled* until its digest is
+known, and *ready* until its turn to be *told* to the coordinator; a new coordinator
+makes it ready again. A rank that cannot publish has *failed*, and has reported it; the
+verdict of the replica is still to come.
 
 *A slot* holds one version in a member's memory: *filling* while it is given to a
-writer, *held* when a version is complete in it, *leaving* when that is released while
-it is still being read. A slot that maps another member's memory starts as *held*.
+writer, *held* when a version is complete in it, *leaving* when that version is released
+while it is still being read. A slot that maps another member's memory starts as *held*.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ class Transfer:
 
     @property
     def laggards(self) -> set[Member]:
-        """Members still waited for."""
+        """Members for which the attempt, or the transfer, still waits."""
         attempt = self.attempt
         if self.state == "offering" and not attempt.all_ready:
             return (set(attempt.movers) - attempt.ready) | attempt.mapping
@@ -591,7 +591,7 @@ class Transfer:
                 self._ground.hosts.apart(state)
 
     def _refuse(self, member: Member, error: errors.ReplicasError) -> None:
-        """Go on without this member, for this reason."""
+        """Leave this member out, and keep the error as the reason."""
         self.refused[member], self.why[member] = error, text_of(error.message, REASON_LENGTH)
         self.needers.discard(member)
 

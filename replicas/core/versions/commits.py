@@ -413,11 +413,11 @@ class Commits:
         if publish.state == "moving" and publish.version > self.latest:
             self._record("abort", publish.version)
         asked = transfer.asked if transfer is not None else frozenset()
-        committed = self.decided if publish.version == self.latest else ""  # known here too late, by another source
+        committed = self.decided if publish.version == self.latest else ""  # another source's commit, learned too late
         for state in self._roster:
             if committed and state.held.get(publish.version) == committed and state.member not in publish.begun:
                 continue
-            if state.forget(publish.version) or state.member in asked:  # it may hold it unreported
+            if state.forget(publish.version) or state.member in asked:  # the member may hold it unreported
                 self._ground.send(state.member, wire.Discard(publish.version))
         self._verdict(publish, _snake(type(error).__name__), now)
 

@@ -196,7 +196,7 @@ class Recovery:
             if self._roster.get(state.member) is not state:  # lost meanwhile, or another incarnation
                 continue
             if isinstance(message, wire.PublishBegin):
-                left_s = max(0.0, message.deadline_s - (now - at))  # it has waited here for a part of its time
+                left_s = max(0.0, message.deadline_s - (now - at))  # a part of its time has passed here
                 message = msgspec.structs.replace(message, deadline_s=left_s)
             self._commits.publishing(state, message, now)
         self._end_known_publishes(now)  # first: versions that these publishes carried are settled below

@@ -361,7 +361,7 @@ class Rounds:
         """
         version = round_.version
         asking = [state for state in view.ranks if state.member in round_.asks and state.member in round_.again]
-        if asking and not round_.owed and version == latest:  # all are owed what the first of them gets
+        if asking and not round_.owed and version == latest:  # all are owed the version that the first of them gets
             round_.owed = {state.member for state in view.ranks}
         for state in asking:
             if state.member not in round_.owed:
