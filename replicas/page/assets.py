@@ -1,13 +1,13 @@
 """The files of the page: its HTML, style sheet, icon and one script.
 
-There is no build step: the script is the modules of ``static/`` one after another, in
-the order of their imports, without the lines that import and export. So the browser
-makes one request, a report is one file, and both run the same text. Names at the top of
-the modules are different ones, as a test checks.
+There is no build step: the script is the modules of ``static/``, concatenated in the
+order of their imports, without ``import`` and ``export``. So the browser makes one
+request, a report is one file, and both run the same text. A test checks that top-level
+names of the modules differ.
 
-The Content-Security-Policy has no exception: no script or style inside the HTML, no
-other origin, and no text can become markup (Trusted Types). A report names the hashes
-of its own script and style.
+The Content-Security-Policy allows no script or style inside the HTML and no other
+origin, and text cannot become markup (Trusted Types). A report lists the hashes of its
+own script and style.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from replicas.page.document import Tree
 
 STATIC = Path(__file__).parent / "static"
 MODULES = ("elements", "texts", "model", "places", "syncs", "lanes", "tables", "orders", "panel", "link", "main")
-"""In the order of their imports."""
+"""Modules of the script, in the order of their imports."""
 _NOTHING_ELSE = (
     "default-src 'none'; base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
 )
@@ -44,7 +44,7 @@ _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const|let|class)\b)", r
 
 
 class Asset(msgspec.Struct, frozen=True):
-    """One file as it is sent. ``packed``: its body by gzip."""
+    """One file as it is sent. ``packed``: its body compressed by gzip."""
 
     kind: str
     body: bytes
@@ -54,7 +54,7 @@ class Asset(msgspec.Struct, frozen=True):
 
 @functools.cache
 def asset(name: str) -> Asset | None:
-    """``index.html``, ``page.js``, ``page.css`` or ``icon.svg``; None: no such file."""
+    """Return the file of this name (see ``kinds``), or None if there is none."""
     kinds = {
         "index.html": "text/html",
         "page.js": "text/javascript",
@@ -71,13 +71,13 @@ def asset(name: str) -> Asset | None:
 
 @functools.cache
 def script() -> str:
-    """All modules as one."""
+    """Return all modules as one script."""
     texts = ((STATIC / f"{name}.js").read_text() for name in MODULES)
     return "\n".join(_EXPORT.sub("", _IMPORT.sub("", text)) for text in texts)
 
 
 def in_one_file(document: Tree) -> str:
-    """The page with this document, its script and its style inside."""
+    """Return the page as one HTML file with this document, its script and style."""
     style = (STATIC / "page.css").read_text()
     policy = f"{_NOTHING_ELSE}; script-src {_hash(script())}; style-src {_hash(style)}"
     data = msgspec.json.encode(document).decode().replace("<", "\\u003c")

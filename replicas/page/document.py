@@ -1,10 +1,10 @@
-"""What the page shows, as one JSON document, and what has changed in it. Pure.
+"""Describe a run as one JSON document, and changes of it as patches. Pure.
 
-The page holds one document, which the server changes by merge patches (RFC 7396): named
-things are objects by name, so that a patch has only what is new, and a field without a
-value is left out, as ``null`` in a patch removes. Ages would change each moment; the
-document has the moments themselves (``since``), and those that jitter by less than
-:data:`SETTLED_S` are left as they were.
+The page holds one document, which the server changes by merge patches (RFC 7396). Named
+things are objects by name, so that a patch has only the changes. Fields without a value
+are left out, because ``null`` in a patch removes a field. Ages would change all the
+time, so the document has points in time (``since``), which a patch leaves out if they
+differ by less than :data:`SETTLED_S`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from replicas.telemetry.verdict import verdict
 
 SETTLED_S = 0.75
 _INFO_NCHARS = 400
-"""Of a member's ``info``: more of it is not shown."""
+"""A member's ``info`` with more characters is not shown."""
 _MOMENTS = {
     "state_age_s": "since",
     "lived_s": "started",
@@ -27,21 +27,21 @@ _MOMENTS = {
     "seconds": "since",
 }
 _MOMENTS_BY_CHANNEL = {"lag_s": "behind_since", "open_s": "open_since"}
-"""Ages of a status, and how the document calls their moments."""
+"""Ages of a status, and the names of their points in time in the document."""
 _JITTER = frozenset({*_MOMENTS.values(), *_MOMENTS_BY_CHANNEL.values(), "lag_s", "until"})
 _ELSEWHERE: dict[type, frozenset[str]] = {
     RunStatus: frozenset({"groups", "channels", "nodes", "store", "event_loop_lag_s", "newest_event"}),
     GroupStatus: frozenset({"replicas"}),
     ChannelStatus: frozenset({"members", "under_way"}),
 }
-"""Parts of a status that the document has in another place."""
+"""Fields of a status that the document has in another place."""
 _PLAIN = frozenset({str, int, float, bool})
 
 Tree = dict[str, Any]
 
 
 def document(status: RunStatus, now: float) -> Tree:
-    """Describe a status of the time ``now`` (seconds since 1970)."""
+    """Return the document of a status at ``now`` (seconds since 1970)."""
     judged = verdict(status, now)
     troubles = {one.text: msgspec.structs.asdict(one) for one in judged.troubles}
     run = {**_own(status, now), "lag_s": round(status.event_loop_lag_s, 1), "store": status.store.up}
@@ -70,7 +70,7 @@ def _member(member: MemberStatus, now: float) -> Tree:
 
 
 def _own(struct: msgspec.Struct, now: float) -> Tree:
-    """The fields of a struct itself that say something; moments in place of ages."""
+    """Return the fields of a struct that have a value, with times in place of ages."""
     found: Tree = {}
     elsewhere = _ELSEWHERE.get(type(struct), frozenset())
     for name in struct.__struct_fields__:
@@ -92,9 +92,9 @@ def _own(struct: msgspec.Struct, now: float) -> Tree:
 
 
 def difference(old: Tree, new: Tree, *, jitters: bool = False) -> Tree:
-    """Return the merge patch that makes ``new`` of ``old``; empty: they are alike.
+    """Return the merge patch from ``old`` to ``new``, empty if they are equal.
 
-    :param jitters: the values are moments.
+    :param jitters: the values are times: ignore differences below ``SETTLED_S``.
     """
     patch: Tree = dict.fromkeys(old.keys() - new.keys())
     for name, value in new.items():

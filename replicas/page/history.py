@@ -1,9 +1,8 @@
-"""The run's past on the page: spans, marks and the newest events. Pure.
+"""The history on the page: spans, marks and the newest events. Pure.
 
-The part of the document that grows. Spans and marks are those of
-:mod:`replicas.telemetry.spans`, which keeps a bounded number of them for each track;
-the page gets fewer where there are many tracks, so that it opens as fast with 200
-replicas.
+This part of the document grows. :mod:`replicas.telemetry.spans` keeps a bounded number
+of spans and marks for each track; with many tracks the page gets fewer, so that it also
+opens fast with 200 replicas.
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ from replicas.telemetry.tracks import Mark, Span, parts
 from replicas.telemetry.words import in_words, routine
 
 EVENTS = 200
-"""Events that the page lists of each kind: routine ones push out no others."""
+"""Events listed of each kind, routine or not: routine ones displace no others."""
 WHOLE = 2400
-"""Spans and marks of one kind that the page gets at first, of all tracks together."""
+"""Spans or marks of one kind, of all tracks together, in the first document."""
 LEAST = 6
 REPORT = 20_000
-"""Spans of one kind, and marks, that a report keeps of a track; of syncs thrice."""
+"""Spans of one kind, or marks, that a report keeps of a track; syncs three times."""
 _WAYS = 24
-"""Ways of bytes of one sync that are told one by one, the largest first."""
+"""Pairs of nodes of one sync that are listed, those with most bytes first."""
 _DROPPED = {"moved_to", "pulled", "channel", "trace"}
-"""Attributes that a viewer asks for by a click (the event), or has elsewhere."""
+"""Attributes that a viewer gets by a click (the event), or has elsewhere."""
 
 
 class History:
-    """The spans of one run, and what has changed in them since the last look.
+    """The history of one run, and its changes since the last call.
 
-    :param after: number of the event before the first. :param whole: tell everything
-        that is known of each sync, as in a report, which cannot ask for more.
+    :param after: number of the event before the first. :param whole: include all
+        details, as for a report, which cannot request more.
     """
 
     def __init__(self, after: int = 0, *, whole: bool = False) -> None:
@@ -47,14 +46,14 @@ class History:
         self._spans = Spans(REPORT) if whole else Spans()
         self._whole = whole
         self._events: dict[bool, deque[Record]] = {one: deque(maxlen=EVENTS) for one in (False, True)}
-        """By whether they are routine."""
+        """The newest events, by whether they are routine."""
 
     @property
     def spans(self) -> Spans:
         return self._spans
 
     def feed(self, records: Iterable[Record]) -> float:
-        """Take in the next events; returns the seconds that it took."""
+        """Add the next events. Return the CPU seconds that this took."""
         began = time.thread_time()
         for record in records:
             self._spans.feed(record)
@@ -63,16 +62,16 @@ class History:
         return time.thread_time() - began
 
     def whole(self) -> Tree:
-        """All of it that a new viewer gets."""
+        """Return the history for a new viewer."""
         found: Tree = {"spans": {}, "marks": {}, "events": {}, **self.rest()}
         for section, part in self.parts():
             found[section] |= part
         return found
 
     def parts(self) -> Iterator[tuple[str, Tree]]:
-        """The same in parts that take about a millisecond each, by their section.
+        """Yield it in (section, part) pairs that take about a millisecond each.
 
-        Nothing may be fed meanwhile.
+        Do not feed events meanwhile.
         """
         most = self._most
         spans: dict[tuple[str, str], list[Span]] = {}
@@ -89,7 +88,7 @@ class History:
         yield "events", self._told_events(self._listed())
 
     def changes(self) -> Tree:
-        """The merge patch from the last call on; empty: nothing is new."""
+        """Return the merge patch since the last call, empty without new events."""
         if self.seq == self._told:
             return {}
         spans, marks = self._spans.changed(self._told)
@@ -103,15 +102,15 @@ class History:
         }
 
     def rest(self, tracks: set[str] | None = None) -> Tree:
-        """Return how many spans and marks these tracks have had, how many of each kind
-        the page keeps, and the times without events."""
+        """Return the total spans and marks of these tracks, the number that the page
+        keeps of each kind, and the times without events."""
         totals = {track: kinds for track, kinds in self._spans.totals().items() if tracks is None or track in tracks}
         found: Tree = {"totals": totals} | ({"kept": self._most} if self._most else {})
         return found | ({"unknown": list(self._spans.unknown)} if self._spans.unknown else {})
 
     @property
     def _most(self) -> int | None:
-        """Spans of one kind that the page has of a track; None: all that are kept."""
+        """Limit of spans of one kind for a track on the page, or None without limit."""
         return None if self._whole else max(LEAST, WHOLE // max(1, self._spans.tracks))
 
     def _listed(self) -> list[Record]:
@@ -138,7 +137,7 @@ class History:
 
 
 def key(span: Span) -> str:
-    """The span's name in the document: one event may begin several, of other kinds."""
+    """Return the span's name in the document; an event may begin several kinds."""
     return f"{span.kind}{span.id}"
 
 
@@ -148,7 +147,7 @@ def _part(part: Span, span: Span) -> tuple[str, float, float]:
 
 
 def _ways(between: dict[str, dict[str, int]], most: int | None) -> list[tuple[str, str, int]]:
-    """Bytes from node to node, the most first."""
+    """Return (giver, taker, bytes) between nodes, most bytes first."""
     found = [(giver, taker, nbytes) for giver, takers in between.items() for taker, nbytes in takers.items()]
     return sorted(found, key=lambda way: -way[2])[:most]
 

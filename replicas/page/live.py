@@ -1,13 +1,12 @@
-"""What all viewers of a run's page see, computed once, and only while somebody looks.
+"""Serve the page's document and its changes to all viewers; compute them once.
 
-There is one document (:mod:`replicas.page.document`, and the run's history of
-:mod:`replicas.page.history`). A viewer first gets the whole of it (:meth:`Live.whole`),
-which has a number, and then the changes after that number (:meth:`Live.changes`). While
-there is a viewer, one task looks at the run every :data:`INTERVAL_S`, or more rarely
-where a look costs more than :data:`SHARE` of that time, and what it finds changed is
-encoded once. A viewer that is behind the kept changes, or has seen another supervisor,
-is told to begin anew. Without a viewer there is no task, and after :data:`LINGER_S` no
-memory of the history either.
+There is one document (:mod:`replicas.page.document` and :mod:`replicas.page.history`).
+A viewer first gets the whole document with its number (:meth:`Live.whole`), then the
+changes after that number (:meth:`Live.changes`). While there are viewers, one task
+reads the run's state every :data:`INTERVAL_S`, or less often if that takes more than
+:data:`SHARE` of the time, and encodes the changes once. A viewer that is behind the
+kept changes, or comes from another supervisor, is told to fetch the document again.
+Without viewers there is no task, and after :data:`LINGER_S` the history is freed.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ from replicas.telemetry.events import Record
 
 INTERVAL_S = 0.5
 SHARE = 0.03
-"""Of one core, for all looks together."""
+"""Maximum share of one core for reading the run's state."""
 INTERVAL_MAX_S = 5.0
 BEAT_S = 5.0
 LINGER_S = 15.0
 VIEWERS = 32
 KEPT = 64
-"""Changes that a viewer may be behind."""
+"""Changes kept for viewers that are behind."""
 KEPT_NBYTES = 4 << 20
 PAST = 20_000
-"""Events that the history begins with."""
+"""Number of past events with which the history begins."""
 _AT_ONCE = 256
 _GZIP_LEVEL = 5
 
@@ -59,10 +58,10 @@ class Watched(Protocol):
 class Places:
     """The places of viewers, :data:`VIEWERS` at most.
 
-    When all are taken, a newcomer gets the oldest place of the address that has most,
-    if that has still as many as the newcomer's afterwards: else two addresses would
-    take places from each other forever. A viewer with the token gets one of a viewer
-    without, and loses none to it.
+    When all are taken, a newcomer replaces the oldest viewer of the address with most
+    places, if that address still has as many as the newcomer's afterwards (or two
+    addresses would replace each other forever). A viewer with the token replaces one
+    without, and never the reverse.
     """
 
     def __init__(self) -> None:
@@ -74,7 +73,7 @@ class Places:
 
     @contextmanager
     def take(self, address: str, trusted: bool, end: Callable[[], None]) -> Iterator[None]:
-        """Hold a place in the block. ``end``: called when it goes to another viewer."""
+        """Context manager: hold a place. ``end`` is called if it is taken away."""
         if len(self._taken) >= VIEWERS and (loser := self._loser(address, trusted)) is not None:
             del self._taken[loser]
             loser()
@@ -85,7 +84,7 @@ class Places:
             self._taken.pop(end, None)
 
     def _loser(self, address: str, trusted: bool) -> Callable[[], None] | None:
-        """Return ``end`` of the place that a newcomer gets; None: it gets none."""
+        """Return ``end`` of the place that a newcomer gets, or None if it gets none."""
         below = any(theirs < trusted for theirs, _ in self._taken.values())
         places = {end: one for end, (theirs, one) in self._taken.items() if theirs == (trusted and not below)}
         counts = Counter(places.values())
@@ -97,7 +96,7 @@ class Places:
 class Live:
     """The document of one run and its viewers.
 
-    :param shown: makes the document fit for everybody, for whom it is.
+    :param shown: removes from a document the parts that viewers may not see.
     """
 
     def __init__(
@@ -125,7 +124,7 @@ class Live:
         self.places = Places()
 
     async def whole(self) -> bytes:
-        """The document as it is now, as JSON packed by gzip."""
+        """Return the document as it is now: JSON, compressed by gzip."""
         now = asyncio.get_running_loop().time()
         if self._history is None or (self._looking is None and now - self._looked_at >= INTERVAL_S):
             await self._look()
@@ -133,20 +132,20 @@ class Live:
             self._forget_later()
         async with self._lock:
             if self._packed[0] != self._number:
-                number, past, document = self._number, self._past, self._document  # they may be forgotten meanwhile
+                number, past, document = self._number, self._past, self._document  # _forget() may clear them meanwhile
                 about = {**past.rest(), "number": f"{self._id}.{number}", "now": self._now()}
                 data = msgspec.json.encode({**document, **about})[:-1]
                 sections: dict[str, list[bytes]] = {"spans": [], "marks": [], "events": []}
                 for section, part in past.parts():
                     sections[section] += [msgspec.json.encode(self._shown(part))[1:-1]] if part else []
-                    await asyncio.sleep(0)  # a long history is no reason to let members wait
+                    await asyncio.sleep(0)  # a long history must not delay members
                 for section, texts in sections.items():
                     data += b',"%s":{%s}' % (section.encode(), b",".join(texts))
                 self._packed = number, await asyncio.to_thread(gzip.compress, data + b"}", _GZIP_LEVEL)
             return self._packed[1]
 
     async def changes(self, after: str) -> AsyncIterator[bytes]:
-        """Server-sent events with each change after the document of that number."""
+        """Yield server-sent events: each change after the document with that number."""
         self.viewers += 1
         try:
             yield b"retry: 1000\n\n"
@@ -159,7 +158,7 @@ class Live:
                     if number > position:
                         yield b"id: %s.%d\ndata: %s\n\n" % (self._id.encode(), number, data)
                         position = number
-                if position != self._number:  # more came, or it was too slow, or all was forgotten
+                if position != self._number:  # more came, or it was too slow, or the history was freed
                     position = self._position(f"{self._id}.{position}")
                 elif not await self._came(news):
                     yield b"event: beat\ndata: %.3f\n\n" % self._now()
@@ -172,31 +171,31 @@ class Live:
                 await cancelled(looking)
 
     async def _came(self, news: asyncio.Event) -> bool:
-        """Wait for a change; False: none has come in :data:`BEAT_S`."""
+        """Wait for a change. Return False if there is none within :data:`BEAT_S`."""
         assert self._looking is not None
         waiting = asyncio.ensure_future(news.wait())
         try:
             await asyncio.wait({waiting, self._looking}, timeout=BEAT_S, return_when=asyncio.FIRST_COMPLETED)
             if self._looking.done():
-                self._looking.result()  # a bug: its viewers lose their connection, and the log says why
+                self._looking.result()  # raise its error: viewers are disconnected, and the log has it
             return waiting.done()
         finally:
             await cancelled(waiting)
 
     @property
     def _first(self) -> int:
-        """The oldest number whose change is kept."""
+        """The lowest number whose change is kept."""
         return self._kept[0][0] if self._kept else self._number + 1
 
     def _position(self, after: str) -> int | None:
-        """The number that a viewer has; None: it must begin anew."""
+        """Return the number that a viewer has, or None: it must fetch the document."""
         source, _, number = after.partition(".")
         if source != self._id or not (number.isascii() and number.isdigit() and len(number) < 12):
             return None
         return int(number) if self._first - 1 <= int(number) <= self._number else None
 
     async def _keep_looking(self) -> None:
-        """Look now and then, and at once when the events end: the port closes then."""
+        """Update the document at intervals, and at the end of the events."""
         over: asyncio.Task[None] | None = asyncio.create_task(self._over())
         try:
             while True:
@@ -211,12 +210,12 @@ class Live:
                 await cancelled(over)
 
     async def _over(self) -> None:
-        """Wait until no more events follow."""
+        """Wait for the end of the events."""
         async for _ in self._source.events(self._source.last_event):
             pass
 
     async def _look(self) -> float:
-        """Bring the document up to date; returns the seconds that it took."""
+        """Update the document. Return the seconds of loop time that this took."""
         async with self._lock:
             if self._forgetting is not None:
                 self._forgetting.cancel()
@@ -232,7 +231,7 @@ class Live:
             patch = difference(self._document, found)
             merge(self._document, patch)
             patch |= self._shown(self._past.changes())
-            if fresh:  # whoever has seen an earlier document begins anew
+            if fresh:  # viewers of an earlier document must fetch it again
                 self._kept.clear()
                 self._number += 1
             elif patch:
@@ -240,8 +239,8 @@ class Live:
             return read_s + time.thread_time() - began
 
     async def _read(self) -> tuple[bool, float]:
-        """Take in the events since the last look: whether it is the first, and the
-        seconds of the loop that it took."""
+        """Add the events since the last call to the history. Return True if the history
+        is a new one, and the seconds of loop time used."""
         last, used_s = self._source.last_event, 0.0
         fresh = self._history is None or last - self._history.seq > PAST
         if fresh:

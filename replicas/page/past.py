@@ -1,8 +1,7 @@
-"""The status of a run at one moment of its past, as its events tell it. Pure.
+"""Reconstruct the status of a run from its events. Pure.
 
-A report has no supervisor to ask. Events say how each replica, node and channel stood;
-they do not say what is left of budgets, nor heartbeats, pids and slots, so a status
-made of them lacks those.
+A report has no supervisor to ask. Events give the state of each replica, node and
+channel, but no budgets, heartbeats, pids or slots, so this status lacks them.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from replicas.telemetry.tracks import replica_of
 
 
 class Past:
-    """How a run stood after the events that it was fed; a fold, as the counters are."""
+    """The state of a run after the events that it was fed."""
 
     def __init__(self) -> None:
         self.at = 0.0
-        """When the newest event was."""
+        """Time of the newest event."""
         self._tally = Tally()
         self._begin(events.RunStarted(run="", pid=0, version=""))
 
@@ -50,7 +49,7 @@ class Past:
         self._ranks: dict[str, int] = {}
 
     def feed(self, record: events.Record) -> None:
-        """Take the next event."""
+        """Apply the next event."""
         event, self.at = record.event, record.at
         self._tally.count(event, record.at)
         match event:
@@ -131,7 +130,7 @@ class Past:
         self._channels[name] = known
 
     def status(self, now: float) -> RunStatus:
-        """The status at the time ``now``, which is not before the last event."""
+        """Return the status at ``now``, which is not before the last event."""
         nodes = tuple(self._node(node, now - at) for node, at in self._nodes.values())
         replicas = tuple(
             replace(self._replicas[key], state_age_s=max(0.0, now - self._since.get(key, now)))

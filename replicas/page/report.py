@@ -1,4 +1,4 @@
-"""The page of a run that is over, in one file that needs no network."""
+"""Write the page of a finished run as one file that needs no network."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ _RECORDING = Path(__file__).with_name("demo.jsonl")
 
 
 def report(records: Iterable[Record]) -> str:
-    """Return the HTML of a run's last moment and its history, by its events.
+    """Return the HTML of a run's last state and its history, from its events.
 
-    It has what programs wrote last where one failed: show it to whom the run's logs may
-    be shown.
+    It contains the last output of failed programs: treat it like the run's logs.
     """
     past, history = Past(), History(whole=True)
     for record in records:
@@ -31,9 +30,9 @@ def report(records: Iterable[Record]) -> str:
 
 
 def recorded(ended_at: float) -> list[Record]:
-    """Return the events of a recorded run of some minutes, for a look at the page.
+    """Return the events of a recorded run of a few minutes, as a sample.
 
-    :param ended_at: when it ended, in seconds since 1970; all its times are moved.
+    :param ended_at: time of its end, in seconds since 1970; all its times are shifted.
     """
     records = [decode(line) for line in _RECORDING.read_bytes().splitlines()]
     return [replace(one, at=one.at + ended_at - records[-1].at) for one in records]

@@ -252,7 +252,7 @@ async def test_a_lost_connection_is_said_and_comes_back_to_a_new_supervisor(chro
         await tab.open(url)
         await tab.until("document.querySelector('.l-live')")
     await tab.until("document.querySelector('.l-lost')")
-    assert "The supervisor does not answer" in await tab.text("#verdict")
+    assert "The supervisor has not answered" in await tab.text("#verdict")
     assert "rollout/1" in await tab.text("#time"), "what was last known stays"
     another = a_run(rollouts=5)
     kill(another, 4)

@@ -132,7 +132,7 @@ async def test_what_was_before_the_first_known_event_is_told_as_not_known(
     async with served(run) as url, opened(chromium, url) as tab:
         lanes = "[...document.querySelectorAll('[data-lane]')]"
         await tab.until(f"{lanes}.length === 5 && {lanes}.every((one) => one.querySelector('.gap'))")
-        assert "not known" in await tab.js(f"{lanes}[0].querySelector('.gap title').textContent")
+        assert "unknown" in await tab.js(f"{lanes}[0].querySelector('.gap title').textContent")
         for index, state, version in ((0, "ready", True), (1, "backoff", False), (2, "ready", True)):
             lane = f"document.querySelector('[data-lane=\"replica rollout/{index}\"]')"
             assert await tab.js(f"{lane}.querySelector('rect.s-{state} title').textContent")

@@ -1,15 +1,15 @@
-// Elements by description. Texts only ever become text nodes: no markup is parsed anywhere.
+// Elements by description. Texts only become text nodes: no markup is parsed.
 
 const SVG = "http://www.w3.org/2000/svg";
 const IN_SVG = new Set(["svg", "g", "rect", "path", "line", "text", "title", "circle", "pattern", "defs"]);
-const LAST = Symbol("the properties that were last set");
+const LAST = Symbol("the properties that were set last");
 
-/** Describe an element; `key` names it among its siblings, so that it stays the same one. */
+/** Describe an element; `key` identifies it among its siblings, so that its node is kept. */
 export function h(tag, props, ...children) {
   return { tag, props: props ?? {}, children };
 }
 
-/** Make the children of `parent` what is described, changing as little as possible. */
+/** Make the children of `parent` as described, with as few changes as possible. */
 export function draw(parent, ...described) {
   const wanted = described.flat(Infinity).filter((one) => one != null && one !== false && one !== "");
   const keyed = new Map();
@@ -17,7 +17,7 @@ export function draw(parent, ...described) {
   const kept = new Set(wanted.map((one) => one.props?.key).filter((key) => key !== undefined));
   let at = parent.firstChild;
   for (const one of wanted) {
-    while (at?.[LAST]?.key !== undefined && !kept.has(at[LAST].key)) at = dropped(at); // so that no other has to move
+    while (at?.[LAST]?.key !== undefined && !kept.has(at[LAST].key)) at = dropped(at); // so that no other node moves
     const key = one.props?.key;
     let node = key === undefined ? at : keyed.get(key);
     if (!node || !fits(node, one, key)) node = made(one);
@@ -55,7 +55,7 @@ function fill(node, one) {
   for (const name of Object.keys(before)) if (!(name in one.props)) set(node, name, undefined);
   for (const [name, value] of Object.entries(one.props)) if (before[name] !== value) set(node, name, value);
   node[LAST] = one.props;
-  if (!one.props.own) draw(node, one.children); // `own`: others draw what is inside
+  if (!one.props.own) draw(node, one.children); // `own`: its children are drawn elsewhere
 }
 
 function set(node, name, value) {

@@ -1,8 +1,8 @@
 // The timeline: a lane for each channel, replica and node, over one span of time.
 //
-// Only lanes in sight are drawn. A replica's lane has its state above and the version that it serves below;
+// Only visible lanes are drawn. A replica's lane has its state above and the version that it serves below;
 // a channel's lane has a bar for each sync, in its phases; marks are kills, losses, orders and the like.
-// Groups and replicas that are ill come first. Of many replicas, the healthy ones share one lane, a row of pixels each.
+// Unhealthy groups and replicas come first. With many replicas, healthy ones share one lane, a row of pixels each.
 
 import { draw, h } from "./elements.js";
 import { age, bytes, clock, count, duration, states, tick, words } from "./texts.js";
@@ -12,7 +12,7 @@ import { legend } from "./syncs.js";
 const WINDOWS = [["1m", 60], ["5m", 300], ["15m", 900], ["1h", 3600], ["6h", 21600], ["all", Infinity]];
 const STEPS = [0.1, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400, 172800, 604800];
 const LANE = 29;
-const MANY_LANES = 12; // replicas; of more, healthy ones share a lane
+const MANY_LANES = 12; // with more replicas, healthy ones share a lane
 const HEALTHY = "healthy"; // its track
 const BAD = new Set(["failed", "backoff", "silent", "draining", "lost", "away"]);
 const WRONG = new Set(["failed", "silent", "lost", "away"]); // no order leads there
@@ -30,7 +30,7 @@ const SHOWN = new Set(["exit", "loss", "restart", "scale", "load_failed", "drain
 export class Lanes {
   #inSight = new Set();
   #width = 600;
-  #end = null; // of the shown time; null: it moves on with the present
+  #end = null; // of the shown time; null: the present
   #drag = null;
   #healthy = []; // names of the replicas in the shared lane
   #unfolded = false;
@@ -53,7 +53,7 @@ export class Lanes {
     const now = this.model.now;
     const whole = Math.max(20, (now - this.model.began) * 1.02);
     const width = this.#end === null ? Math.min(this.window, whole) : this.window === Infinity ? whole : this.window;
-    const pixel = width / this.#width; // time moves on by pixels: what has not moved is not painted anew
+    const pixel = width / this.#width; // time advances by pixels, so that unmoved parts are not painted again
     const end = this.#end ?? Math.ceil((now + width * 0.01) / pixel) * pixel;
     return [end - width, end];
   }
@@ -140,7 +140,7 @@ export class Lanes {
       h("div", { class: "windows", role: "group", "aria-label": "Move and zoom", key: "moves" },
         button("‹", () => this.pan(-0.5), { "aria-label": "Earlier" }), button("›", () => this.pan(0.5), { "aria-label": "Later" }),
         button("+", () => this.zoom(0.5), { "aria-label": "Zoom in" }), button("−", () => this.zoom(2), { "aria-label": "Zoom out" }),
-        this.#end === null ? null : button("to the present", () => this.toNow())),
+        this.#end === null ? null : button("now", () => this.toNow())),
       h("span", { class: "muted readout", key: "readout" }, `${clock(first)} – ${clock(last)}`),
       h("label", { class: "find", key: "find" }, h("span", { class: "hidden" }, "Filter lanes"), h("input", {
         type: "search", placeholder: "filter lanes", value: this.filter, oninput: (event) => {
@@ -204,11 +204,11 @@ export class Lanes {
       rows.push(h("div", { class: "band", key: "nodes" }, "nodes"));
       for (const one of nodes) rows.push(this.#row(`node ${one.name}`, one.name, one.state, one.state === "up" ? count(one.replicas?.length ?? 0, "replica") : one.state));
     }
-    if (!rows.length) rows.push(h("p", { class: "muted none", key: "none" }, this.filter || this.onlyTrouble ? "No lane is like that." : "Nothing has started yet."));
+    if (!rows.length) rows.push(h("p", { class: "muted none", key: "none" }, this.filter || this.onlyTrouble ? "No lanes match." : "No replicas have started yet."));
     return rows;
   }
 
-  /** Whether something went wrong on this track in the shown time. */
+  /** Return true if there was a fault on this track in the shown time. */
   #wrong(track) {
     const [first, last] = this.range;
     const within = (start, end) => end >= first && start <= last;
@@ -227,7 +227,7 @@ export class Lanes {
       h("div", { class: "track", "data-lane": track, own: true, key: "track" }), h("span", { class: "meta" }, meta));
   }
 
-  /** The lane that healthy replicas share, and that opens. */
+  /** Draw the lane that healthy replicas share, which can be unfolded. */
   #healthyRow(healthy) {
     const served = Object.keys(this.model.doc.channels).map((channel) => healthy.map((one) => one.versions?.[channel]).filter(Boolean)).filter((all) => all.length)
       .map((all) => [...new Set([Math.min(...all), Math.max(...all)])].map((version) => `v${version}`).join("–"));
@@ -276,15 +276,15 @@ export class Lanes {
     draw(element, h("svg", { width, height: LANE, "aria-hidden": "true" }, parts, older("mark", 0, 3, "older mark"), this.#unknown(x), this.#glyphs(track, first, last, x)));
   }
 
-  /** The times whose events are missing: what was then is not known, and what was before it and after it may have changed. */
+  /** Draw the times whose events are missing, in which the state is unknown. */
   #unknown(x) {
-    return (this.model.doc.unknown ?? []).map(([start, end]) => this.#gap(x, start, end, 3, 24, `not known: the events until ${clock(end)} are no longer there`));
+    return (this.model.doc.unknown ?? []).map(([start, end]) => this.#gap(x, start, end, 3, 24, `unknown: the events until ${clock(end)} are missing`));
   }
 
   #gap(x, start, end, y, height, about) {
     const [from, width] = [x(start), Math.max(x(end) - x(start), 1)];
     return h("g", { key: `unknown ${y} ${end}` }, h("rect", { x: from, y, width, height, class: "gap" }, h("title", null, about)),
-      width > 70 ? h("text", { x: Math.max(from, 0) + 6, y: y + height / 2 + 3.5, class: "gaptext" }, "not known") : null);
+      width > 70 ? h("text", { x: Math.max(from, 0) + 6, y: y + height / 2 + 3.5, class: "gaptext" }, "unknown") : null);
   }
 
   /** The states of all replicas in the shared lane, one below the other. */
@@ -293,7 +293,7 @@ export class Lanes {
     return this.#healthy.map((name, at) => h("g", { key: name }, this.#states(`replica ${name}`, "state", first, last, x, 4 + at * height, height, name)));
   }
 
-  /** One band for the spans, or marks, that are no longer kept here, up to the first that is. */
+  /** Draw one band for the older spans or marks, which are not kept here. */
   #older(track, kind, x, y, height, text) {
     const number = this.model.older(track, kind);
     const kept = kind === "mark" ? this.model.marks(track) : this.model.spans(track, kind);
@@ -302,7 +302,7 @@ export class Lanes {
     const from = x(this.model.began);
     const width = Math.max(x(until) - from, 0);
     const said = count(number, text);
-    return h("g", { key: `older ${kind}` }, h("rect", { x: from, y, width, height, class: "older" }, h("title", null, `${said}, not drawn one by one`)),
+    return h("g", { key: `older ${kind}` }, h("rect", { x: from, y, width, height, class: "older" }, h("title", null, `${said}, not shown separately`)),
       kind !== "mark" && width > 7 * said.length + 8 ? h("text", { x: Math.max(from, 0) + 4, y: y + height - 2, class: "statetext" }, said) : null);
   }
 
@@ -323,14 +323,14 @@ export class Lanes {
   #versions(track, first, last, x) {
     const now = this.model.now;
     const all = this.model.followed(track, "version");
-    const since = this.model.doc.unknown?.at(-1)?.[1]; // it may have served a version then, of which no event tells
+    const since = this.model.doc.unknown?.at(-1)?.[1]; // it may have served a version then: the event is missing
     const served = all[0]?.start > since && this.model.followed(track, "state")[0]?.start <= since;
-    const shown = served ? [this.#gap(x, since, all[0].start, 17, 9, "no event tells which version it served")] : [];
+    const shown = served ? [this.#gap(x, since, all[0].start, 17, 9, "unknown: the event with its version is missing")] : [];
     let drawn = -Infinity;
     for (const one of all) {
       if ((one.end ?? now) < first || one.start > last) continue;
       const [from, until] = [x(one.start), x(one.end ?? now)];
-      if (until - drawn < 1) continue; // under the one before, as far as can be seen
+      if (until - drawn < 1) continue; // hidden by the one before
       drawn = until;
       const text = String(one.version);
       shown.push(h("g", { key: one.key, "data-to": to("sync", one.channel, one.version) },
@@ -433,5 +433,5 @@ export class Lanes {
   };
 }
 
-/** How much a replica asks for a look: 2 something is wrong, 1 it is not there yet, 0 it is well or ended as ordered. */
+/** Rank a replica for sorting: 2 has a fault, 1 is not ready yet, 0 is healthy or ended as ordered. */
 const illness = (one) => (BAD.has(one.state) ? 2 : one.state === "ready" || RESTS.has(one.state) ? 0 : 1);

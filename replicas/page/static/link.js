@@ -1,9 +1,9 @@
-// The connection to the supervisor: the whole document, then its changes, anew whenever the connection is lost.
+// The connection to the supervisor: fetch the document, follow its changes, and start again if that fails.
 
 const PATIENCE_MS = 15_000; // without a change or a beat
 const AGAIN_MS = [250, 500, 1000, 2000, 3000];
 const FULL_MS = 10_000;
-const HIDDEN_MS = 60_000; // a page that nobody sees does not look any more
+const HIDDEN_MS = 60_000; // a hidden page disconnects after this time
 
 export class Link {
   #source = null;
@@ -58,7 +58,7 @@ export class Link {
     source.addEventListener("anew", () => this.open());
     source.onerror = () => {
       if (source !== this.#source) return;
-      if (source.readyState === EventSource.CLOSED && this.state !== "lost") this.#full(); // refused: as many look as may
+      if (source.readyState === EventSource.CLOSED && this.state !== "lost") this.#full(); // refused: too many viewers
       else this.#lost();
     };
     heard();

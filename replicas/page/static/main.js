@@ -1,4 +1,4 @@
-// The page: it draws the document when that has changed, though not too often, and once a second for the ages.
+// The page: draws the document after changes, at a limited rate, and once a second for the ages.
 
 import { draw } from "./elements.js";
 import { Model } from "./model.js";
@@ -12,13 +12,13 @@ import { Panel } from "./panel.js";
 import { Link } from "./link.js";
 
 const THEMES = ["auto", "light", "dark"];
-const GENTLE_MS = 700; // between two drawings for changes alone: what a person does is drawn at once
+const GENTLE_MS = 700; // between two drawings for changes; a person's actions are drawn immediately
 const part = (name) => document.getElementById(name);
 const model = new Model();
 const events = { all: false, text: "", most: 60 };
 let due = false;
 let drawnAt = 0;
-let drawnKnown = false; // whether there was a document to draw
+let drawnKnown = false; // true if the last drawing had a document
 let later = 0;
 let theme = "auto";
 let shownPlace = location.hash;

@@ -1,7 +1,7 @@
-// The document of the run, kept up to date by merge patches, and what is looked up in it.
+// The document of the run, updated by merge patches, and look-ups in it.
 
-const EVENTS = 200; // of each kind: routine ones push out no others
-const MOST = 100; // spans of one kind and track; fewer of each where there are many tracks
+const EVENTS = 200; // of each kind, so that routine ones displace no others
+const MOST = 100; // spans of one kind and track; fewer with many tracks
 const TIMES = { sync: 3, mark: 2 };
 
 function merge(tree, patch) {
@@ -18,11 +18,11 @@ export class Model {
   #oldest = Infinity;
 
   constructor() {
-    this.known = false; // whether there is a document at all
+    this.known = false; // true once there is a document
     this.replace({});
   }
 
-  /** Take a whole document. `fixed`: it is of a run that is over, and time stands still. */
+  /** Replace the document. `fixed`: the run is over, and `now` is its end. */
   replace(found, fixed = false) {
     const doc = { run: {}, verdict: {}, groups: {}, replicas: {}, channels: {}, nodes: {}, totals: {}, ...found };
     this.doc = doc;
@@ -50,12 +50,12 @@ export class Model {
     this.#clock(now);
   }
 
-  /** The server's present time; of a run that is over, its last moment. */
+  /** The server's present time, or the end of a finished run. */
   get now() {
     return this.fixed ? this.doc.now : Date.now() / 1000 + this.#offset;
   }
 
-  /** Keep about as much as a page that is opened now gets, so that one that stays open does not grow. */
+  /** Add spans, marks and events; drop old ones, so that a page that stays open does not grow. */
   #grow({ spans = {}, marks = {}, events = {} }) {
     const kept = (kind) => this.fixed ? Infinity : Math.min(MOST, this.doc.kept ?? MOST) * (TIMES[kind] ?? 1);
     for (const [key, span] of Object.entries(spans)) {
@@ -78,7 +78,7 @@ export class Model {
     this.events = [...this.routine, ...this.unusual].sort((a, b) => a.seq - b.seq);
   }
 
-  /** How many spans of the kind, or marks, are older than those that are kept here. */
+  /** Return how many older spans of the kind, or marks, are not kept here. */
   older(track, kind) {
     const kept = kind === "mark" ? this.marks(track) : this.spans(track, kind);
     return Math.max((this.doc.totals[track]?.[kind] ?? 0) - kept.length, 0);
@@ -88,7 +88,7 @@ export class Model {
     return this.tracks.get(track)?.get(kind) ?? [];
   }
 
-  /** The same, with what follows for the time after missing events: no event told a change since then. */
+  /** Return the spans, and those that follow from the present state after missing events. */
   followed(track, kind) {
     const found = this.spans(track, kind).flatMap((one) => (one.before
       ? [{ key: `${one.key} before`, name: one.before, start: one.before_since, end: one.start }, one] : [one]));
@@ -106,7 +106,7 @@ export class Model {
     return this.markers.get(track) ?? [];
   }
 
-  /** The moment of the oldest thing that is known. */
+  /** The time of the oldest known span. */
   get began() {
     return Math.min(this.#oldest, this.doc.run.started ?? this.now - 60);
   }
@@ -115,7 +115,7 @@ export class Model {
     return Object.values(this.doc.replicas).filter((one) => one.group === group).sort((a, b) => a.replica - b.replica);
   }
 
-  /** Targets that have not loaded the newest version: how many versions and seconds they are behind, and why. */
+  /** Return the targets that have not loaded the newest version, their lag in versions and seconds, and the reason. */
   laggards(channel) {
     const found = [];
     for (const replica of Object.values(this.doc.replicas)) {
@@ -136,9 +136,9 @@ export class Model {
   }
 }
 
-/** Put a thing into a list, in place of the same one if that is there, else at its end. */
+/** Replace a thing in a list, or append it; drop the oldest closed ones beyond `most`. */
 function put(list, thing, same, most) {
-  // a report's document is taken once, whole: nothing in it is there twice
+  // a report's document has no duplicates
   for (let at = most === Infinity ? -1 : list.length - 1; at >= 0 && at > list.length - 1 - most; at--) {
     if (same(list[at])) {
       list[at] = thing;
@@ -146,5 +146,5 @@ function put(list, thing, same, most) {
     }
   }
   list.push(thing);
-  while (list.length > most) list.splice(Math.max(list.findIndex((one) => one.end !== undefined), 0), 1); // open ones stay
+  while (list.length > most) list.splice(Math.max(list.findIndex((one) => one.end !== undefined), 0), 1); // keep open ones
 }

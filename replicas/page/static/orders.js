@@ -1,5 +1,5 @@
-// Orders to the run. Each says what will happen before it is given, and needs an operator's token.
-// The token is asked for when it is needed, and is kept in this object's memory alone: never in a URL or a store.
+// Orders to the run. Each describes its effect before the operator confirms it, and needs an operator's token.
+// The page asks for the token when needed, and keeps it only in this object: never in a URL or browser storage.
 
 import { draw, h } from "./elements.js";
 import { count, some } from "./texts.js";
@@ -22,7 +22,7 @@ export class Orders {
     this.changed();
   }
 
-  /** Fetch with the token, which is asked for if there is none. Throws with what the server says. */
+  /** Fetch with the token; ask for it first if there is none. Throws an error with the server's text. */
   async fetch(path, options = {}) {
     if (this.locked && !(await this.askToken())) throw new Error("not done: this needs an operator's token");
     const headers = { ...options.headers, Authorization: `Bearer ${this.#token}` };
@@ -36,7 +36,7 @@ export class Orders {
     return response;
   }
 
-  /** Ask for the token; resolves to whether there is one then. */
+  /** Ask for the token; resolve to true if it was given. */
   askToken(why = "An operator's token is needed: `replicas token --role operator` prints it on the run's machine.") {
     return new Promise((resolve) => {
       const done = (given) => {
@@ -54,13 +54,13 @@ export class Orders {
         done(true);
       };
       this.#show("Operator's token", h("form", { onsubmit: take, key: "token" }, h("p", null, why),
-        h("p", { class: "muted" }, "It stays in this page's memory, and is gone when the page is closed."),
+        h("p", { class: "muted" }, "It is kept in this page's memory only, until the page is closed."),
         h("label", null, "Token ", h("input", { type: "password", autocomplete: "off", spellcheck: "false", name: "token", required: true })),
         this.#buttons("Use it")));
     });
   }
 
-  /** Say what an order does, and give it if the operator agrees. */
+  /** Describe what an order does; send it if the operator confirms. */
   give(order) {
     const state = { value: order.number?.now, busy: false, said: "", failed: false };
     const show = () => this.#show(order.title, h("form", { key: order.title, onsubmit: (event) => {
@@ -91,7 +91,7 @@ export class Orders {
       const response = await this.fetch(order.path, { method: "POST", body: JSON.stringify(order.body(state.value)) });
       const answer = JSON.parse((await response.text()).trim());
       if (answer.error) throw new Error(problem(answer.error));
-      Object.assign(state, { done: true, said: answer.done ? order.did?.(answer.result) ?? "Done." : "It has begun." });
+      Object.assign(state, { done: true, said: answer.done ? order.did?.(answer.result) ?? "Done." : "Started." });
     } catch (error) {
       Object.assign(state, { said: error.message, failed: true });
     }
@@ -123,7 +123,7 @@ async function said(response) {
 
 const problem = (error) => [error.message, ...(error.problems ?? []), error.hint].filter(Boolean).join(" — ");
 
-// ------------------------------------------------------------ what each order says
+// ------------------------------------------------------------ the orders
 
 const names = (replicas) => some(replicas.map((one) => one.name), 4);
 
@@ -133,9 +133,9 @@ export function scaleOrder(model, group) {
     title: `Scale ${group.name}`, verb: "Scale", path: "/scale", number: { name: "replicas", now: now.length, most: 10000 },
     body: (wanted) => ({ group: group.name, replicas: wanted }),
     says: (wanted) => {
-      if (!Number.isInteger(wanted) || wanted < 0) return "Give the number of replicas that the group is to have.";
+      if (!Number.isInteger(wanted) || wanted < 0) return "Enter the new number of replicas.";
       if (wanted === now.length) return `${group.name} has ${count(wanted, "replica")}: nothing changes.`;
-      if (wanted > now.length) return `${group.name} goes from ${now.length} to ${wanted}: ${count(wanted - now.length, "replica")} of ${count(group.world_size, "rank")} start, where there is room. It holds until the next scale, or a reload that changes the number.`;
+      if (wanted > now.length) return `${group.name} goes from ${now.length} to ${wanted}: ${count(wanted - now.length, "replica")} of ${count(group.world_size, "rank")} start, where there is room. The size stays until the next scale, or a reload that changes it.`;
       const ends = now.slice(wanted).reverse();
       return `${group.name} goes from ${now.length} to ${wanted}: ${names(ends)} may finish a sync, then end${ends.length === 1 ? "s" : ""}.`;
     },
@@ -160,8 +160,8 @@ export function drainOrder(model, target) {
   const all = model.replicasOf(target);
   return {
     title: `Drain ${target}`, verb: "Drain", danger: true, path: "/drain", body: () => ({ target }),
-    says: () => `${replica ? `${target} may finish a sync, then gets SIGTERM, then SIGKILL. It rests` : `All ${count(all.length, "replica")} of ${target} may finish a sync, then get SIGTERM, then SIGKILL. They rest`} until restarted.`,
-    did: () => "Done: no process of it is left.",
+    says: () => `${replica ? `${target} may finish a sync, then gets SIGTERM, then SIGKILL. It stays stopped` : `All ${count(all.length, "replica")} of ${target} may finish a sync, then get SIGTERM, then SIGKILL. They stay stopped`} until restarted.`,
+    did: () => "Done: all its processes have ended.",
   };
 }
 
@@ -175,24 +175,24 @@ export function nodeOrder(model, node) {
   const undo = node.state === "draining";
   const has = node.replicas ?? [];
   return {
-    title: undo ? `Let ${node.name} take replicas again` : `Drain node ${node.name}`, verb: undo ? "Take it back" : "Drain", danger: !undo, path: "/drain",
+    title: undo ? `Allow replicas on ${node.name} again` : `Drain node ${node.name}`, verb: undo ? "Allow replicas" : "Drain", danger: !undo, path: "/drain",
     body: () => ({ node: node.name, undo }),
-    says: () => (undo ? `Replicas may start on ${node.name} again; those that it has stay where they are.`
-      : `${has.length ? `${some(has, 4)} may finish a sync, and start${has.length === 1 ? "s" : ""} on other nodes` : "No replica is there"}; what fits nowhere else waits. No budget is spent. ${node.local ? "" : "Its agent ends then."}`),
+    says: () => (undo ? `Replicas may start on ${node.name} again; its present ones stay.`
+      : `${has.length ? `${some(has, 4)} may finish a sync, and start${has.length === 1 ? "s" : ""} on other nodes` : "It has no replicas"}; replicas that fit nowhere else wait. No budget is spent. ${node.local ? "" : "Its agent ends then."}`),
   };
 }
 
 export function resetOrder(model, target) {
   const failed = Object.values(model.doc.replicas).filter((one) => (!target || one.group === target || one.name === target) && ["failed", "backoff"].includes(one.state));
   return {
-    title: target ? `Reset ${target}` : "Reset what has failed", verb: "Reset", path: "/reset-failed", body: () => (target ? { target } : {}),
-    says: () => `${failed.length ? `${names(failed)} start${failed.length === 1 ? "s" : ""} again at once` : "No replica has failed or waits: none is started"}, and restart budgets are full again. Use it when the cause is mended.`,
-    did: (result) => (result?.length ? `Starting again: ${some(result, 6)}.` : "Nothing had failed; restart budgets are full."),
+    title: target ? `Reset ${target}` : "Reset failed replicas", verb: "Reset", path: "/reset-failed", body: () => (target ? { target } : {}),
+    says: () => `${failed.length ? `${names(failed)} start${failed.length === 1 ? "s" : ""} again immediately` : "No replicas have failed or wait, so none start"}, and restart budgets are full again. Use it when the cause is fixed.`,
+    did: (result) => (result?.length ? `Starting again: ${some(result, 6)}.` : "No replicas had failed; restart budgets are full."),
   };
 }
 
 export const reloadOrder = () => ({
   title: "Reload the config", verb: "Reload", path: "/reload", body: () => ({}),
-  says: () => "The supervisor reads its config file again. New groups start, removed ones drain, groups whose processes would start differently restart, a few replicas at a time; all others are left alone. A config with problems changes nothing.",
-  did: (result) => ["changed", "added", "removed"].filter((one) => result?.[one]?.length).map((one) => `${one}: ${result[one].join(", ")}`).join("; ") || "Reloaded: nothing has changed.",
+  says: () => "The supervisor reads its config file again. New groups start, removed ones drain, groups whose processes would start differently restart, a few replicas at a time; all others continue. An invalid config changes nothing.",
+  did: (result) => ["changed", "added", "removed"].filter((one) => result?.[one]?.length).map((one) => `${one}: ${result[one].join(", ")}`).join("; ") || "Reloaded: no changes.",
 });

@@ -1,4 +1,4 @@
-// The panel beside the page: all that is known of one replica, group, node, channel, sync or event.
+// The panel beside the page: details of one replica, group, node, channel, sync or event.
 
 import { draw, h } from "./elements.js";
 import { age, bytes, clock, count, duration, some, words } from "./texts.js";
@@ -13,7 +13,7 @@ const HISTORY = 40;
 const MEMBERS = 300;
 
 export class Panel {
-  #asked = ""; // the place whose log, stacks or event is asked for
+  #asked = ""; // the place whose log, stacks or event was requested
   #output = { log: null, stacks: null, whole: null };
   #stop = null;
 
@@ -21,7 +21,7 @@ export class Panel {
     Object.assign(this, { model, host, orders, redraw });
   }
 
-  /** Draw the panel of a place; undefined: there is none. */
+  /** Draw the panel of a place, or hide it without one. */
   draw(place) {
     const key = place ? JSON.stringify(place) : "";
     if (key !== this.#asked) {
@@ -37,7 +37,7 @@ export class Panel {
   }
 
   #button = (text, order) => (this.model.fixed ? null : h("button", { type: "button", key: text, onclick: () => this.orders.give(order()) }, text));
-  #unknown = (what) => [what, h("p", { class: "muted" }, "Nothing of that name is known here, or no longer.")];
+  #unknown = (what) => [what, h("p", { class: "muted" }, "Not found. It may have been removed.")];
 
   _run() {
     const { run } = this.model.doc;
@@ -122,8 +122,8 @@ export class Panel {
     if (this.model.fixed) return h("p", { class: "muted", key: "programs" }, "Logs are in the state folder: replicas logs prints them.");
     const { log, stacks } = this.#output;
     return h("div", { key: "programs" }, h("h3", null, "Output"), h("p", { class: "buttons" },
-      h("button", { type: "button", key: "log", onclick: () => this.#follow(name) }, log === null ? "show log" : "again"), h("button", { type: "button", key: "stacks", onclick: () => this.#stacks(name) }, "stacks now")),
-    stacks === null ? null : h("pre", { key: "stacks", tabindex: 0, "aria-label": "Stacks" }, stacks), log === null ? null : h("pre", { key: "log", class: "log", tabindex: 0, "aria-label": "Log" }, log || "(nothing is written yet)"));
+      h("button", { type: "button", key: "log", onclick: () => this.#follow(name) }, log === null ? "show log" : "reload log"), h("button", { type: "button", key: "stacks", onclick: () => this.#stacks(name) }, "stacks now")),
+    stacks === null ? null : h("pre", { key: "stacks", tabindex: 0, "aria-label": "Stacks" }, stacks), log === null ? null : h("pre", { key: "log", class: "log", tabindex: 0, "aria-label": "Log" }, log || "(no output yet)"));
   }
 
   async #follow(name) {
@@ -131,7 +131,7 @@ export class Panel {
     const stop = new AbortController();
     this.#stop = stop;
     const asked = this.#asked;
-    this.#output.log = "asking…";
+    this.#output.log = "loading…";
     this.redraw();
     try {
       const response = await this.orders.fetch(`logs?${new URLSearchParams({ target: name, lines: LOG_LINES, follow: 1 })}`, { signal: stop.signal });
@@ -152,12 +152,12 @@ export class Panel {
 
   async #stacks(name) {
     const asked = this.#asked;
-    this.#output.stacks = "asking…";
+    this.#output.stacks = "loading…";
     this.redraw();
     let text;
     try {
       const answer = JSON.parse((await (await this.orders.fetch("stacks", { method: "POST", body: JSON.stringify({ target: name }) })).text()).trim());
-      text = answer.error ? answer.error.message : Object.entries(answer.result ?? {}).map(([rank, stack]) => `── ${rank}\n${stack.trimEnd()}`).join("\n\n") || "It has no ranks now.";
+      text = answer.error ? answer.error.message : Object.entries(answer.result ?? {}).map(([rank, stack]) => `── ${rank}\n${stack.trimEnd()}`).join("\n\n") || "It has no running ranks.";
     } catch (error) {
       text = error.message;
     }
@@ -202,8 +202,8 @@ export class Panel {
     const part = (name, ...found) => h("div", { key: name }, h("h3", null, name), found);
     const phases = part("Phases", bar(one, total || 1), h("table", null, h("tbody", null, (one.parts ?? []).map(([name, start, end]) => h("tr", { key: name }, h("td", null, h("svg", { width: 10, height: 10, "aria-hidden": "true" }, h("rect", { width: 10, height: 10, class: `phase p-${name}` })), ` ${name}`), h("td", null, duration(end - start)), h("td", { class: "muted wide" }, PHASES[name] ?? ""))))));
     const between = one.between?.length ? part("Bytes between nodes", h("ul", { class: "ways" }, one.between.map(([from, target, nbytes]) => h("li", { key: `${from} ${target}` }, h("span", null, `${from} → ${target}`), h("span", null, bytes(nbytes)), h("svg", { width: "100%", height: 4, "aria-hidden": "true" }, h("rect", { width: `${(nbytes / most) * 100}%`, height: 4, class: "phase p-transfer" })))))) : null;
-    const held = Object.keys(one.held ?? {}).length ? part("The slowest to hold it", h("ul", { class: "plain" }, Object.entries(one.held).map(([name, seconds]) => h("li", { key: name }, h("a", { href: to("replica", name) }, name), ` after ${duration(seconds)}`)))) : null;
-    const lost = one.lost?.length ? part("Lost on the way", h("ul", { class: "plain" }, one.lost.map((name) => h("li", { key: name }, h("b", { class: "warn" }, name), one.reasons?.[name] ? `: ${one.reasons[name]}` : "")))) : null;
+    const held = Object.keys(one.held ?? {}).length ? part("Slowest to receive it", h("ul", { class: "plain" }, Object.entries(one.held).map(([name, seconds]) => h("li", { key: name }, h("a", { href: to("replica", name) }, name), ` after ${duration(seconds)}`)))) : null;
+    const lost = one.lost?.length ? part("Lost during the sync", h("ul", { class: "plain" }, one.lost.map((name) => h("li", { key: name }, h("b", { class: "warn" }, name), one.reasons?.[name] ? `: ${one.reasons[name]}` : "")))) : null;
     const others = [version - 1, version + 1].filter((number) => this.model.sync(channel, number)).map((number) => h("a", { key: number, href: to("sync", channel, number) }, `version ${number}`));
     return [`version ${version} of ${channel}`, [one.error ? h("p", { class: "reason", key: "error" }, one.error) : null, h("dl", { class: "facts", key: "facts" }, facts.map(([label, value]) => fact(label, value))), phases, between, held, lost, h("p", { class: "buttons", key: "others" }, others, h("a", { href: to("event", one.id) }, "its event"))]];
   }
@@ -218,7 +218,7 @@ export class Panel {
       whole ? h("pre", { key: "whole", tabindex: 0, "aria-label": "The event as JSON" }, whole) : null]];
   }
 
-  /** Ask for the whole event; with the token if there is one, as it may hold output. */
+  /** Fetch the whole event; with the token if there is one, because it may contain output. */
   async #whole(seq) {
     const asked = this.#asked;
     this.#output.whole = "";
@@ -233,11 +233,11 @@ export class Panel {
       const record = JSON.parse(/^data: (.*)$/m.exec(text)[1]);
       if (this.#asked === asked && record.seq === seq) this.#output.whole = JSON.stringify(record.event, null, 1);
     } catch {
-      if (this.#asked === asked) this.#output.whole = "The whole event is no longer there to be read.";
+      if (this.#asked === asked) this.#output.whole = "The whole event is no longer available.";
     }
     this.redraw();
   }
 }
 
-/** Without the escape sequences of terminals, and other controls. */
+/** Remove escape sequences of terminals, and other control characters. */
 const plain = (text) => text.replace(/\u001b\[[0-9;?]*[ -/]*[@-~]|\u001b[P\]X^_][^\u0007\u001b]*(?:\u0007|\u001b\\)?|[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u202a-\u202e\u2066-\u2069]/g, "");

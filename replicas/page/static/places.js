@@ -1,4 +1,4 @@
-// Places on the page, as URL fragments that can be pasted: #replica/rollout/0, #sync/policy/12, #event/345.
+// Places on the page, as URL fragments that can be shared: #replica/rollout/0, #sync/policy/12, #event/345.
 
 export const to = (kind, ...names) => `#${[kind, ...names].map((one) => encodeURIComponent(one)).join("/").replaceAll("%2F", "/")}`;
 
@@ -8,7 +8,7 @@ export function toTrack(track) {
   return kind === "run" ? to("run") : to(kind, rest.join(" "));
 }
 
-/** The place that a fragment names; undefined: none. */
+/** The place that a fragment names, or undefined. */
 export function placeOf(fragment) {
   const [kind, ...parts] = fragment.replace(/^#/, "").split("/").map(decoded);
   if (!["replica", "group", "node", "channel", "sync", "event", "run"].includes(kind)) return undefined;

@@ -1,4 +1,4 @@
-// Each channel: who holds up its newest version, and its last syncs as bars of their phases.
+// Each channel: the replicas that its newest version waits for, and its last syncs as bars of their phases.
 
 import { h } from "./elements.js";
 import { age, ago, bytes, clock, count, duration, some, words } from "./texts.js";
@@ -8,14 +8,14 @@ export const PHASES = {
   begin: "waits until the last rank of the source calls publish",
   wait: "waits for a free slot",
   pack: "copies the weights into the slot",
-  queue: "waits for the version before, or for min_targets replicas",
+  queue: "waits for the previous version, or for min_targets replicas",
   form: "connects the hosts",
   map: "offers the slot on its own host",
   transfer: "moves the bytes to other hosts",
   verify: "compares digests",
   acknowledge: "waits until each target has answered or is left out",
   commit: "writes the decision to disk",
-  hold: "holds the GPU's streams, beside the others",
+  hold: "holds the GPU's streams, during the other phases",
 };
 const FEW = 10;
 const MANY = 100;
@@ -29,7 +29,7 @@ export function drawnChannels(model, redraw) {
 
 function route(channel) {
   if (channel.peers?.length) return `peers ${channel.peers.join(", ")}`;
-  return channel.sources?.length || channel.targets?.length ? `${(channel.sources ?? []).join(", ") || "nobody"} → ${(channel.targets ?? []).join(", ") || "nobody"}` : "";
+  return channel.sources?.length || channel.targets?.length ? `${(channel.sources ?? []).join(", ") || "none"} → ${(channel.targets ?? []).join(", ") || "none"}` : "";
 }
 
 export const fact = (name, value, about) => (value === undefined || value === null || value === "" ? null
@@ -51,22 +51,22 @@ function facts(model, channel) {
     fact("step", channel.step !== undefined ? String(channel.step) : undefined, "meta[\"step\"] of the newest version"),
     fact("size", channel.version_nbytes ? bytes(channel.version_nbytes) : undefined),
     fact("lag", lag || "none", "of the target that is furthest behind"),
-    fact("committed in all", String(channel.syncs?.committed ?? 0)), fact("failed", failed ? h("b", { class: "bad" }, String(failed)) : "0"),
+    fact("committed in total", String(channel.syncs?.committed ?? 0)), fact("failed", failed ? h("b", { class: "bad" }, String(failed)) : "0"),
     fact("sent between hosts", bytes(channel.bytes_total ?? 0)), fact("epoch", String(channel.epoch)),
     fact("wrong bytes served", channel.wrong_total ? h("b", { class: "bad" }, String(channel.wrong_total)) : undefined));
 }
 
-/** Who holds up a version: one that is under way, and the newest one at those that have not loaded it. */
+/** Describe what open versions wait for, and which targets have not loaded the newest version. */
 export function holdUp(model, channel) {
   const found = [];
   for (const one of Object.values(channel.under_way ?? {})) {
     const more = (one.waiting ?? 0) - (one.waits_for?.length ?? 0);
-    const waits = one.waits_for?.length ? h("span", null, " It waits for ", replicasIn(one.waits_for), more > 0 ? ` and ${more} more` : "", one.until > model.now ? `, ${duration(one.until - model.now)} at most to come.` : ".") : "";
+    const waits = one.waits_for?.length ? h("span", null, " Waiting for ", replicasIn(one.waits_for), more > 0 ? ` and ${more} more` : "", one.until > model.now ? `, at most ${duration(one.until - model.now)} left.` : ".") : "";
     found.push(h("p", { key: `u${one.version}`, class: "hold" }, h("b", null, `Version ${one.version}`), ` of ${one.publisher} is ${one.state} for ${age(model.now - one.since)}.`, waits));
   }
   const behind = model.laggards(channel);
   if (channel.committed_version && behind.length) {
-    const alike = new Map(); // those that have the same version, for the same reason
+    const alike = new Map(); // targets by version and reason
     for (const one of behind) {
       const key = `${one.version ? `at ${one.version}` : "none yet"}: ${one.why}`;
       alike.set(key, [...(alike.get(key) ?? []), one]);
@@ -79,7 +79,7 @@ export function holdUp(model, channel) {
     const more = [...alike.values()].slice(shown.length).flat().length;
     found.push(h("p", { key: "behind", class: "hold" }, h("b", null, `Version ${channel.committed_version}`), " is not loaded by ", shown, more ? `; and ${more} more` : "", "."));
   }
-  return found.length ? found : channel.committed_version ? h("p", { key: "all", class: "muted hold" }, `Nobody holds up version ${channel.committed_version}: all targets serve it.`) : null;
+  return found.length ? found : channel.committed_version ? h("p", { key: "all", class: "muted hold" }, `All targets serve version ${channel.committed_version}.`) : null;
 }
 
 const replicasIn = (members) => members.map((member, at) => [at ? ", " : "", h("a", { href: to("replica", member.split("/").slice(0, 2).join("/")) }, member)]);
@@ -117,12 +117,12 @@ export function bar(sync, most) {
       h("title", null, `${name}: ${duration(end - start)}`))) : h("rect", { x: 0, y: 0, width: width(lasts / most), height: 10, class: sync.outcome === "committed" ? "sync" : "failed" }));
 }
 
-/** The colours of all phases that are drawn, however short, and of a version too narrow for its phases. */
+/** Draw the colours of all phases that occur, and of a version too narrow to show its phases. */
 export function legend(model) {
   const syncs = Object.keys(model.doc.channels).flatMap((name) => model.spans(`channel ${name}`, "sync"));
   const names = new Set(syncs.flatMap((one) => (one.parts ?? []).map(([name]) => name)));
   const item = (name, style, about) => h("li", { key: name, title: about }, h("svg", { width: 10, height: 10, "aria-hidden": "true" }, h("rect", { width: 10, height: 10, class: style })), name);
-  return names.size ? h("ul", { class: "legend", key: "legend", "aria-label": "Phases of a version" }, item("version", "sync", "a version that is too narrow here for its phases"),
+  return names.size ? h("ul", { class: "legend", key: "legend", "aria-label": "Phases of a version" }, item("version", "sync", "a version that is too narrow to show its phases"),
     Object.keys(PHASES).filter((name) => names.has(name)).map((name) => item(name, `phase p-${name}`, PHASES[name]))) : null;
 }
 

@@ -16,7 +16,7 @@ export function drawnHead(model, link, { locked, onToken, onTheme, theme }) {
   const state = link.state === "report" ? "report" : link.state === "live" ? "live" : link.state;
   const said = {
     report: `as of ${clock(model.now ?? 0, { date: true })}`, live: "live", opening: "connecting",
-    lost: `not connected for ${age(Date.now() / 1000 - link.since)}`, full: "many look: every 10 s",
+    lost: `not connected for ${age(Date.now() / 1000 - link.since)}`, full: "too many viewers: retrying every 10 s",
   }[state];
   return h("div", { class: "head" },
     h("h1", null, h("a", { href: to("run") }, run.run ?? "replicas")), h("span", { class: `link l-${state}`, role: "status" }, said),
@@ -28,11 +28,11 @@ export function drawnHead(model, link, { locked, onToken, onTheme, theme }) {
 
 export function drawnVerdict(model, link) {
   const { run, verdict } = model.doc;
-  let [level, sentence] = [verdict.level ?? "note", verdict.sentence ?? "Nothing is known of the run yet."];
+  let [level, sentence] = [verdict.level ?? "note", verdict.sentence ?? "The run has no status yet."];
   if (run.starting) [level, sentence] = ["note", `The run is starting: ${run.starting}.`];
   if (link.state === "lost" && run.exit_code === undefined)
-    [level, sentence] = ["bad", `The supervisor does not answer since ${clock(link.since)}${run.adopt_s ? `; replicas go on without it until ${clock(link.since + run.adopt_s)}, or until the next one takes them over` : ""}. Below is what was last known.`];
-  if (!model.known) [level, sentence] = link.state === "lost" ? ["bad", "The supervisor does not answer."] : ["note", "Asking the supervisor…"];
+    [level, sentence] = ["bad", `The supervisor has not answered since ${clock(link.since)}${run.adopt_s ? `; replicas continue until ${clock(link.since + run.adopt_s)}, or longer if another supervisor takes them over` : ""}. Below is the last known state.`];
+  if (!model.known) [level, sentence] = link.state === "lost" ? ["bad", "The supervisor does not answer."] : ["note", "Connecting to the supervisor…"];
   if (model.fixed && run.exit_code !== undefined) sentence = course(model);
   const all = Object.entries(verdict.troubles ?? {}).map(([text, about]) => ({ text, ...about })).sort((a, b) => LEVELS.indexOf(a.level) - LEVELS.indexOf(b.level));
   const troubles = all.filter((one) => one.text !== sentence);
@@ -44,7 +44,7 @@ export function drawnVerdict(model, link) {
       troubles.length > 12 ? h("li", { key: "more", class: "muted" }, `and ${troubles.length - 12} more`) : null) : null);
 }
 
-/** How the run of a report went, in one line: how long, how it ended, its versions, restarts and faults. */
+/** Summarize the run of a report in one line: duration, end, versions, restarts and faults. */
 function course(model) {
   const { run, groups, channels, replicas } = model.doc;
   const sums = (all, name) => Object.values(all).flatMap((one) => Object.entries(one[name] ?? {})).reduce((found, [key, number]) => ({ ...found, [key]: (found[key] ?? 0) + number }), {});
@@ -66,7 +66,7 @@ function course(model) {
 }
 
 function since(model, trouble) {
-  const parts = [trouble?.since ? `for ${age(model.now - trouble.since)}` : "", trouble?.until > model.now ? `${duration(trouble.until - model.now)} at most to come` : ""].filter(Boolean);
+  const parts = [trouble?.since ? `for ${age(model.now - trouble.since)}` : "", trouble?.until > model.now ? `at most ${duration(trouble.until - model.now)} left` : ""].filter(Boolean);
   return parts.length && !model.fixed ? h("span", { class: "muted" }, ` · ${parts.join(", ")}`) : null;
 }
 
@@ -120,7 +120,7 @@ export function drawnEvents(model, choice, redraw) {
         redraw();
       },
     }), "every sync"))),
-  shown.length ? h("ol", { class: "events" }, shown.map((one) => drawnEvent(one))) : h("p", { class: "muted" }, "None is like that."));
+  shown.length ? h("ol", { class: "events" }, shown.map((one) => drawnEvent(one))) : h("p", { class: "muted" }, "No events match."));
 }
 
 export const drawnEvent = (one) => h("li", { key: one.seq, class: `tone-${one.tone ?? "plain"}` },

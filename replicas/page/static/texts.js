@@ -16,20 +16,20 @@ export function duration(seconds) {
   return parts.slice(0, 2).filter(([number]) => number).map(([number, name]) => `${number}${name}`).join(" ");
 }
 
-/** An age that need not be exact: whole seconds at least. */
+/** An age in whole seconds or larger units. */
 export const age = (seconds) => (seconds < 1 ? "now" : duration(seconds < 60 ? Math.round(seconds) : seconds));
 
-/** How long ago a moment was; of a run that is over, when it was. */
+/** How long ago a time was, or the time itself in a finished run. */
 export const ago = (model, at) => (model.fixed ? clock(at) : model.now - at < 1 ? "now" : `${age(model.now - at)} ago`);
 
-/** How many of these are in which state: 3 ready, 1 starting. */
+/** Count replicas by state: 3 ready, 1 starting. */
 export function states(replicas) {
   const counts = new Map();
   for (const one of replicas) counts.set(one.state, (counts.get(one.state) ?? 0) + 1);
   return [...counts].map(([state, number]) => `${number} ${state}`).join(", ");
 }
 
-/** Three digits and a binary unit. */
+/** A size with three digits and a binary unit. */
 export function bytes(nbytes) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   let [size, at] = [nbytes, 0];
@@ -39,23 +39,23 @@ export function bytes(nbytes) {
 
 const two = (number) => String(number).padStart(2, "0");
 
-let day = ""; // of the newest moment that the page shows
+let day = ""; // of the newest time on the page
 
 const dayOf = (at) => `${at.getFullYear()}-${two(at.getMonth() + 1)}-${two(at.getDate())}`;
 
-/** Let times of this moment's day be told without their date. */
+/** Set the day whose times are shown without a date. */
 export function setDay(seconds) {
   day = dayOf(new Date(seconds * 1000));
 }
 
-/** The local time of day; with the date where it is another day, or asked for. */
+/** The local time of day; with the date if it is another day, or `date` is set. */
 export function clock(seconds, { date = false, tenths = false } = {}) {
   const at = new Date(seconds * 1000);
   const time = `${two(at.getHours())}:${two(at.getMinutes())}:${two(at.getSeconds())}${tenths ? `.${Math.floor((seconds % 1) * 10)}` : ""}`;
   return date || dayOf(at) !== day ? `${dayOf(at)} ${time}` : time;
 }
 
-/** The label of a tick: a date at midnight, else the time as far as the step needs it. */
+/** The label of a tick: a date at midnight, otherwise the time as precise as the step. */
 export function tick(seconds, step) {
   const at = new Date(seconds * 1000);
   if (at.getHours() + at.getMinutes() + at.getSeconds() === 0 && step >= 60) return dayOf(at).slice(5);
@@ -65,7 +65,7 @@ export function tick(seconds, step) {
 
 export const count = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
 
-/** The first of a list in words: a, b and 3 more. */
+/** The first names of a list: a, b and 3 more. */
 export const some = (names, most = 3) =>
   names.slice(0, most).join(", ") + (names.length > most ? ` and ${names.length - most} more` : "");
 
