@@ -206,7 +206,7 @@ def _own_address(task: Task) -> str:
     if task.nodes > 1:
         raise UsageError(
             f"no address was found at which the other nodes reach {task.node}: its own name leads to loopback, Slurm "
-            "has no other NodeAddr of it, and no name of another node leads anywhere",
+            "has no other NodeAddr of it, and no name of another node resolves",
             hint="give the node its address in /etc/hosts or DNS, or NodeAddr in slurm.conf; or name its host in "
             '[control] listen = "HOST:PORT" and [store] bind = "HOST"',
         )

@@ -284,7 +284,7 @@ class Commits:
             why = "; ".join(f"{name}: {reason}" for name, reason in lost.items())
             self.fail(publish, self._too_few(publish, f"lost while it was sent: {why}"), now)
         elif len({(m.group, m.replica) for m in holders}) < config.min_targets:
-            text = f"{len(holders)} of its members hold it, min_targets = {config.min_targets} replicas"
+            text = f"{len(holders)} members hold it, but min_targets = {config.min_targets} replicas"
             self.fail(publish, self._too_few(publish, text), now)
         elif not self._held_by_any(publish.version):
             text = f"version {publish.version} was lost with its source before it was committed"
@@ -500,7 +500,7 @@ class Commits:
             error = errors.DeadlineExceeded(text, phase="queue")
         elif publish.state == "queued" and self.main is None:
             needed = self._ground.config.min_targets
-            there = f"{self._target_replicas()} target replicas are there, min_targets = {needed}"
+            there = f"{self._target_replicas()} target replicas have joined, but min_targets = {needed}"
             error = self._too_few(publish, there, phase="queue")
         elif transfer is None or publish.state == "queued":
             error = errors.Busy(f"{text} an earlier version to end", phase="queue")
@@ -510,7 +510,7 @@ class Commits:
             return
         else:
             late = transfer.pacing.slowest() or sorted(member.name for member in transfer.laggards)
-            text = f"version {publish.version}: {', '.join(late)} did not take it within {waited}"
+            text = f"version {publish.version}: {', '.join(late)} did not receive it within {waited}"
             if transfer.waits_for_slots:
                 error = errors.Busy(text, phase="offer", members=late)
             else:

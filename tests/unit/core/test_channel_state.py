@@ -523,7 +523,7 @@ def test_too_few_targets_until_the_deadline() -> None:
     assert error is not None
     assert (error.kind, error.message) == (
         "PeersLost",
-        "version 1 is not committed: 1 target replicas are there, min_targets = 2",
+        "version 1 is not committed: 1 target replicas have joined, but min_targets = 2",
     )
     assert first.commits == []
 
