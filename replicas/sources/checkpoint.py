@@ -30,12 +30,13 @@ __all__ = ["Checkpoint", "checkpoint", "differences", "find_files", "read_specs"
 
 _WEIGHTS, _INDEX, _SUFFIX = "model.safetensors", "model.safetensors.index.json", ".safetensors"
 _SHARD = "shard-*-model-*.safetensors"
-"""What each rank writes by torch's HuggingFaceStorageWriter(save_distributed=True)."""
+"""Files that each rank writes by torch's
+HuggingFaceStorageWriter(save_distributed=True)."""
 _SHARDING = "DCP_SHARDING_INFO"
-"""In the header of all files of that writer but those that it has consolidated."""
+"""In the header of every file of that writer, except the consolidated ones."""
 _PICKLED = ("pytorch_model*.bin", "*.pt", "*.pth")
 _PICKLES = (b"PK\x03\x04", b"\x80\x02")
-"""How files of torch.save begin."""
+"""First bytes of files of torch.save."""
 _DAMAGED = (
     *(*MALFORMED, ValueError, KeyError, AttributeError, RuntimeError),
     errors.ManifestMismatch,  # a dtype that torch does not have
@@ -43,10 +44,10 @@ _DAMAGED = (
 
 
 class Checkpoint(dict[str, torch.Tensor]):
-    """What :func:`checkpoint` returns: CPU tensors by name.
+    """The result of :func:`checkpoint`: CPU tensors by name.
 
     :ivar metadata: texts of the files' headers.
-    :ivar aliases: names of tensors that are others' memory, and those others' names.
+    :ivar aliases: names of tied tensors -> the name that owns the memory.
     """
 
     def __init__(self) -> None:
@@ -61,10 +62,10 @@ class _Index(msgspec.Struct):
 
 
 class Files(NamedTuple):
-    """Files of one checkpoint.
+    """The files of one checkpoint.
 
-    :ivar names: those that an index gives to each file; None: all that the file has.
-    :ivar nbytes: of all tensors, by the index; None: it does not say.
+    :ivar names: the tensors that an index gives to each file; None: all in the file.
+    :ivar nbytes: bytes of all tensors by the index; None: not in the index.
     """
 
     names: Mapping[Path, set[str] | None]
@@ -76,26 +77,26 @@ _INDEXED = msgspec.json.Decoder(_Index)
 
 
 def checkpoint(path: Path | str) -> Checkpoint:
-    """The tensors of a safetensors file, or of a folder of them, to be published.
+    """Return the tensors of a safetensors file, or of a folder of them, to publish.
 
-    They are mapped, and read when they are copied: keep the files as they are until the
-    publish has returned, and replace a file rather than overwrite it.
+    The files are mapped, and read when the tensors are copied: do not change the files
+    until the publish has returned, and replace a file rather than overwrite it.
 
     A folder is read as ``from_pretrained`` of transformers reads it: the file that
     ``transformers_weights`` of its config.json names; else ``model.safetensors``; else
-    ``model.safetensors.index.json``, as a map from names to files: what it names has to
-    be there, and nothing else may be in those files; else the only ``*.safetensors``
-    file. Of several variants or formats in one folder name the file, or its index.
+    ``model.safetensors.index.json``, a map from names to files, which must hold exactly
+    the tensors of the map; else the only ``*.safetensors`` file. Of several variants or
+    formats in one folder name the file, or its index.
 
-    Tied tensors are tied again in files of ``replicas get``, where their copies are
-    still the same, and of safetensors' ``save_model``. The latter does not record
-    whether a name was a view of a part of the tensor that was kept, or transposed: it
+    Tied tensors are tied again in files of ``replicas get``, if their copies are still
+    equal, and in those of safetensors' ``save_model``. The latter does not record
+    whether a name was a view of a part of the kept tensor, or transposed: that name
     gets the whole tensor.
 
     :raises replicas.errors.UsageError: a file is missing, ambiguous or not a valid
-        safetensors file, named; the index and its files disagree; the files hold parts
-        of tensors (of torch.distributed.checkpoint); or they are of another format: the
-        hint has the command that converts them.
+        safetensors file; the index and its files disagree; the files hold parts of
+        tensors (of torch.distributed.checkpoint); or the files are of another format:
+        the hint has the command that converts them.
     """
     found, files = Checkpoint(), find_files(path)
     for one in sorted(files.names):
@@ -108,9 +109,9 @@ def checkpoint(path: Path | str) -> Checkpoint:
 
 
 def find_files(path: Path | str) -> Files:
-    """The files that :func:`checkpoint` reads.
+    """Return the files that :func:`checkpoint` reads.
 
-    :raises replicas.errors.UsageError: a file is missing, or which are meant is
+    :raises replicas.errors.UsageError: a file is missing, or the choice of files is
         ambiguous.
     """
     given = Path(path)
@@ -124,7 +125,7 @@ def find_files(path: Path | str) -> Files:
 
 
 def read_specs(files: Files) -> dict[str, TensorSpec]:
-    """Names, dtypes and shapes of the tensors in these files, from the headers alone.
+    """Return names, dtypes and shapes of the tensors in these files; read headers only.
 
     :raises replicas.errors.UsageError: a file is not a valid safetensors file.
     """
@@ -139,8 +140,8 @@ def read_specs(files: Files) -> dict[str, TensorSpec]:
 
 
 def _choose_file(folder: Path) -> Path:
-    """The file or the index that holds the weights of a folder."""
-    if any(folder.glob(_SHARD)):  # transformers reads these, and the index of what was consolidated is equal
+    """Return the file, or the index, that holds the weights of a folder."""
+    if any(folder.glob(_SHARD)):  # transformers reads these; a consolidated checkpoint has the same index
         if not (folder / _INDEX).is_file():
             raise _parts_error(folder)
         return folder / _INDEX
@@ -157,18 +158,18 @@ def _choose_file(folder: Path) -> Path:
 
 
 def _read_config(path: Path) -> str:
-    """The file of weights that the config of a model names; empty: it names none."""
+    """Return the file of weights named by the config of a model, or an empty text."""
     if not path.is_file():
         return ""
     with _named(path, "the config of a model"):
-        found = json.loads(path.read_bytes()).get("transformers_weights")  # msgspec reads no Infinity, and some have it
+        found = json.loads(path.read_bytes()).get("transformers_weights")  # some have Infinity, which msgspec rejects
     if found and not (path.parent / found).is_file():
         raise errors.UsageError(f"{path} names {found}, which is missing", hint="download or save the model again")
     return found or ""
 
 
 def _group_by_file(index: _Index, path: Path) -> Mapping[Path, set[str]]:
-    """The names in each file of an index."""
+    """Return the names in each file of an index."""
     found: dict[Path, set[str]] = defaultdict(set)
     for name, file in index.weight_map.items():
         found[path.parent / file].add(name)
@@ -180,7 +181,7 @@ def _group_by_file(index: _Index, path: Path) -> Mapping[Path, set[str]]:
 
 @contextlib.contextmanager
 def _named(path: Path, kind: str = "a valid safetensors file") -> Iterator[None]:
-    """Errors of a file say which."""
+    """Name the file in errors that reading it raises."""
     try:
         yield
     except OSError as error:
@@ -192,7 +193,8 @@ def _named(path: Path, kind: str = "a valid safetensors file") -> Iterator[None]
 
 
 def _find_conversion(path: Path) -> str:
-    """How to convert a file or folder of torch's own; empty: it is not one."""
+    """Return how to convert a file or folder written by torch itself, else an empty
+    text."""
     folder = path if path.is_dir() else path.parent
     if path.suffix == ".distcp" or (path.is_dir() and (folder / ".metadata").exists()):
         module = "torch.distributed.checkpoint.format_utils"
@@ -240,7 +242,7 @@ def _parts_error(path: Path) -> errors.UsageError:
 
 
 def _add_file(found: Checkpoint, path: Path, promised: set[str] | None) -> None:
-    """``promised``: the names that an index gives to the file."""
+    """Add the tensors of a file. ``promised``: the names that an index gives to it."""
     with path.open("rb") as file:
         header = read_header(file.fileno())
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -262,7 +264,7 @@ def _add_file(found: Checkpoint, path: Path, promised: set[str] | None) -> None:
 
 
 def _read_ties(header: Header) -> dict[str, str]:
-    """Names of tensors that are others', and those others' names."""
+    """Return the names of tied tensors -> the name that has the data."""
     removed = {
         name: kept
         for name, kept in header.metadata.items()
@@ -307,9 +309,9 @@ def differences(
     first: str = "the first",
     second: str = "the second",
 ) -> list[str]:
-    """What differs between two sets of tensors, a line for each name, bit by bit.
+    """Compare two sets of tensors bit by bit; return a line for each name that differs.
 
-    :param first: what the lines call ``one``. :param second: and ``other``.
+    :param first: name of ``one`` in the lines. :param second: name of ``other``.
     """
     found = [f"{name}: only in {first}" for name in one.keys() - other.keys()]
     found += [f"{name}: only in {second}" for name in other.keys() - one.keys()]

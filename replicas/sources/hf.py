@@ -4,14 +4,14 @@ their checkpoint.
 Theory of operation
 ===================
 
-**The rule.** What :func:`hf` yields is, name by name, dtype by dtype and bit by bit,
-what ``save_pretrained`` of the same model would write at that moment; with adapters,
-``save_pretrained`` of what ``merge_and_unload()`` gives, or of the adapter alone. An
+**The rule.** :func:`hf` yields, name by name, dtype by dtype and bit by bit, what
+``save_pretrained`` of the same model would write at that moment; with adapters,
+``save_pretrained`` of the result of ``merge_and_unload()``, or of the adapter alone. An
 inference engine and ``from_pretrained`` read these names, which are often not those of
 the model in memory: transformers packs experts and renames parts of vision models when
 it loads, and undoes that when it saves.
 
-So nothing here knows a name. What a library has to say is asked of it, on a copy of the
+So no names are hard-coded here. The libraries themselves are asked, on a copy of the
 model's *modules* that shares the tensors (:mod:`replicas.sources.models.unwrapping`):
 
 - which tensors there are: ``state_dict()``, with persistent buffers;
@@ -20,13 +20,13 @@ model's *modules* that shares the tensors (:mod:`replicas.sources.models.unwrapp
 - how the tensors of the checkpoint are made of those in memory:
   ``revert_weight_conversion`` of transformers, called once on meta tensors and recorded
   (:mod:`replicas.sources.models.recording`);
-- what an adapter adds: ``merge_and_unload()`` of PEFT, on a copy of one layer
+- the change of an adapter: ``merge_and_unload()`` of PEFT, on a copy of one layer
   (:mod:`replicas.sources.models.adapters`);
-- what belongs to an adapter: ``get_peft_model_state_dict`` of PEFT;
-- what stays in float32 when all else is cast: the dtype plan of transformers.
+- the tensors of an adapter: ``get_peft_model_state_dict`` of PEFT;
+- the tensors that a cast leaves in float32: the dtype plan of transformers.
 
-The model itself is never written to, and its tensors come one by one: gathered, merged
-and rearranged one by one, so that no second model is ever in memory.
+The model itself is never written to. Its tensors are gathered, merged and rearranged
+one by one, so that no second model is ever in memory.
 
 ========================= ==========================================================
 model                     how a tensor becomes whole
@@ -38,9 +38,9 @@ FSDP1                     ``summon_full_params`` of one wrapped module at a time
 ZeRO-3                    ``deepspeed.zero.GatheredParameters``
 ========================= ==========================================================
 
-**What is not known is refused.** A model whose tensors are neither those that its class
-makes from its configuration nor more than those has a module replaced, by a wrapper or
-a quantised one: its names would be the wrapper's.
+**Unknown models are refused.** If tensors are missing that the model's class makes from
+its configuration, and others are there instead, a wrapper or a quantised module has
+replaced one: the names would be the wrapper's.
 
 Gathers are collectives: every rank of the trainer must walk the source, in the same
 order. A gather that runs on another CUDA stream than the caller's (FSDP1's) leaves
@@ -73,7 +73,7 @@ def hf(
     frozen: bool = True,
     sync: Literal["none", "device"] = "none",
 ) -> HfSource:
-    """The weights of a Hugging Face model under the names of its checkpoint.
+    """Return the weights of a Hugging Face model under the names of its checkpoint.
 
     Pass the result to :meth:`replicas.Channel.publish` at each step, on every rank that
     holds a part of the model; it may be kept and published again. A rollout that has
@@ -98,7 +98,7 @@ def hf(
 
 
 class HfSource:
-    """What :func:`hf` returns: an iterable of (name, tensor) with ``metadata()``."""
+    """The result of :func:`hf`: an iterable of (name, tensor) with ``metadata()``."""
 
     def __init__(self, model: torch.nn.Module, adapter: str, frozen: bool, sync: str) -> None:
         if adapter not in ("merged", "only"):
@@ -132,20 +132,21 @@ class HfSource:
         return json.dumps({**found, "inference_mode": True}, default=sorted)
 
     def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-        """Name, dtype and shape of each tensor in order, from the ranks' own parts: no
-        communication."""
+        """Return name, dtype and shape of each tensor in order, from the ranks' own
+        parts: no communication."""
         rows = self._planner.plan().rows
         return [(name, row.form.dtype, row.form.shape) for name, row in rows.items()]
 
     def resident(self) -> dict[str, torch.Tensor] | None:
-        """All tensors by name, if none must be gathered, merged or computed: parts of
-        the model's own memory, which ``publish`` copies at once. Else None."""
+        """Return all tensors by name, as parts of the model's own memory that
+        ``publish`` copies at once; None if any has to be gathered, merged or
+        computed."""
         plan = self._planner.plan()
         return _views(plan) if _is_resident(plan) else None
 
     def destinations(self) -> dict[str, torch.Tensor]:
-        """Where :meth:`replicas.Update.load_into` writes each tensor: parts of the
-        model's own memory.
+        """Return the tensors to which :meth:`replicas.Update.load_into` writes: parts
+        of the model's own memory.
 
         :raises replicas.errors.UsageError: the model has adapters, or one of its
             tensors is not laid out as the checkpoint's.
@@ -168,8 +169,8 @@ class HfSource:
         return _views(plan)
 
     def keeps_dtype(self, name: str, dtype: torch.dtype) -> bool:
-        """True if the tensor stays in float32 when the model is cast to ``dtype``, by
-        what its class says."""
+        """Return True if the model's class keeps the tensor in float32 when the model
+        is cast to ``dtype``."""
         return name in self._planner.kept_in_float32(dtype)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:

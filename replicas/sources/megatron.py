@@ -2,17 +2,17 @@
 generators that export them.
 
 Megatron-Bridge's ``AutoBridge.export_hf_weights`` (and mbridge's, and those of
-Megatron-LM's forks) gathers a model that is cut by tensors, pipelines and experts, and
-yields one whole tensor after another. Each step of such a generator is a collective of
-Megatron's own groups, so every rank must walk it to the end, in the same order,
-whatever happens to the publish; and a tensor that was yielded may be gone at the next
-step. ``publish`` does both. What this source adds:
+Megatron-LM's forks) gathers a model that is split by tensors, pipelines and experts,
+and yields one whole tensor after another. Each step of such a generator is a collective
+of Megatron's own groups, so every rank must walk it to the end, in the same order, even
+if the publish fails; and a yielded tensor may be freed at the next step. ``publish``
+does both. This source adds:
 
 - A generator is used up by one walk: :func:`megatron` takes a function that begins one.
-- Nobody knows names and shapes before the walk, and without them a first publish holds
+- Names and shapes are unknown before the walk, and without them a first publish holds
   the whole model beside the slot. The source learns them from a walk that keeps no
   tensor, or from a checkpoint of the model.
-- Tuples of three (Megatron-Bridge adds the name in Megatron) are taken, too.
+- Tuples of three (Megatron-Bridge adds the name in Megatron) are accepted.
 - Weights can be quantised on the way, to blocks of float8 with their scales.
 
 It was built against this contract, with generators of the same form: no Megatron was
@@ -37,7 +37,7 @@ BLOCK = 128
 _FLOAT8 = torch.float8_e4m3fn
 _CAST = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _KEPT = ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight", "norm.weight")
-"""Ends of names of matrices that float8 checkpoints leave in bfloat16."""
+"""Suffixes of the matrices that float8 checkpoints leave in bfloat16."""
 _Row = tuple[str, torch.dtype, tuple[int, ...]]
 
 
@@ -49,7 +49,7 @@ def megatron(
     float8: Callable[[str], bool] | None = None,
     share: tuple[int, int] | None = None,
 ) -> MegatronSource:
-    """The weights that a Megatron model exports, to be published at each step.
+    """Return the weights that a Megatron model exports, to be published at each step.
 
     Call it on every rank of the trainer, and pass the result to
     :meth:`replicas.Channel.publish` on every rank; keep it for later steps.
@@ -77,7 +77,7 @@ def megatron(
 
 
 class MegatronSource:
-    """What :func:`megatron` returns: an iterable of (name, tensor) with
+    """The result of :func:`megatron`: an iterable of (name, tensor) with
     ``metadata()``."""
 
     def __init__(
@@ -111,7 +111,7 @@ class MegatronSource:
         for number, (name, tensor) in enumerate(walk):
             try:
                 made = self._made(number, name, tensor)
-            except BaseException:  # such as no memory here, of which the other ranks know nothing
+            except BaseException:  # e.g. out of memory: the other ranks still take part in the walk
                 for _ in walk:
                     pass
                 raise
@@ -147,17 +147,18 @@ class MegatronSource:
 
 
 def is_linear(name: str) -> bool:
-    """True for the matrices that float8 checkpoints quantise: those of attention and
-    experts, not embeddings, heads, norms and routers."""
+    """Return True for the matrices that float8 checkpoints quantise: those of attention
+    and experts, not embeddings, heads, norms and routers."""
     return name.endswith(".weight") and not name.endswith(_KEPT)
 
 
 def float8_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A matrix in float8_e4m3fn, and the scale (float32) of each 128 x 128 block of it:
-    block times scale is about the matrix. The last blocks may be smaller.
+    """Quantise a matrix to float8_e4m3fn; return it with the scale (float32) of each
+    128 x 128 block: block times scale approximates the matrix. The last blocks may be
+    smaller.
 
-    An element that is infinite or nan becomes nan, and leaves the rest of its block as
-    it is: ``publish(check_finite=True)`` finds it.
+    An infinite or nan element becomes nan, and does not change the rest of its block:
+    ``publish(check_finite=True)`` finds it.
     """
     rows, columns = weight.shape
     high, wide = -(-rows // BLOCK), -(-columns // BLOCK)

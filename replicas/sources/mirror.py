@@ -1,12 +1,12 @@
 """The newest versions of a channel as folders, for programs that reload from disk.
 
 ``FOLDER/NAME`` is a folder like that of a Hugging Face model, ``FOLDER/latest`` a link
-to the newest. Each is made under a hidden name, and gets its own by a rename: a reader
-sees a whole version or none, and ``latest`` leads to a whole one from the first on.
+to the newest. Each folder is made under a hidden name and then renamed: a reader sees a
+whole version or none, and ``latest`` always leads to a whole one.
 
-Folders outlive runs, and each run counts its versions from 1. So the newest is the one
-that was written last, by a number in :data:`NOTE` that grows in this folder. Only
-folders with such a note are ever removed, the oldest first.
+Folders outlive runs, and each run counts its versions from 1. So the newest is the
+folder written last, by a number in :data:`NOTE` that grows in this folder. Only folders
+with such a note are ever removed, the oldest first.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ logger = Log("replicas.sources")
 
 
 class Version(msgspec.Struct, frozen=True, kw_only=True):
-    """A version that a folder has.
+    """A version held by a folder.
 
     ``version``: its number in its run. ``run``: name of that run. ``term``: number of
-    the run's coordinator, which no earlier one has, of whatever run. ``sequence``:
-    number of the folder among all that were written beside it; from 1.
+    the run's coordinator, higher than all earlier ones of any run. ``sequence``: number
+    of the folder among all that were written beside it; from 1.
     """
 
     version: int
@@ -61,16 +61,15 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Mirror:
-    """A folder of versions, of which it is the only writer until :meth:`close`, or to
-    the end of its ``with`` block.
+    """A folder of versions. This object is its only writer until :meth:`close` or the
+    end of its ``with`` block.
 
-    :param folder: made if it is not there; what a process that was killed left half is
-        removed.
+    :param folder: created if missing; remains of a killed writer are removed.
     :param keep: number of versions that stay; one more while the next is written.
     :param name: of a version's folder, with ``{version}`` or keys of the publisher's
         ``meta`` in braces. A folder of this name that a mirror wrote is replaced.
-    :param like: a model's folder, of which all files but weights are copied beside
-        each version's weights.
+    :param like: a model's folder; all its files but weights are copied beside each
+        version's weights.
     :param marker: name of an empty file in each folder.
     :raises replicas.errors.UsageError: an argument is wrong, the folder cannot be made,
         or another mirror writes to it.
@@ -116,11 +115,13 @@ class Mirror:
         self.close()
 
     def write(self, file: int, version: Version) -> Path:
-        """Make the folder of a version the newest, unless it is; return it.
+        """Write the folder of a version unless it is already the newest; return its
+        path.
 
         :param file: a descriptor of ``update.path``.
-        :raises replicas.errors.UsageError: it cannot be written, or ``meta`` lacks a
-            key of the name; ``latest`` leads to the same version as before.
+        :raises replicas.errors.UsageError: the folder cannot be written, or ``meta``
+            lacks a key of the name; ``latest`` then leads to the same version as
+            before.
         """
         place = self._folder / self._make_name(version)
         with _writing(place):
@@ -129,7 +130,7 @@ class Mirror:
                 self._write(place, file, version, kept)
         older = sorted(kept.keys() - {place}, key=lambda one: (kept[one].sequence, kept[one].version), reverse=True)
         for one in older[self._keep - 1 :]:
-            with contextlib.suppress(OSError):  # the version is there: the next one tries again
+            with contextlib.suppress(OSError):  # the version is written: the next write tries again
                 one.rename(self._free_path(one.name))
         self._remove_parts()
         return place
@@ -159,7 +160,7 @@ class Mirror:
         return name
 
     def _fill_part(self, place: Path, file: int, version: Version, kept: dict[Path, Version]) -> Path:
-        """Write the version to a hidden folder; return that."""
+        """Write the version to a hidden folder; return its path."""
         part = self._free_path(place.name)
         part.mkdir()
         for one in self._beside:
@@ -167,7 +168,7 @@ class Mirror:
         said = {"replicas.version": str(version.version), "replicas.digest": version.digest}
         try:
             save(file, part / "model.safetensors", said)
-        except errors.UsageError as error:  # with the advice of other commands
+        except errors.UsageError as error:  # whose hint is for other commands
             raise errors.UsageError(error.message, hint=_ROOM) from error
         sequence = 1 + max((one.sequence for one in kept.values()), default=0)
         (part / NOTE).write_bytes(msgspec.json.encode(msgspec.structs.replace(version, sequence=sequence)) + b"\n")
@@ -176,12 +177,13 @@ class Mirror:
         return part
 
     def _move_in(self, place: Path, part: Path, swap: Callable[[Path, Path], None]) -> None:
-        """Give a whole folder its name, and let ``latest`` lead there; or neither."""
+        """Rename the finished folder and point ``latest`` to it; undo both on an
+        error."""
         link = self._make_link(place)
         swap(part, place)
         try:
             link.rename(self._folder / LATEST)
-        except OSError:  # not a signal's exception, which may come when it is done
+        except OSError:  # not a signal's exception, which may come after the rename
             swap(place, part)
             raise
 
@@ -189,8 +191,8 @@ class Mirror:
         """Swap the names of two folders; ``latest`` leads to a whole one meanwhile."""
         if _exchange_names(part, place):
             return
-        # This file system (NFS) lacks that call: the name is not there for an instant,
-        # in which latest leads to the same files under a second name.
+        # This file system (NFS) lacks that call: the name is missing for an instant, in
+        # which latest leads to the same files under a second name.
         if self._read_latest() == place.name:
             twin = self._free_path(place.name)
             shutil.copytree(place, twin, copy_function=os.link)
@@ -206,25 +208,28 @@ class Mirror:
         return link
 
     def _read_latest(self) -> str:
-        """The name to which ``latest`` leads; empty: there is none."""
+        """Return the name to which ``latest`` leads, or an empty text if there is
+        none."""
         try:
             return str((self._folder / LATEST).readlink())
         except OSError:
             return ""
 
     def _read_versions(self) -> dict[Path, Version]:
-        """What is in the folders that have the name of a version."""
+        """Return the note of each version's folder, by path."""
         there = (one for one in self._folder.iterdir() if not one.name.startswith(".") and not one.is_symlink())
         return {one: note for one in there if (note := _read_note(one)) is not None}
 
     def _free_path(self, name: str) -> Path:
-        """A free path in the folder for what :meth:`_remove_parts` removes."""
+        """Return a free hidden path in the folder, of a form that :meth:`_remove_parts`
+        removes."""
         paths = (self._folder / f".{name}.{number}{_PART}" for number in itertools.count())
         return next(one for one in paths if not os.path.lexists(one))
 
     def _remove_parts(self) -> None:
-        """Remove hidden paths, but what ``latest`` leads to. What cannot be removed now
-        (NFS keeps what a reader has open) is removed with a later version."""
+        """Remove hidden paths except the target of ``latest``. A path that cannot be
+        removed now (NFS keeps files that a reader has open) is removed with a later
+        version."""
         latest = self._read_latest()
         for one in self._folder.glob(f".*{_PART}"):
             with contextlib.suppress(OSError):
@@ -235,7 +240,7 @@ class Mirror:
 
 
 def _exchange_names(one: Path, other: Path) -> bool:
-    """Swap the names of two paths at once; False: it cannot be done here."""
+    """Swap the names of two paths atomically. Return False if the system cannot."""
     swap = getattr(ctypes.CDLL(None), "renameat2", None)
     if swap is None:
         return False
@@ -253,7 +258,7 @@ def _lock_folder(file: int, folder: Path) -> None:
 
 
 def _read_note(folder: Path) -> Version | None:
-    """None: it is not the folder of a version."""
+    """Return the note of a version's folder, or None if it has no valid note."""
     try:
         return msgspec.convert(json.loads((folder / NOTE).read_bytes()), Version)  # msgspec's own reader takes no nan
     except (OSError, ValueError, *MALFORMED):

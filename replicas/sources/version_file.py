@@ -1,12 +1,12 @@
 """Write the file of a version, and read the headers of safetensors files.
 
 A slot is a valid safetensors file, so a version becomes a checkpoint by a copy of its
-bytes behind a header that also says where it comes from. A slot has a tied tensor once,
-and its other names in metadata that other readers do not know: they would take these
-weights for missing. So the file has a copy for each name.
+bytes behind a header that adds its origin. A slot has a tied tensor once, and its other
+names in metadata that other readers ignore: they would miss these weights. So the file
+has a copy for each name.
 
-Headers are read as safetensors reads them: what it takes is taken, and what it refuses
-(a gap, an overlap, bytes behind the last tensor) is refused.
+Headers are checked as safetensors checks them: a gap, an overlap, or bytes behind the
+last tensor are refused.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ __all__ = ["Header", "decode_texts", "digest", "read_header", "save"]
 
 _STEP_NBYTES = 64 << 20
 _HEADER_NBYTES = 100 << 20
-"""As much as safetensors itself reads."""
+"""The longest header that safetensors itself reads."""
 
 
 class Header(NamedTuple):
-    """Of a safetensors file. ``start``: of the data in the file, in bytes."""
+    """Header of a safetensors file. ``start``: offset of the data in the file, in
+    bytes."""
 
     metadata: dict[str, str]
     entries: dict[str, FileEntry]
@@ -47,10 +48,10 @@ _ENTRY = msgspec.json.Decoder(FileEntry)
 
 
 def read_header(fd: int) -> Header:
-    """The header of a safetensors file, checked as safetensors checks it."""
+    """Read the header of a safetensors file, and check it as safetensors does."""
     length, room = int.from_bytes(os.pread(fd, 8, 0), "little"), os.fstat(fd).st_size - 8
     if not 2 <= length <= min(_HEADER_NBYTES, room):
-        raise ValueError("it has no header")
+        raise ValueError("it does not have a header")
     raw = _RAW.decode(os.pread(fd, length, 8))
     metadata = _TEXTS.decode(raw.pop("__metadata__", b"null")) or {}
     entries = {name: _ENTRY.decode(one) for name, one in raw.items()}
@@ -66,20 +67,21 @@ def read_header(fd: int) -> Header:
 
 
 def decode_texts(metadata: Mapping[str, str], key: str) -> dict[str, str]:
-    """A JSON object of texts in the metadata of a header; empty: it is not there."""
+    """Decode a JSON object of texts in the metadata of a header; empty if it is
+    missing."""
     return _TEXTS.decode(metadata.get(key, "null")) or {}
 
 
 def save(version: int, path: Path, metadata: Mapping[str, str]) -> None:
-    """Write the file of a version to ``path``, whole or not at all, and durably.
+    """Write the file of a version to ``path``: whole or not at all, and durably.
 
-    A tied tensor is written under each of its names, with the bytes of each.
+    A tied tensor is written under each of its names, each with its own bytes.
 
-    Replace a regular file; follow a link; refuse a device or a pipe, which can hold no
-    whole file.
+    Replace a regular file; follow a link; refuse a device or a pipe, which cannot hold
+    a whole file.
 
-    Until it is whole the file has no name where the file system allows that, and no
-    reader sees a part of it: an end of this process leaves nothing behind.
+    Until it is complete the file has no name where the file system allows that, so no
+    reader sees a part of it, and nothing stays behind if this process dies.
 
     :param version: a descriptor of ``update.path``.
     :param metadata: texts that are added to the header.
@@ -103,9 +105,10 @@ def save(version: int, path: Path, metadata: Mapping[str, str]) -> None:
 
 
 def _lay_out(header: Header) -> tuple[dict[str, FileEntry], list[tuple[int, int]]]:
-    """The entries of all names, and which bytes of the version they have, in order.
+    """Return the entries of all names, and the byte ranges of the version to copy, in
+    order.
 
-    A copy follows its tensor: so all stay aligned to their items, as a slot has them.
+    A copy follows its tensor: so all stay aligned to their items, as in a slot.
     """
     aliases = decode_texts(header.metadata, "replicas.aliases")
     named = header.entries | {alias: header.entries[name] for alias, name in aliases.items()}
@@ -154,7 +157,7 @@ def _write(folder: int, name: str, header: bytes, version: int, spans: Iterable[
 
 
 def digest(version: int) -> str:
-    """The digest of the file of a version, as in the publisher's receipt."""
+    """Return the digest of the file of a version, as in the publisher's receipt."""
     start = read_header(version).start
     nbytes = os.fstat(version).st_size
     with mmap.mmap(version, nbytes, access=mmap.ACCESS_READ) as data, memoryview(data) as view, view[start:] as part:

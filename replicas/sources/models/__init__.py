@@ -1,2 +1,3 @@
-"""What the checkpoint of a model has, by the functions of the libraries that write
-it."""
+"""The tensors of a model's checkpoint, computed by the libraries that write it: unwrap
+-> plan (saving, adapters, recording) -> gather. Names and layouts are never hard-coded
+here."""

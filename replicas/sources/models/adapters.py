@@ -1,13 +1,13 @@
-"""PEFT's adapters: merged into copies of the layers that they tune, or by themselves.
+"""PEFT's adapters: merged into copies of the layers that they tune, or alone.
 
-``merge_and_unload()`` of PEFT gives the model that a server without adapters needs. It
-writes into the base weights; to undo that in bfloat16 leaves other values than before,
-and a training run that merges at each step drifts. So nothing is merged in the model.
-For one tuned layer after the other, :class:`Merging` copies the layer with its tensors,
-and lets PEFT's own ``merge_and_unload()`` run on a tuner that has this layer alone.
-What that gives is bit for bit what it would have given for the whole model, whatever
-the method of the adapter. Beside the model, a copy of one layer is in memory, and what
-PEFT computes for it; for packed experts, for some of them (:mod:`experts`).
+``merge_and_unload()`` of PEFT gives the model that a server without adapters needs. But
+it writes into the base weights: undoing that in bfloat16 leaves other values, and a
+training run that merges at each step drifts. So nothing is merged in the model. For one
+tuned layer at a time, :class:`Merging` copies the layer with its tensors, and runs
+PEFT's own ``merge_and_unload()`` on a tuner that has this layer alone. The result is
+bit for bit that of the whole model, for any method of the adapter. Beside the model, a
+copy of one layer is in memory, and the temporaries of PEFT for it; for packed experts,
+only for a few of them (:mod:`experts`).
 
 Layers that have a base weight in common (tied embeddings) are merged together.
 """
@@ -45,16 +45,16 @@ MERGED = (
 """Methods of PEFT whose merged weights are tested against its own
 ``merge_and_unload()``."""
 SAVED = (*MERGED, "PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING")
-"""Methods whose adapter alone is tested against what ``save_pretrained`` writes."""
+"""Methods whose adapter alone is tested against the output of ``save_pretrained``."""
 
 
 def find_peft_model(model: nn.Module) -> Any:
-    """``model``, if it is a model of PEFT; else None.
+    """Return ``model`` if it is a model of PEFT, else None.
 
     :raises replicas.errors.UsageError: adapters were added in another way.
     """
     peft: Any = sys.modules.get("peft")
-    if peft is None:  # not imported: no module is one
+    if peft is None:  # not imported
         return None
     if isinstance(model, (peft.PeftModel, peft.PeftMixedModel)):
         return model
@@ -67,11 +67,11 @@ def find_peft_model(model: nn.Module) -> Any:
 
 
 class Merging:
-    """A model of PEFT as what its ``merge_and_unload()`` gives.
+    """A model of PEFT, as its ``merge_and_unload()`` would return it.
 
     :param found: the model without wrappers; PEFT's own class replaces its tuned layers
         by their base layers.
-    :ivar base: the model without adapters, not merged: it has names and ties.
+    :ivar base: the model without adapters, not merged, for its names and ties.
     :ivar origins: for the name of each tensor of ``base`` that a merge changes: the
         group of tuned layers to merge, and the name that :meth:`merge` gives it.
     :raises replicas.errors.UsageError: the method of an adapter is not tested.
@@ -92,7 +92,7 @@ class Merging:
                 names = [f"{path}.{name}" for name in self.base.get_submodule(path).state_dict(keep_vars=True)]
                 self.origins |= {name: (group, name) for name in names}
         merged = {id(state[name]): origin for name, origin in self.origins.items()}
-        # a tie to a layer that is not tuned itself changes with the merge, too
+        # a merge also changes tensors of untuned layers that are tied to a tuned one
         self.origins |= {
             name: merged[id(tensor)]
             for name, tensor in state.items()
@@ -100,7 +100,7 @@ class Merging:
         }
 
     def _groups(self) -> list[tuple[str, ...]]:
-        """Paths of tuned layers; those that have a tensor in common are together."""
+        """Return the paths of tuned layers, grouped by shared tensors."""
         groups: dict[int, list[str]] = {}
         for path in self._layers:
             group = [path]
@@ -112,9 +112,9 @@ class Merging:
         return list(dict.fromkeys(tuple(group) for group in groups.values()))
 
     def merge(self, group: tuple[str, ...], whole: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The merged tensors of a group by name.
+        """Merge a group of layers; return the merged tensors by name.
 
-        :param whole: a private copy of a tensor of the model, gathered.
+        :param whole: makes a private, gathered copy of a tensor of the model.
         """
         holder = nn.Module()
         for number, path in enumerate(group):
@@ -143,11 +143,12 @@ class Merging:
             ) from error
 
     def merged_names(self, group: tuple[str, ...]) -> list[str]:
-        """Names of what a merge of this group gives, in order."""
+        """Return the names of the tensors that a merge of this group returns, in
+        order."""
         return [f"{path}.{name}" for path in group for name in self.base.get_submodule(path).state_dict(keep_vars=True)]
 
     def key(self, group: tuple[str, ...]) -> object:
-        """What the dtypes and shapes of a merge of this group depend on."""
+        """Return a key: groups of equal keys merge to equal dtypes and shapes."""
         layers = [self._layers[path] for path in group]
         parts = [
             (type(part), *map(_description, part.parameters(recurse=False))) for one in layers for part in one.modules()
@@ -155,12 +156,12 @@ class Merging:
         return parts, [list(getattr(one, "active_adapters", ())) for one in layers]
 
     def tensors(self, group: tuple[str, ...]) -> list[torch.Tensor]:
-        """All tensors that a merge of this group reads."""
+        """Return all tensors that a merge of this group reads."""
         found = [tensor for path in group for tensor in self._layers[path].parameters()]
         return list({id(tensor): tensor for tensor in found}.values())
 
     def _tuner_of(self, holder: nn.Module) -> Any:
-        """A tuner like the model's, which tunes these layers alone."""
+        """Return a tuner like the model's that tunes these layers alone."""
         tuner = object.__new__(type(self._tuner))
         tuner.__dict__.update(self._tuner.__dict__, _modules={"model": holder}, _parameters={}, _buffers={})
         return tuner
@@ -171,7 +172,7 @@ def _description(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _tuned_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules that PEFT replaces when it unloads, by path: the outermost of each."""
+    """Return the outermost modules that PEFT replaces when it unloads, by path."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -198,7 +199,8 @@ def _check_methods(peft_model: Any, adapters: list[str], tested: tuple[str, ...]
 
 
 def adapter_tensors(peft_model: Any, state: Mapping[str, Any]) -> dict[str, Any]:
-    """What PEFT's ``save_pretrained`` writes of the active adapter, by name.
+    """Return the tensors of the active adapter that PEFT's ``save_pretrained`` writes,
+    by name.
 
     :param peft_model: without wrappers. :param state: its tensors, by name.
     :raises replicas.errors.UsageError: several adapters are active, or the method of
@@ -215,18 +217,18 @@ def adapter_tensors(peft_model: Any, state: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _check_adapter(peft_model: Any, adapter: str, found: Mapping[str, Any]) -> None:
-    """Refuse what is not the adapter: PEFT tells adapters apart by parts of names, and
-    does not where one is called like a module."""
+    """Refuse tensors of another adapter: PEFT tells adapters apart by parts of names,
+    and fails if an adapter has the name of a module."""
     given = set(map(id, found.values()))
     for other in peft_model.peft_config:
         own = _trained(peft_model, other)
         if own and (not own <= given if other == adapter else own & given):
-            text = f"hf: PEFT does not tell adapter {adapter!r} from {', '.join(peft_model.peft_config)}"
+            text = f"hf: PEFT cannot tell adapter {adapter!r} from the others of {', '.join(peft_model.peft_config)}"
             raise errors.UsageError(text, hint="give each adapter a name that no module of the model has")
 
 
 def _trained(peft_model: Any, adapter: str) -> set[int]:
-    """The tensors of an adapter in the layers that it tunes, by id."""
+    """Return the ids of an adapter's tensors in the layers that it tunes."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers: list[Any] = [one for one in peft_model.modules() if isinstance(one, BaseTunerLayer)]
@@ -237,7 +239,7 @@ def _trained(peft_model: Any, adapter: str) -> set[int]:
 
 
 def active_adapter(peft_model: Any) -> str:
-    """The name of the only active adapter.
+    """Return the name of the only active adapter.
 
     :raises replicas.errors.UsageError: none or several are active.
     """
@@ -249,7 +251,7 @@ def active_adapter(peft_model: Any) -> str:
 
 
 class _quiet(warnings.catch_warnings):
-    """PEFT's advice for people who merge or save by hand."""
+    """Silences PEFT's advice for users who merge or save by hand."""
 
     def __enter__(self) -> None:
         super().__enter__()

@@ -2,14 +2,13 @@
 
 For a parameter that has the weights of all experts of a layer (experts x rows x
 columns), PEFT's ``merge`` computes the change of all experts at once: several times the
-layer in memory. :func:`merge_in_slices` lets the same method run on views of some
-experts after the other. The bits are the same, as each expert's change is a matrix
+layer in memory. :func:`merge_in_slices` runs the same method on views of a few experts
+at a time. The result is bit for bit the same, as each expert's change is a matrix
 product of its own.
 
 How PEFT packs the experts' matrices A and B is not part of its API. So
-:func:`_slices_are_right` asks the installed PEFT once; if its answer for a slice is
-another than its answer for the whole, nothing is merged here, and PEFT merges all
-experts at once.
+:func:`_slices_are_right` tests the installed PEFT once; if a slice differs from the
+same part of the whole, nothing is merged here, and PEFT merges all experts at once.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from replicas.sources.models.unwrapping import copy_modules
 __all__ = ["merge_in_slices"]
 
 SLICE_NBYTES = 2 << 20
-"""Of the weights in one slice. A slice has two experts at least: PEFT treats one like a
-layer without experts."""
+"""Bytes of weights in one slice. A slice has two experts at least: PEFT treats one like
+a layer without experts."""
 
 
 def merge_in_slices(layers: Iterable[nn.Module]) -> None:
     """Merge the active adapters of those layers that pack experts, in place.
 
-    PEFT takes note of what is merged in a layer, and does not merge it again.
+    PEFT marks the layers as merged, and does not merge them again.
 
     :param layers: private copies of tuned layers.
     """
@@ -52,7 +51,7 @@ def merge_in_slices(layers: Iterable[nn.Module]) -> None:
 
 
 def _wrappers(layer: Any) -> list[Any]:
-    """The wrappers of a layer's parameters, the outermost first."""
+    """Return the wrappers of a layer's parameters, the outermost first."""
     from peft.tuners.lora.layer import ParamWrapper
 
     found = []
@@ -63,7 +62,7 @@ def _wrappers(layer: Any) -> list[Any]:
 
 
 def _merge_slice(wrappers: list[Any], first: int, last: int) -> list[Any]:
-    """Merge experts ``first`` up to ``last``; return the wrappers of that slice."""
+    """Merge experts ``first`` to ``last`` - 1; return the wrappers of that slice."""
     parts: dict[int, torch.Tensor] = {}
     with torch.no_grad():
         for wrapper in wrappers:
@@ -87,8 +86,8 @@ def _merge_slice(wrappers: list[Any], first: int, last: int) -> list[Any]:
 
 @functools.cache
 def _slices_are_right() -> bool:
-    """True if PEFT gives for slices what it gives for the whole, in both layouts of
-    experts."""
+    """Return True if PEFT merges slices to the same values as the whole, in both
+    layouts of experts."""
     import peft
 
     for is_transposed in (False, True):

@@ -1,7 +1,6 @@
 """Gather and merge the tensors of a model, one after the other.
 
-A tensor stays in memory as a whole from the first row of a plan that is made of it to
-the last.
+A whole tensor stays in memory from the first row of a plan that needs it to the last.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ __all__ = ["WholeTensors"]
 
 
 class WholeTensors:
-    """The tensors of a plan that are in memory as a whole; a context manager.
+    """Context manager: the whole tensors of a plan, gathered on demand and released.
 
-    :param plan: its rows are asked for in order.
+    :param plan: its rows are requested in order.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -42,8 +41,8 @@ class WholeTensors:
             self._open.clear()
 
     def tensor_of(self, row: Arrangement) -> torch.Tensor:
-        """Return the tensor of a row; under FSDP2 the DTensor itself, if the row is the
-        whole of it."""
+        """Return the tensor of a row; under FSDP2 the DTensor itself, if the row is all
+        of it."""
         name = row.inputs[0]
         if row.same and self._unit(name) is None and not self._is_merged(name):
             tensor = self._plan.state[name].detach()
@@ -62,7 +61,7 @@ class WholeTensors:
         return dict.fromkeys(map(self._key, row.inputs))
 
     def _key(self, name: str) -> object:
-        """Tensors that become whole together have the same."""
+        """Return a key that is equal for tensors that are gathered together."""
         unit = self._unit(name)
         if self._is_merged(name):
             return self._plan.merging.origins[name][0]  # type: ignore[union-attr]  # it is merged
@@ -110,7 +109,7 @@ def _clean(name: str) -> str:
 
 
 def _gathered(tensors: list[torch.Tensor]) -> contextlib.AbstractContextManager[object]:
-    """ZeRO-3's parameters among these, whole for the block."""
+    """Gather ZeRO-3's parameters among these for the block."""
     sharded = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
     if not sharded:
         return contextlib.nullcontext()
@@ -125,6 +124,6 @@ def _full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _private(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that a merge may write to."""
+    """Return a whole copy that a merge may write to."""
     whole = _full(tensor).clone()
     return nn.Parameter(whole, requires_grad=False) if isinstance(tensor, nn.Parameter) else whole

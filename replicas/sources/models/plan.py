@@ -1,4 +1,4 @@
-"""Decide which tensors the checkpoint of a model has, and of which tensors in memory
+"""Decide which tensors the checkpoint of a model has, and from which tensors in memory
 each is made."""
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ __all__ = ["Plan", "Planner"]
 class Plan(NamedTuple):
     """The tensors of a checkpoint.
 
-    :ivar rows: how each is made, by its name in the checkpoint, in the order of the
-        walk.
+    :ivar rows: how each is made, by its name in the checkpoint, in the order in which
+        they are yielded.
     :ivar state: the tensors in memory by name: whole ones and shards.
-    :ivar units: those that FSDP1 has flattened, by the id of the tensor in ``state``.
-    :ivar merging: merges adapters; None: there are none to be merged.
+    :ivar units: FSDP1's flattened parameters, by the id of the tensor in ``state``.
+    :ivar merging: merges the adapters; None without adapters to merge.
     """
 
     rows: dict[str, Arrangement]
@@ -37,7 +37,7 @@ class Plan(NamedTuple):
 
 
 class _Structure(NamedTuple):
-    """The structure of a model, while it has these modules and tensors."""
+    """The structure of a model, valid while its ``signature`` does not change."""
 
     signature: list[object]
     found: Unwrapped
@@ -47,16 +47,17 @@ class _Structure(NamedTuple):
     """Without wrappers and adapters."""
     state: dict[str, torch.Tensor]
     merged: dict[str, Form]
-    """Of what a merge changes, by name: dtype and shape."""
+    """Dtype and shape of the tensors that a merge changes, by name."""
 
 
 class Planner:
     """Makes the plan of a model at each publish, as the model may have changed.
 
-    What follows from the same modules and tensors, or from names, shapes and dtypes
-    alone, is remembered.
+    Results that depend on the modules and tensors, or on names, shapes and dtypes
+    alone, are cached.
 
-    :param only: the adapter alone. :param frozen: False: without what is not trained.
+    :param only: plan the adapter alone. :param frozen: False: leave out tensors that
+        are not trained.
     """
 
     def __init__(self, model: nn.Module, *, only: bool, frozen: bool) -> None:
@@ -69,10 +70,9 @@ class Planner:
         self._kept: tuple[object, torch.dtype, frozenset[str]] | None = None
 
     def read_structure(self) -> _Structure:
-        """The model without wrappers and adapters.
+        """Return the model without wrappers and adapters; cached while it is unchanged.
 
-        :raises replicas.errors.UsageError: its adapters are of a kind that is not
-            supported.
+        :raises replicas.errors.UsageError: its adapters are of an unsupported kind.
         """
         _reshard(self._model)
         signature = _signature(self._model)
@@ -92,16 +92,15 @@ class Planner:
         return self._structure
 
     def plan(self) -> Plan:
-        """The plan of the model as it is now.
+        """Return the plan of the model in its current state.
 
-        :raises replicas.errors.UsageError: the model is of a kind that is not
-            supported.
+        :raises replicas.errors.UsageError: the model is of an unsupported kind.
         """
         structure = self.read_structure()
         if self._only:
             return self._adapter_plan(structure)
         rows, units = self._rows(structure), structure.found.units
-        if units:  # FSDP1 gathers a unit as a whole, and wants the outermost to be the first
+        if units:  # FSDP1 gathers whole units, and needs the outermost first
             order = {id(module): number for number, module in enumerate(self._model.modules())}
             place = {
                 name: order[id(units[id(one)].module)] for name, one in structure.state.items() if id(one) in units
@@ -110,20 +109,20 @@ class Planner:
         return Plan(rows, structure.state, units, structure.merging)
 
     def _adapter_plan(self, structure: _Structure) -> Plan:
-        """Ask PEFT once for the same model: it may look for the base model's
-        configuration on the Hub."""
+        """Return the plan of the adapter. PEFT is asked once for the same model: it may
+        look for the base model's configuration on the Hub."""
         if self._adapter is None or self._adapter[0] is not structure:
             state = adapter_tensors(structure.peft_model, structure.state)
             forms = {name: _whole_form(tensor) for name, tensor in state.items()}
             plan = Plan(record(dict, forms), state, {}, None)
             if not {id(tensor) for tensor in state.values()} <= {id(tensor) for tensor in structure.state.values()}:
-                return plan  # of new tensors, such as a prompt that was computed
+                return plan  # new tensors, e.g. a computed prompt: not cached
             self._adapter = structure, plan
         return self._adapter[1]
 
     def kept_in_float32(self, dtype: torch.dtype) -> frozenset[str]:
-        """Names of the last plan whose tensors stay in float32 when the model is
-        cast."""
+        """Return the names of the last plan whose tensors stay in float32 when the
+        model is cast."""
         base = None if self._structure is None else self._structure.base
         if self._known is None or base is None or not saving.is_pretrained(base):
             return frozenset()
@@ -157,8 +156,8 @@ class Planner:
 
 
 def _merged_forms(merging: Merging) -> dict[str, Form]:
-    """Dtypes and shapes that a merge gives: learned from one of zeros, once for all
-    layers that are alike."""
+    """Return dtypes and shapes of merged tensors, from one merge of zeros per kind of
+    layer."""
     found: dict[str, Form] = {}
     alike: list[tuple[object, list[Form]]] = []
     for group in dict.fromkeys(group for group, _ in merging.origins.values()):
@@ -172,8 +171,8 @@ def _merged_forms(merging: Merging) -> dict[str, Form]:
 
 
 def _reshard(model: nn.Module) -> None:
-    """Let FSDP2 free what a forward has gathered, as ``state_dict()`` does: these are
-    the outermost parameters, and they may have been cast."""
+    """Let FSDP2 free the parameters that a forward has gathered, as ``state_dict()``
+    does: the outermost ones, which may have been cast."""
     fsdp: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     for module in model.modules() if fsdp is not None else ():
         if isinstance(module, fsdp):
@@ -181,8 +180,8 @@ def _reshard(model: nn.Module) -> None:
 
 
 def _signature(model: nn.Module) -> list[object]:
-    """The modules and tensors of a model, with dtypes, and the adapters that are
-    active."""
+    """Return the ids of a model's modules and tensors, with dtypes, and the active
+    adapters."""
     found: list[object] = []
     for module in model.modules():
         inside = module.__dict__
@@ -195,7 +194,8 @@ def _signature(model: nn.Module) -> list[object]:
 
 
 def _whole_form(tensor: torch.Tensor) -> Form:
-    """Dtype and shape of the whole of which this rank may have a shard."""
+    """Return dtype and shape of the whole tensor, of which this rank may have a
+    shard."""
     if is_whole(tensor):
         return Form.of(tensor)
     shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
@@ -203,7 +203,7 @@ def _whole_form(tensor: torch.Tensor) -> Form:
 
 
 def _zeros(tensor: torch.Tensor) -> torch.Tensor:
-    """Of the whole tensor's shape, where its local part is."""
+    """Return zeros of the whole tensor's shape, on the device of its local part."""
     form = _whole_form(tensor)
     device = "cpu" if tensor.is_meta else tensor.device
     zeros = torch.zeros(form.shape, dtype=form.dtype, device=device)
@@ -211,12 +211,13 @@ def _zeros(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by name, without a module's own data."""
+    """Return parameters and persistent buffers by name, without other state of a
+    module."""
     return {name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
 
 
 def _ties(state: Mapping[str, torch.Tensor]) -> list[list[str]]:
-    """Names that are one tensor."""
+    """Return lists of names that share one tensor."""
     names: dict[object, list[str]] = defaultdict(list)
     for name, tensor in state.items():
         names[memory_of(tensor)].append(name)

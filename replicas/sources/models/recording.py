@@ -1,4 +1,4 @@
-"""Record how a function rearranges tensors, and repeat that on other tensors, one at a
+"""Record how a function rearranges tensors, and replay it on other tensors, one at a
 time.
 
 Theory of operation
@@ -6,16 +6,16 @@ Theory of operation
 
 transformers converts a whole ``state_dict`` in one call (``revert_weight_conversion``).
 :func:`record` makes that call once on meta tensors, which have shapes and no memory,
-and writes down each operation of torch on the way. The outcome is one
-:class:`Arrangement` for each tensor that the call returns:
+and records each operation of torch. The outcome is one :class:`Arrangement` for each
+tensor that the call returns:
 
-- a *view*, where the result is a part of one input in place: its sizes, strides and
-  offset are all that is kept. (An operation that only copies, such as
-  ``contiguous()``, is left out.)
+- a *view*, if the result is a part of one input in place: only its sizes, strides and
+  offset are kept. (An operation that only copies, such as ``contiguous()``, is left
+  out.)
 - a *computation*: the operations that lead from the inputs to the result.
 
-So a tensor of a checkpoint is made of its inputs alone, without a second model, and a
-view can be written through: what is copied into it lands in the model.
+So a tensor of a checkpoint is made of its inputs alone, without a second model. A view
+can be written through: data copied into it lands in the model.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ from replicas import errors
 __all__ = ["Arrangement", "Form", "record"]
 
 _COPIES = (torch.ops.aten.clone.default, torch.ops.aten.detach.default, torch.ops.aten.alias.default)
-"""Give a tensor with the values of their first argument."""
+"""Operations that return a tensor with the values of their first argument."""
 _IN_MEMORY = "publish(model) sends it under the names that it has in memory"
 _RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
-"""Of a copy these give a view; of what was copied perhaps not."""
+"""These return a view of a contiguous copy, but may fail on its original: reshape
+then."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Form:
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """An operation, and which of its results is meant (None: it has one)."""
+    """An operation, and the index of the result that is meant (None: its only one)."""
 
     operation: Any
     arguments: tuple[Any, ...]
@@ -69,11 +70,11 @@ class _Step:
 class Arrangement:
     """How one tensor is made of others.
 
-    :ivar inputs: names of the tensors that it is made of.
+    :ivar inputs: names of the tensors from which it is made.
     :ivar form: dtype and shape of the result.
     :ivar offset: of a view: its first element, counted from that of its only input, in
-        elements; its strides are those of ``form``. None: it is computed.
-    :ivar same: it is its only input as it is.
+        elements; its strides are those of ``form``. None: a computation.
+    :ivar same: whether the result is its only input, unchanged.
     """
 
     inputs: tuple[str, ...]
@@ -102,15 +103,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # as above
         self.steps: dict[int, _Step | str] = {}
-        """What gave each tensor, by its id; text: it is the input of this name."""
+        """The step that made each tensor, by its id; a text is the name of an input."""
         self._alive: list[object] = []
 
     def name(self, tensor: torch.Tensor, step: _Step | str) -> None:
         self.steps.setdefault(id(tensor), step)
-        self._alive.append(tensor)  # an id belongs to it as long as it lives
+        self._alive.append(tensor)  # its id is unique only while it lives
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # when it is repeated, tensors are where those are that it is repeated with
+        # a replay runs on the device of its tensors
         options = {name: one for name, one in (kwargs or {}).items() if name != "device" or str(one) != "meta"}
         if func._schema.is_mutable:
             raise errors.UsageError(
@@ -119,7 +120,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
             )
         found = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._to_copy.default and id(args[0]) not in self.steps and not args[0].is_meta:
-            self.name(found, _Step(_COPIES[0], (args[0],), {}, None))  # a constant, such as of indices
+            self.name(found, _Step(_COPIES[0], (args[0],), {}, None))  # a constant, e.g. indices
             return found
         given, named = tree_map_only(torch.Tensor, self._taken, (args, options))
         for number, tensor in enumerate(found if isinstance(found, (tuple, list)) else ()):
@@ -131,7 +132,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
     def _taken(self, tensor: torch.Tensor) -> object:
         if id(tensor) in self.steps:
             return _Taken(self.steps[id(tensor)])
-        if tensor.is_meta:  # as of a list of indices, whose values are lost by now
+        if tensor.is_meta:  # e.g. made of a list of indices, whose values are lost
             text = "the conversion of this model computes with constants on the device of its tensors"
             raise errors.UsageError(f"{text}, which is not supported", hint=_IN_MEMORY)
         return tensor
@@ -139,7 +140,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
 
 @dataclass(frozen=True, eq=False)
 class _Taken:
-    """Stands in the arguments of a step for the tensor that another step gave."""
+    """Stands in the arguments of a step for the tensor that another step made."""
 
     step: _Step | str
 
@@ -147,10 +148,10 @@ class _Taken:
 def record(
     convert: Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]], given: Mapping[str, Form]
 ) -> dict[str, Arrangement]:
-    """How ``convert`` makes each tensor that it returns, by name.
+    """Return how ``convert`` makes each tensor that it returns, by name.
 
-    :param given: of the tensors that it gets.
-    :raises replicas.errors.UsageError: it writes in place.
+    :param given: forms of the tensors that ``convert`` gets.
+    :raises replicas.errors.UsageError: ``convert`` writes in place.
     """
     recorder = _Recorder()
     metas = {name: form.meta() for name, form in given.items()}
@@ -170,7 +171,7 @@ def record(
 
 def _fail(name: str) -> Arrangement:
     raise errors.UsageError(
-        f"the conversion of this model gives {name!r}, which is made of none of its tensors",
+        f"the conversion of this model returns {name!r}, which is not made of its tensors",
         hint=_IN_MEMORY,
     )
 
@@ -181,7 +182,7 @@ def _arranged(
     inputs = tuple(dict.fromkeys(_inputs(step)))
     if not inputs:
         raise errors.UsageError(
-            "the conversion of this model gives a tensor that is made of none of its tensors", hint=_IN_MEMORY
+            "the conversion of this model returns a tensor that is not made of its tensors", hint=_IN_MEMORY
         )
     result = _replayed(step, metas, known)
     form = Form.of(result)
@@ -204,10 +205,11 @@ def _inputs(step: _Step | str) -> list[str]:
 
 
 def _replayed(step: _Step | str, tensors: Mapping[str, torch.Tensor], known: dict[int, Any]) -> Any:
-    """The result of a step of these tensors. ``known``: results by operation."""
+    """Replay a step on these tensors. ``known``: results so far by operation,
+    extended."""
     if isinstance(step, str):
         return tensors[step]
-    key = id(step.arguments)  # the results of one operation have the same
+    key = id(step.arguments)  # shared by the results of one operation
     if key not in known:
         take = lambda taken: _replayed(taken.step, tensors, known)  # noqa: E731
         arguments, options = tree_map_only(_Taken, take, (step.arguments, dict(step.options)))

@@ -1,5 +1,5 @@
-"""What ``save_pretrained`` of transformers does to a ``state_dict``, by the functions
-of transformers 5.19 to 5.24."""
+"""The changes that ``save_pretrained`` of transformers makes to a ``state_dict``, by
+the functions of transformers 5.19 to 5.24."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _IN_MEMORY = "publish(model) sends it under the names that it has in memory"
 
 
 def is_pretrained(model: nn.Module) -> bool:
-    """True if it is a model of transformers."""
+    """Return True if the module is a model of transformers."""
     library: Any = sys.modules.get("transformers")  # not imported: no module is one
     return library is not None and isinstance(model, library.PreTrainedModel)
 
 
 def check(model: Any, state: Mapping[str, torch.Tensor]) -> None:
-    """Refuse a model that ``hf`` does not know.
+    """Refuse a model that ``hf`` does not support.
 
     :param model: without wrappers and adapters. :param state: its ``state_dict``.
-    :raises replicas.errors.UsageError: it is quantised, or sharded by transformers' own
-        tensor parallelism; or a module of it was replaced.
+    :raises replicas.errors.UsageError: the model is quantised, sharded by transformers'
+        own tensor parallelism, or has a replaced module.
     """
     kind = type(model).__name__
     if getattr(model, "hf_quantizer", None) is not None:
@@ -54,20 +54,21 @@ def check(model: Any, state: Mapping[str, torch.Tensor]) -> None:
 
 
 def _names_of_class(model: Any) -> set[str]:
-    """Names of the tensors that its class makes from its configuration; or the nearest
-    class below it that needs no more than that."""
+    """Return the names of the tensors that the model's class makes from its
+    configuration; if the class needs more arguments, those of its nearest base class
+    that does not."""
     import transformers
 
     failed: Exception | None = None
     for kind in type(model).__mro__:
         if not issubclass(kind, transformers.PreTrainedModel) or kind is transformers.PreTrainedModel:
             continue
-        # under its own name; to initialise meta tensors would only take time
+        # under its own name; initialising meta tensors would only take time
         bare = type(kind.__name__, (kind,), {"init_weights": lambda self: None, "__module__": kind.__module__})
         try:
             with torch.device("meta"):
                 return set(bare(copy.deepcopy(model.config)).state_dict())  # a constructor may write to it
-        except Exception as error:  # noqa: BLE001  # such as another argument that it needs
+        except Exception as error:  # noqa: BLE001  # e.g. it needs another argument
             failed = failed or error
     name = type(model).__name__
     text = f"hf: {name} cannot be made from its configuration: {type(failed).__name__}: {failed}"
@@ -75,9 +76,9 @@ def _names_of_class(model: Any) -> set[str]:
 
 
 def saved_names(model: Any, state: Mapping[str, torch.Tensor], tied: Iterable[list[str]]) -> list[str]:
-    """The names in memory of what is saved, in order.
+    """Return the names in memory of the tensors to save, in order.
 
-    :param tied: names of one tensor each.
+    :param tied: lists of names, each of one shared tensor.
     """
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
@@ -86,17 +87,17 @@ def saved_names(model: Any, state: Mapping[str, torch.Tensor], tied: Iterable[li
         one = torch.empty(1)  # a stand-in: the function compares memory
         try:
             left_out |= set(names) - remove_tied_weights_from_state_dict(dict.fromkeys(names, one), model).keys()
-        except RuntimeError:  # a tie that its class does not know: both names are published, and tied
+        except RuntimeError:  # a tie unknown to the class: publish both names, tied
             continue
     return [name for name in state if name not in left_out]
 
 
 def arrangements(model: Any, forms: Mapping[str, Form]) -> dict[str, Arrangement]:
-    """How the tensors of the checkpoint are made of those in memory."""
+    """Return how the tensors of the checkpoint are made of those in memory."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError as error:
-        text = "hf: this release of transformers does not say how a checkpoint is named"
+        text = "hf: this release of transformers cannot name the tensors of a checkpoint"
         raise errors.UsageError(text, hint="install transformers 5.19 or newer") from error
     try:
         rows = record(lambda tensors: revert_weight_conversion(model, tensors), forms)
@@ -109,8 +110,8 @@ def arrangements(model: Any, forms: Mapping[str, Form]) -> dict[str, Arrangement
 
 def _check_names(rows: Mapping[str, Arrangement], forms: Mapping[str, Form]) -> None:
     """Refuse a name that is a part of a pattern, as transformers 5.19 gives to the
-    experts of a gpt-oss that was dequantised, and a tensor that another one of the same
-    name has replaced.
+    experts of a dequantised gpt-oss, and a tensor that another of the same name has
+    replaced.
 
     :raises ValueError: the text names the tensor.
     """
@@ -123,7 +124,8 @@ def _check_names(rows: Mapping[str, Arrangement], forms: Mapping[str, Form]) -> 
 
 
 def kept_names(model: Any, names: Iterable[str], dtype: torch.dtype) -> set[str]:
-    """Those of the tensors in memory that a cast to ``dtype`` leaves in float32."""
+    """Return the names of tensors in memory that a cast to ``dtype`` leaves in
+    float32."""
     from transformers.core_model_loading import build_glob_alternation
 
     plan = model._get_dtype_plan(dtype)

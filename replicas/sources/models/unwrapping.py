@@ -1,14 +1,14 @@
 """Copy the module tree of a model, not its tensors, and leave out the wrappers.
 
 :func:`unwrap` leaves out DistributedDataParallel, ``torch.compile``, activation
-checkpointing, FSDP1 and DeepSpeed's engine; under FSDP2 a module gets its own class
-back. So names, class and attributes of the copy are those that the model had before it
-was wrapped, and a function that replaces modules (``unload`` of PEFT) does so in the
-copy alone.
+    checkpointing, FSDP1 and DeepSpeed's engine; under FSDP2 a module gets its original
+    class back. So names, class and attributes of the copy are those of the model before
+    it was wrapped, and a function that replaces modules (``unload`` of PEFT) changes
+    the copy alone.
 
 A parameter that FSDP1 has flattened has no tensor of its own until its unit is
-gathered: a meta tensor of its shape stands in its place, and :class:`Unwrapped` keeps
-the unit.
+gathered: a meta tensor of its shape stands in for it, and :class:`Unwrapped` keeps the
+unit.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _HOOKS = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks"),
     *("_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks"),
 )
-"""Left out: they are bound to the module that they were registered for."""
+"""Not copied: hooks are bound to the module for which they were registered."""
 
 
 _CONTAINERS = (dict, OrderedDict, list, set)
@@ -45,7 +45,7 @@ _WRAPPERS = (
 
 
 class Unit(NamedTuple):
-    """Where a parameter that FSDP1 has flattened is to be found.
+    """Where to find a parameter that FSDP1 has flattened.
 
     :ivar module: the wrapper. :ivar name: of the parameter within the wrapped module.
     """
@@ -59,7 +59,7 @@ class Unwrapped(NamedTuple):
 
     :ivar module: the copy of its module tree.
     :ivar origins: the model's own modules, by the id of their copy.
-    :ivar units: of FSDP1's parameters, by the id of the meta tensor in their place.
+    :ivar units: FSDP1's parameters, by the id of the meta tensor that stands in.
     """
 
     module: Any
@@ -76,9 +76,9 @@ def unwrap(model: nn.Module) -> Unwrapped:
 
 
 def copy_modules(module: nn.Module, tensor: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A copy of a module tree, whose parameters and buffers are made by ``tensor``.
+    """Copy a module tree; ``tensor`` makes its parameters and buffers.
 
-    Tensors that are one in ``module`` are one in the copy.
+    A tensor that is shared in ``module`` is shared in the copy.
     """
     return _Copier(Unwrapped(None, {}, {}), tensor).copy(module)
 
@@ -105,7 +105,7 @@ class _Copier:
 
     def _fill(self, made: nn.Module, module: nn.Module) -> None:
         for name, value in module.__dict__.items():
-            # what a method of the copy adds to them must not be structure by the model
+            # what a method of the copy adds to a container must not change the model's
             made.__dict__[name] = value.copy() if type(value) in _CONTAINERS else value
         for name in ("_parameters", "_buffers", "_modules"):
             made.__dict__[name] = {}  # ZeRO-3's own kind of dict belongs to its module
@@ -126,7 +126,7 @@ class _Copier:
         return self._tensors[key]
 
     def _place_flat(self, wrapper: Any, made: nn.Module) -> None:
-        """Put meta tensors where the parameters were that FSDP1 has flattened."""
+        """Put meta tensors in place of the parameters that FSDP1 has flattened."""
         flat = wrapper._handle.flat_param
         for name in [name for name, one in made._parameters.items() if one is flat]:
             del made._parameters[name]
@@ -140,12 +140,13 @@ class _Copier:
 
 
 def is_whole(tensor: torch.Tensor) -> bool:
-    """True if the tensor is not a shard."""
+    """Return True if the tensor is not a shard."""
     return not is_dtensor(tensor) and not hasattr(tensor, "ds_id")
 
 
 def memory_of(tensor: torch.Tensor) -> object:
-    """What is equal for tensors that are tied: views of one memory, in one form."""
+    """Return a key that is equal for tied tensors: views of the same memory with the
+    same shape, strides and dtype."""
     if not is_whole(tensor) or tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
         return id(tensor)
     storage = tensor.untyped_storage()._cdata
@@ -158,15 +159,15 @@ def _set(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 
 def _wrapped(module: nn.Module) -> nn.Module | None:
-    """The module that this one wraps without changing names; None: it wraps none."""
+    """Return the module that this one wraps without changing names, or None."""
     for library, name, attribute in _WRAPPERS:
-        kind = getattr(sys.modules.get(library), name, None)  # not imported: no module is one
+        kind = getattr(sys.modules.get(library), name, None)  # None if not imported
         if kind is not None and isinstance(module, kind):
             return getattr(module, attribute)  # type: ignore[no-any-return]
     return None
 
 
 def _own_class(kind: type) -> type:
-    """The class that a module had before FSDP2 made one of its own from it."""
+    """Return the class of a module before FSDP2 derived one from it."""
     fsdp: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     return kind if fsdp is None else next(base for base in kind.__mro__ if not issubclass(base, fsdp))

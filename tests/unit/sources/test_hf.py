@@ -552,7 +552,7 @@ def test_an_adapter_that_is_called_like_a_module_is_refused() -> None:
     model = tuned("odd names")
     assert "lora_A" in model.peft_config
     assert "odd names" in SEVERAL
-    with pytest.raises(errors.UsageError, match="does not tell adapter 'math' from math, lora_A"):
+    with pytest.raises(errors.UsageError, match="cannot tell adapter 'math' from the others of math, lora_A"):
         given(hf(model, adapter="only"))
 
 
