@@ -1,11 +1,11 @@
-"""The watch over one inference server: is it gone, frozen, or at work?
+"""The health watch of one inference server: gone, frozen, or at work?
 
-A server that computes may answer nothing for minutes: an engine compiles its kernels
-within a step, and answers between two steps only. So silence alone is no proof. The
-processor time of the engine's processes counts as life: a frozen engine uses none. An
-engine that uses some, or whose processes cannot be seen from here, is given up after a
-longer time only. A server that refuses connections, that says itself that its engine is
-dead, or that has lost one of the engine's processes, is gone at once.
+A busy server may stay silent for minutes: an engine compiles its kernels within a step,
+and answers between two steps only. So silence alone proves nothing. The processor time
+of the engine's processes counts as life: a frozen engine uses none. An engine that uses
+some, or whose processes cannot be seen from here, is given up after a longer time only.
+A server is gone immediately if it refuses connections, reports that its engine is dead,
+or has lost one of the engine's processes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["EngineHealth", "Spent", "Vigil", "needed_processes", "processor_time
 
 EVERY_S = 1.0
 AT_WORK = 0.05
-"""A process that uses this part of one processor is at work."""
+"""A process that uses this share of one processor is at work."""
 SCAN_MAX_S = 5.0
 """Longest scan of ``/proc`` on a large machine; a longer one was a pause."""
 DEAD_LOOKS = 2
@@ -41,9 +41,11 @@ class Spent(NamedTuple):
 
 
 def processor_time(api: int) -> Spent | None:
-    """What the processes of a server have used so far; None: it is gone, or hidden.
+    """Return the processor time that the processes of a server have used, or None if
+    the server is gone or hidden.
 
-    One that is stopped (SIGSTOP) counts as frozen, whatever the others of its tree use.
+    If one process is stopped (SIGSTOP), the engine counts as frozen, whatever the
+    others of its tree use.
     """
     try:
         own = stat_fields(api)
@@ -55,8 +57,9 @@ def processor_time(api: int) -> Spent | None:
 
 
 def needed_processes(api: int, title: str) -> Callable[[], str]:
-    """Return what tells which process below ``api`` has ended, of those whose titles
-    begin with ``title`` now; empty: none."""
+    """Return a function that reports, as text, a process below ``api`` that has ended,
+    out of those whose titles begin with ``title`` now; the text is empty if none
+    has."""
     found = {pid: (start_time(pid), command_line(pid)) for pid in descendants(api)}
     needed = {pid: (began, name) for pid, (began, name) in found.items() if name.startswith(title)}
 
@@ -71,8 +74,8 @@ def needed_processes(api: int, title: str) -> Callable[[], str]:
 
 
 def serving_process(port: int) -> int | None:
-    """The oldest process of this machine that listens on a TCP port; None: none is
-    seen."""
+    """Return the oldest process of this machine that listens on a TCP port, or None if
+    none is visible."""
     targets = {f"socket:[{found.inode}]" for found, _ in listeners() if found.port == port}
     holders = []
     for name in filter(str.isdigit, os.listdir("/proc")):  # noqa: PTH208  # names are enough
@@ -89,14 +92,14 @@ class _Call(NamedTuple):
 
 
 class Vigil:
-    """Judges a server by its answers and its processor time. Times are of a steady
-    clock, in seconds.
+    """Decides by a server's answers and processor time whether to give it up. Times are
+    of a monotonic clock, in seconds.
 
-    :param watched: for how long each path may go without an answer while the processes
-        behind it do nothing.
-    :param limit_s: the same while they are at work, or cannot be seen.
+    :param watched: how long each path may go unanswered while the processes behind it
+        are idle.
+    :param limit_s: the same while the processes are at work, or cannot be seen.
     :param while_loading: the paths that are answered during a load, too.
-    :param api: the path that the API process answers itself.
+    :param api: a path that the API process answers without the engine.
     """
 
     def __init__(
@@ -120,18 +123,18 @@ class Vigil:
         self.is_loading = False
 
     def heard(self, path: str, answer: Answer, now: float) -> None:
-        """A question about this path has ended."""
+        """Record the outcome of a request to this path."""
         if answer == "good":
             self._answered[path], self._refused[path] = now, 0
         elif answer == "dead":
             self._refused[path] += 1
 
     def look(self, spent: Spent | None, now: float, scan_s: float = 0.0) -> str:
-        """Why the server is to be given up; empty: it is not.
+        """Return why to give the server up, or an empty text.
 
-        :param scan_s: how long it took until now to learn what was spent.
+        :param scan_s: how long the measurement of ``spent`` took, until now.
         """
-        if self._clock.look(now - min(scan_s, SCAN_MAX_S)):  # this process was paused, and perhaps the server with it
+        if self._clock.look(now - min(scan_s, SCAN_MAX_S)):  # this process was suspended, perhaps with the server
             self._begin_anew(now)
         self._clock.due = now + EVERY_S
         self._note_work(spent, now)
@@ -139,7 +142,7 @@ class Vigil:
             if self.is_loading and path not in self._while_loading:
                 self._answered[path] = now
             if self._refused[path] >= DEAD_LOOKS:
-                return f"the server does not answer {path} any more"
+                return f"the server no longer answers {path}"
             if silent_s := self._silent_s(path == self._api, self._answered[path], patience_s, now):
                 return f"the server has not answered {path} for {silent_s:.0f} s"
         call = self.call
@@ -162,17 +165,18 @@ class Vigil:
                 self._lived[is_api] = now
 
     def _silent_s(self, is_api: bool, since: float, patience_s: float, now: float) -> float:
-        """For how long nothing has come, if that is too long; else 0."""
+        """Return the length of the silence if it is too long, else 0."""
         idle_since = max(since, self._lived[is_api]) if self._spent is not None else now
         return now - since if now - idle_since > patience_s or now - since > max(patience_s, self._limit_s) else 0.0
 
 
 class EngineHealth:
-    """Threads that watch a server in a ``with`` block, and give it up.
+    """Context manager: threads watch a server, and give it up when it is gone or
+    frozen.
 
     :param is_gone: returns why the server is gone, or an empty text.
-    :param spent: returns the processor time of its processes; None: they are not seen.
-    :ivar reason: why it was given up; empty: it was not.
+    :param spent: returns the processor time of its processes, or None if hidden.
+    :ivar reason: why the server was given up; empty: it was not.
 
     The other parameters are those of :class:`Vigil`.
     """
@@ -208,8 +212,8 @@ class EngineHealth:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """A load is under way in the block: paths that the engine answers are
-        silent."""
+        """Mark a load as under way in the block: the engine does not answer its
+        paths."""
         self._vigil.is_loading = True
         try:
             yield
@@ -218,7 +222,7 @@ class EngineHealth:
 
     @contextlib.contextmanager
     def calling(self, path: str, patience_s: float) -> Iterator[None]:
-        """Mark a call as under way: for ``patience_s`` the engine may do nothing."""
+        """Mark a call as under way: the engine may be idle for ``patience_s``."""
         self._vigil.call = _Call(path, time.monotonic(), patience_s)
         try:
             yield

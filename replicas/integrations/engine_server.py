@@ -19,21 +19,22 @@ API = "/health"
 """The path that the API process of most servers answers itself."""
 
 Answer = Literal["good", "none", "dead"]
-"""``dead``: nobody listens any more, or the server says that its engine is dead."""
+"""``dead``: the connection is refused, or the server reports that its engine is
+dead."""
 
 
 class NotDone(errors.SyncError):
-    """The server did not do it, and said so: its answer had another status than 200."""
+    """The server refused the request: it answered with another status than 200."""
 
 
 def host_and_port(url: str) -> tuple[str, int]:
-    """Host and port of ``http://HOST:PORT``. :raises UsageError: it is something
-    else."""
+    """Return host and port of ``http://HOST:PORT``. :raises UsageError: the URL has
+    another form."""
     try:
         parts = urlsplit(url)
         if parts.scheme == "http" and parts.hostname:
             return parts.hostname, parts.port or 80
-    except ValueError:  # a port that is no number, brackets that do not match
+    except ValueError:  # an invalid port, unbalanced brackets
         pass
     raise errors.UsageError(
         f"{url!r} is not http://HOST:PORT",
@@ -42,13 +43,13 @@ def host_and_port(url: str) -> tuple[str, int]:
 
 
 class EngineServer:
-    """Requests to one server, each on a connection of its own.
+    """Sends requests to one server, each on its own connection.
 
     :param url: ``http://HOST:PORT``, and perhaps a prefix of all paths.
     :param secret: the gate's secret, if the server has one.
     :param api_key: the server's API key, if it has one.
-    :param api: the path that its API process answers itself; others need its engine.
-    :ivar broken: why it was given up; empty: it was not.
+    :param api: a path that the API process answers itself; others need its engine.
+    :ivar broken: why the server was given up; empty: it was not.
     """
 
     def __init__(self, url: str, secret: str = "", api_key: str = "", api: str = API) -> None:
@@ -65,18 +66,18 @@ class EngineServer:
 
     @property
     def local_port(self) -> int | None:
-        """Its port, if it listens on this machine's loopback; else None."""
+        """The server's port if it listens on this machine's loopback, else None."""
         host, port = self._address
         return port if host in ("localhost", "::1") or host.startswith("127.") else None
 
     def call(
         self, method: str, path: str, body: Any = None, *, query: dict[str, str] | None = None, timeout_s: float = 60.0
     ) -> Any:
-        """One request; return the decoded answer: JSON, or text.
+        """Send one request; return the decoded answer: JSON, or text.
 
-        :raises NotDone: another status than 200.
-        :raises replicas.errors.SyncError: no answer, or one without sense. A server
-            that did not answer in time is given up.
+        :raises NotDone: the status is not 200.
+        :raises replicas.errors.SyncError: no answer, or a malformed one. After a
+            timeout the server is given up.
         """
         if self.broken:
             raise self._failure(method, path, self.broken)
@@ -86,11 +87,11 @@ class EngineServer:
             headers = {**self._headers, **({"content-type": "application/json"} if payload else {})}
             below = f"{self._prefix}{path}"
             connection.request(method, f"{below}?{urlencode(query)}" if query else below, payload, headers)
-            if self.broken:  # it was given up while this connected
+            if self.broken:  # given up during the connect
                 raise ConnectionAbortedError(self.broken)
             response = connection.getresponse()
             content = response.read()
-        except TimeoutError as error:  # it hangs: one more call would do so, too
+        except TimeoutError as error:  # the server hangs: the next call would hang, too
             self.give_up(f"no answer to {path} within {timeout_s:.0f} s")
             raise self._failure(method, path, self.broken) from error
         except (OSError, http.client.HTTPException) as error:
@@ -105,14 +106,14 @@ class EngineServer:
         try:
             return json.loads(content)
         except ValueError as error:
-            raise self._failure(method, path, f"no JSON: {_message(content)}") from error
+            raise self._failure(method, path, f"not JSON: {_message(content)}") from error
 
     def answers(self, path: str) -> bool:
         """Return True if ``GET path`` answers with 200 in time."""
         return self.ask(path) == "good"
 
     def ask(self, path: str) -> Answer:
-        """How ``GET path`` is answered, in a few seconds."""
+        """Return how the server answers ``GET path``, within a few seconds."""
         connection = http.client.HTTPConnection(*self._address, timeout=ASK_TIMEOUT_S)
         self._asking.add(connection)
         try:
@@ -128,12 +129,12 @@ class EngineServer:
         return "good" if status == 200 else "dead" if status == 503 and path == self.api else "none"
 
     def hang_up(self) -> None:
-        """Break the questions under way; on any thread."""
+        """Break the pending :meth:`ask` requests; called on any thread."""
         for connection in list(self._asking):
             _break(connection)
 
     def give_up(self, reason: str) -> None:
-        """Break the call under way and every later one; on any thread."""
+        """Break the current call and every later one; called on any thread."""
         self.broken = self.broken or reason
         _break(self._connection)
 

@@ -1,8 +1,8 @@
-"""The gate of an inference server: no answer before its first version, no control
+"""The gate of an inference server: no answer before the first version, no control
 without the secret.
 
 An ASGI middleware inside the server and its *follower*, the process that loads versions
-into it, share one page of memory, a memfd of the follower's:
+into the server, share one page of memory, a memfd of the follower's:
 
 ====== ===== ======================================================
 offset bytes content
@@ -13,22 +13,22 @@ offset bytes content
 48     8     seconds for which the server was paused for loads, a double
 ====== ===== ======================================================
 
-The server finds it by the path in ``REPLICAS_GATE``, ``/proc/PID/fd/N`` of the
-follower: nothing is on a disk, and nothing outlives the two. Each process of a server
-with several API processes maps the same page, so all of them open and close in the same
-instant.
+The server finds the page by the path in ``REPLICAS_GATE``, ``/proc/PID/fd/N`` of the
+follower: nothing is on disk, and nothing outlives both processes. All API processes of
+a server map the same page, so they open and close at the same instant.
 
-While the gate is closed, requests other than for health, metrics and the like, and
-other than the follower's own, are answered with 503 at once. A fresh server would
-otherwise answer with its checkpoint, and one whose update has failed with a mixture of
-two versions. ``GET /readyz`` says which it is, for readiness probes: a closed gate is
-no reason to end the server.
+While the gate is closed, it answers requests with 503 at once, except the follower's
+own and those for health, metrics and the like. A fresh server would otherwise answer
+with its checkpoint, and a server whose update has failed with a mixture of two
+versions. ``GET /readyz`` reports the state, for readiness probes: a closed gate is not
+a reason to restart the server.
 
-An engine's control routes (pause, update, reset) are not behind its API key. The gate
-answers them with 403 unless the request carries the secret, which only the follower and
-the server know. Routes of Starlette, of which the server itself is made, decide where a
-path leads: their patterns match before a newline at the end, too, and Starlette has a
-rule of its own for ``root_path``. A path with control characters is refused.
+An engine's control routes (pause, update, reset) are not protected by its API key. The
+gate answers them with 403 unless the request carries the secret, which only the
+follower and the server know. Routes of Starlette, on which the server itself is built,
+decide where a path leads: their patterns also match before a trailing newline, and
+Starlette treats ``root_path`` in its own way. A path with control characters is
+refused.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ READYZ = "/readyz"
 """The gate's own page: 200 while it is open, else 503."""
 
 SHUT = "no version has been loaded yet, or the last load failed"
-"""What a shut gate answers."""
+"""Error text while the gate is shut."""
 
 ALWAYS = ("/health", "/metrics")
 """Paths that are answered while the gate is shut, too."""
 
 _NBYTES = 56
 _PATHS = 1024
-"""So many paths are known without asking the routes."""
+"""Size of the cache of paths whose route is known."""
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -69,7 +69,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 def owner_of(path: str) -> int:
-    """The pid of the follower whose page is at ``path``."""
+    """Return the pid of the follower whose page is at ``path``."""
     return int(path.split("/")[2])
 
 
@@ -82,7 +82,7 @@ class GatePage:
 
     @classmethod
     def create(cls) -> GatePage:
-        """A new page, closed, with a new secret."""
+        """Create a page, closed, with a new secret."""
         fd = os.memfd_create("replicas-gate")
         os.ftruncate(fd, _NBYTES)
         page = cls(mmap.mmap(fd, _NBYTES), fd)
@@ -91,7 +91,7 @@ class GatePage:
 
     @classmethod
     def attach(cls, path: str) -> GatePage:
-        """The page at ``path``, read only. :raises OSError: the follower is gone."""
+        """Map the page at ``path`` read-only. :raises OSError: the follower is gone."""
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             return cls(mmap.mmap(fd, _NBYTES, prot=mmap.PROT_READ))
@@ -100,7 +100,7 @@ class GatePage:
 
     @property
     def path(self) -> str:
-        """Its path for processes of the same user, as long as this process lives."""
+        """The page's path for processes of the same user, while this process lives."""
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     @property
@@ -119,7 +119,7 @@ class GatePage:
 
     @property
     def paused_s(self) -> float:
-        """Seconds for which the server was paused for loads so far."""
+        """Total seconds for which loads have paused the server."""
         seconds: float = struct.unpack_from("<d", self._memory, 48)[0]
         return seconds
 
@@ -145,11 +145,12 @@ class Gate:
     """ASGI middleware that asks the page before each request.
 
     :param app: the server's application.
-    :param control: paths that change the engine; one that ends with a slash stands for
+    :param control: paths that change the engine; a path that ends with a slash covers
         all paths below it.
     :param always: paths that are answered while the gate is shut, too.
-    :param reads: everybody may read (GET, HEAD) the paths that change the engine.
-    :param page: the shared page; default: the one that ``REPLICAS_GATE`` names.
+    :param reads: whether any client may read (GET, HEAD) the paths that change the
+        engine.
+    :param page: the shared page; default: the page named by ``REPLICAS_GATE``.
     """
 
     def __init__(
@@ -187,11 +188,12 @@ class Gate:
             await _refuse(scope, send, 503, SHUT)
 
     def _find_kind(self, path: str, root_path: str) -> str:
-        """Return the sort of route that Starlette finds for this path."""
+        """Return the kind of route that Starlette finds for this path, or an empty
+        text."""
         if any(ord(character) < 32 or ord(character) == 127 for character in path):
             return "odd"
         for kind, routes in (("control", self._control), ("readyz", self._readyz), ("always", self._always)):
-            for one in {path, path.rstrip("/")}:  # Starlette redirects the one to the other
+            for one in {path, path.rstrip("/")}:  # Starlette redirects between the two
                 scope = {"type": "http", "method": "GET", "path": one, "root_path": root_path}
                 if any(route.matches(scope)[0] != Match.NONE for route in routes):
                     return kind

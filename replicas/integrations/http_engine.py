@@ -1,9 +1,9 @@
-"""What engines that are followed by HTTP have in common.
+"""The base of engines that are controlled over HTTP.
 
 Such a server has an API process and an engine behind it, which answers between two
 steps only, and not during a load. So :mod:`replicas.integrations.engine_health` watches
-both: ``timeout_s`` of a call counts only while the engine's processes do nothing, and a
-server that is given up has its connections broken, so that no call hangs on it.
+both: ``timeout_s`` of a call counts only while the engine's processes are idle. When a
+server is given up its connections are broken, so that no call hangs.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ BACKSTOP_S = 60.0
 
 
 class HttpEngine(Engine):
-    """One server and the watch over it; engines inherit from it.
+    """One server and its health watch; base class of the engines.
 
     :param url: ``http://HOST:PORT``, and perhaps a prefix of its paths.
     :param secret: the gate's secret, if the server has one.
     :param api_key: the server's API key, if it has one.
-    :param public_url: its address for routers; default: ``url``.
+    :param public_url: the server's address for routers; default: ``url``.
     :param is_gone: returns why the server is gone, or an empty text.
-    :param engine_timeout_s: how long the engine may answer nothing while its
-        processes are at work (it compiles), or cannot be seen from here.
-    :param process: the pid of the server's API process; None: the one that listens on
-        the port, if that is of this machine's loopback.
-    :cvar api: the path that the server's API process answers itself.
-    :cvar watched: seconds for which a path of the server may go without an answer while
-        its processes do nothing.
-    :cvar titles: how the titles of the engine's processes begin, none of which may end:
-        not every server notices that. Empty: this one does.
+    :param engine_timeout_s: how long the engine may stay silent while its processes are
+        at work (it compiles), or cannot be seen from here.
+    :param process: the pid of the server's API process; None: the process that listens
+        on the port, if the address is this machine's loopback.
+    :cvar api: a path that the server's API process answers without the engine.
+    :cvar watched: seconds for which a path of the server may go unanswered while its
+        processes are idle.
+    :cvar titles: prefix of the titles of the engine's processes, none of which may end:
+        not every server notices that. Empty: the server itself notices.
     """
 
     api: str = API
@@ -63,7 +63,7 @@ class HttpEngine(Engine):
     ) -> None:
         if not engine_timeout_s > 0:
             text = f"follow: engine_timeout must be above 0, not {engine_timeout_s}"
-            raise errors.UsageError(text, hint="seconds for which a busy engine may answer nothing")
+            raise errors.UsageError(text, hint="seconds for which a busy engine may stay silent")
         self.url = public_url or url
         self.server = EngineServer(url, secret, api_key, self.api)
         self.has_gate = bool(secret)
@@ -88,7 +88,7 @@ class HttpEngine(Engine):
         def spent() -> Spent | None:
             return None if process is None else engine_health.processor_time(process)
 
-        ended: Callable[[], str] = str  # never: no process is known by its title
+        ended: Callable[[], str] = str  # no process is known by its title: always empty
         if process is not None and self.titles:
             ended = engine_health.needed_processes(process, self.titles)
 
@@ -102,9 +102,10 @@ class HttpEngine(Engine):
         self._health.__enter__()
 
     def _prove_gate(self) -> None:
-        """Ask without the secret: a release may start a front end without the gate.
+        """Check that the gate is in place: a request without the secret must be
+        refused. A new release may start a front end without the gate.
 
-        :raises replicas.errors.UsageError: the gate, which is shut, did not answer.
+        :raises replicas.errors.UsageError: the answer is not that of the shut gate.
         """
         try:
             EngineServer(self.server.url).call("GET", READYZ)
@@ -117,9 +118,9 @@ class HttpEngine(Engine):
         )
 
     def look_up(self) -> None:
-        """Learn the server's name and workers.
+        """Read the server's name and number of workers.
 
-        :raises replicas.errors.UsageError: it cannot be followed.
+        :raises replicas.errors.UsageError: the server cannot be followed.
         """
 
     def health(self) -> str:
@@ -142,11 +143,11 @@ class HttpEngine(Engine):
         timeout_s: float,
         serving: bool = False,
     ) -> Any:
-        """One control request; return the decoded answer.
+        """Send one control request; return the decoded answer.
 
-        :param timeout_s: for so long the engine may do nothing meanwhile.
-        :param serving: the engine answers other requests meanwhile, too.
-        :raises NotDone: the server did not do it, and said so.
+        :param timeout_s: how long the engine may be idle before it answers.
+        :param serving: whether the engine answers other requests meanwhile.
+        :raises NotDone: the server answered with an error.
         :raises replicas.errors.SyncError: the server is gone, or was given up.
         """
         with contextlib.ExitStack() as stack:
@@ -161,15 +162,16 @@ class HttpEngine(Engine):
         return max(timeout_s, self._engine_timeout_s) + BACKSTOP_S
 
     def raise_if_dying(self) -> None:
-        """:raises replicas.errors.SyncError: the server has not done something because
-        its engine is dead: it may say so for a moment."""
+        """Wait until the server is healthy after a refused request. :raises
+        replicas.errors.SyncError: it refused because its engine is dead, which it may
+        report for a moment only."""
         while (answer := self.server.ask(self.api)) != "good":
             if reason := self.health():
                 raise self.lost(reason)
             if answer == "dead":
-                raise self.lost("the server has died while it looked at a new version")
+                raise self.lost("the server died while it checked a new version")
             time.sleep(START_BEAT_S)
 
     def lost(self, reason: str) -> errors.SyncError:
-        """The error of a server that is gone."""
+        """Return the error for a server that is gone."""
         return errors.SyncError(reason, phase="load", hint="see the server's own log")

@@ -8,7 +8,7 @@
     publish = PublishCallback("policy", weights=lambda module: hf(module.model))
     trainer = Trainer(..., callbacks=[publish])
 
-Lightning's module holds the model under an attribute, whose name would come before each
+Lightning's module holds the model under an attribute, whose name would prefix each
 tensor's: ``weights`` takes the model out. Without it a module that holds a model of
 transformers or PEFT is refused when training begins. The callback runs on every rank,
 and joins with the identity of the rank's environment.
@@ -41,20 +41,21 @@ class PublishCallback(Callback):
 
     :param channel: name of the channel, of which this trainer is a source.
     :param every: optimizer steps from one publish to the next; default 1.
-    :param wait: before training goes on: ``"loaded"``, all live targets serve the new
-        version; ``"committed"``, all have its bytes; None (the default): it is copied.
+    :param wait: before training continues: ``"loaded"``, all live targets serve the new
+        version; ``"committed"``, all have its bytes; None (the default): the weights
+        are copied.
     :param deadline: seconds for each of the two; default: the channel's for the commit,
         60 for the loads.
-    :param weights: makes what is published of the LightningModule, on every rank.
-        Default: :func:`replicas.sources.hf`, which names tensors as the module's
+    :param weights: returns the weights to publish of the LightningModule, on every
+        rank. Default: :func:`replicas.sources.hf`, which names tensors as the module's
         ``state_dict`` does, and refuses a module that holds a model of transformers or
         PEFT: pass ``lambda module: hf(module.model)`` then.
     :param dtype: cast plain floating tensors to this dtype; default: no cast.
     :param first: False: do not publish the weights with which training begins.
     :param join: further arguments of :func:`replicas.join`, where no supervisor has
         set the environment.
-    :raises replicas.errors.UsageError: ``every`` or ``wait`` is none of these; when
-        training begins: this rank's group is no source of the channel, or the module
+    :raises replicas.errors.UsageError: ``every`` or ``wait`` is not valid; when
+        training begins: this rank's group is not a source of the channel, or the module
         cannot be published.
     :raises replicas.errors.ReplicasError: when training begins: the join failed.
     """
@@ -75,25 +76,25 @@ class PublishCallback(Callback):
 
     @property
     def channel(self) -> replicas.Channel | None:
-        """The channel, while training goes on."""
+        """The channel, during training."""
         return self._sync.channel
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Join, and publish."""
+        """Join the channel, and publish the first weights."""
         self._sync.begin(trainer.global_step, pl_module)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Publish, if it is time."""
+        """Publish if ``every`` steps have passed; log the figures."""
         self._sync.step(trainer.global_step, pl_module)
         _log(trainer, self._sync.figures())
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Publish what was not, and leave."""
+        """Publish the last step, wait for open publishes, and leave the channel."""
         self._sync.end(trainer.global_step, pl_module)
         _log(trainer, [*self._sync.figures(), *self._sync.leave()])
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave: training has ended without its end."""
+        """Leave the channel without waiting: training was interrupted."""
         _log(trainer, [*self._sync.figures(), *self._sync.leave(wait=False)])
 
 

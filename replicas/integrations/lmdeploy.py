@@ -1,20 +1,19 @@
 """LMDeploy's verbs, and its follower.
 
-``/update_weights`` takes tensors as a pickled list of names and calls: the server makes
-each call in each of its processes, with the processor's number as the seventh
-argument, and loads what it returns. It is meant for handles of CUDA memory. Here it is
+``/update_weights`` takes tensors as a pickled list of names and calls: each process of
+the server makes each call, with the processor's number as the seventh argument, and
+loads the result. LMDeploy means this for handles of CUDA memory. Here the call is
 :func:`replicas.integrations.shared.model_folder.read_tensor`, which reads the tensor
-out of the slot's own memory: the follower needs no GPU, and nothing but names goes over
-HTTP. So the server has to be on this machine, with the same user and this package in
-its environment.
+out of the slot's own memory: the follower needs no GPU, and only names go over HTTP. So
+the server has to be on this machine, with the same user and this package in its
+environment.
 
-A server takes weights while it sleeps, and computes nothing then: ``/sleep`` aborts
-all requests, and gives its KV cache back. There is no way to keep them, or to wait for
-them: the pause mode is ``abort``. What it knows of cached prefixes outlives the sleep:
-a server with ``--enable-prefix-caching`` would answer by memory that is gone, so start
-it without.
+A server takes weights while it sleeps, and computes nothing then: ``/sleep`` aborts all
+requests, and frees the KV cache. Requests can neither be kept nor waited for: the pause
+mode is ``abort``. The index of cached prefixes outlives the sleep: a server with
+``--enable-prefix-caching`` would answer from freed memory, so start it without.
 
-The server does not say what it has loaded, neither a version nor a checksum.
+The server reports neither a version nor a checksum of what it has loaded.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class LmdeployEngine(HttpEngine):
     def _sleeps(self) -> bool:
         answer = self.server.call("GET", "/is_sleeping")
         if not isinstance(answer, dict) or not isinstance(answer.get("is_sleeping"), bool):
-            raise errors.UsageError(f"{self.server.url} is no LMDeploy server", hint="/is_sleeping is to tell")
+            raise errors.UsageError(f"{self.server.url} is not an LMDeploy server", hint="check its /is_sleeping")
         return bool(answer["is_sleeping"])
 
     def check(self, update: Update, timeout_s: float) -> str:
@@ -73,12 +72,12 @@ class LmdeployEngine(HttpEngine):
         if mode != "abort":
             text = f"{self.name} cannot {mode} requests: it aborts them when it sleeps, to take weights"
             raise errors.UsageError(text, hint='follow it with mode "abort"')
-        if not self._sleeps():  # with --empty-init it does, and one that an earlier follower has left
+        if not self._sleeps():  # it sleeps with --empty-init, or if an earlier follower left it so
             self.post("/sleep", {}, query={"level": "1"}, timeout_s=timeout_s)
         self.post("/wakeup", {}, query={"tags": "weights"}, timeout_s=timeout_s)
 
     def load(self, update: Update, timeout_s: float) -> None:
-        """One request for each layer, as one of LMDeploy's engines wants it."""
+        """Send one request for each layer, as some engines of LMDeploy require."""
         parts = [list(part) for _, part in groupby(_calls(update), key=lambda call: _layer(call[0]))]
         for number, part in enumerate(parts, 1):
             stream = io.BytesIO()
@@ -89,12 +88,12 @@ class LmdeployEngine(HttpEngine):
         self._specs.loaded(update)
 
     def reset_caches(self, timeout_s: float) -> None:
-        """It has given its cache back, and gets an empty one when it wakes."""
+        """Do nothing: the sleep has freed the cache, and waking makes an empty one."""
 
     def resume(self, timeout_s: float) -> None:
         self.post("/wakeup", {}, query={"tags": "kv_cache"}, timeout_s=timeout_s)
         if self._sleeps():
-            raise self.lost(f"{self.name} sleeps on: {self.server.url} has refused to wake")
+            raise self.lost(f"{self.name} still sleeps: {self.server.url} has refused to wake")
 
 
 def _layer(name: str) -> str:
@@ -103,8 +102,8 @@ def _layer(name: str) -> str:
 
 
 def _calls(update: Update) -> Iterator[tuple[str, tuple[Any, tuple[Any, ...]]]]:
-    """Name and call of each tensor, those of a layer in a row, tied ones by each
-    name."""
+    """Yield name and call of each tensor: tensors of a layer in a row, tied ones under
+    each name."""
     manifest, path, start = update.manifest, update.path, update.manifest.data_offset
     places = {spec.name: (spec, offset) for spec, offset in zip(manifest.tensors, manifest.offsets, strict=True)}
     named = {**{name: name for name in places}, **dict(manifest.aliases)}

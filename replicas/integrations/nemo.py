@@ -3,15 +3,15 @@
 One setting: ``policy.generation.refit_transport`` is that text. NeMo-RL's
 ``CheckpointEngineWeightSynchronizer`` makes one engine in each policy worker and each
 worker of vLLM's, calls ``prepare`` and ``init_..._process_group`` once, and then for
-each refit ``send_weights`` and ``receive_weight_batches``
-(:mod:`replicas.integrations.shared.refit` is the rest). Nothing of NeMo-RL is imported.
+each refit ``send_weights`` and ``receive_weight_batches`` (the rest is
+:mod:`replicas.integrations.shared.refit`). This module does not import NeMo-RL.
 
 **The coordinator** is a Ray actor beside policy worker 0, which owns it. ``prepare``
-does not know yet which worker this is, so each one *offers* the address, the key and
-the token that a coordinator of its own would have; that of policy worker 0 is the one
-that is started. vLLM's workers need not be Ray's. Where ``REPLICAS_ENDPOINT`` is in the
-workers' environment, that coordinator is used; its channel has the source group
-``trainer`` and the target group ``rollout``.
+does not know the worker's number yet, so each worker *offers* the address, the key and
+the token that a coordinator of its own would have; that of policy worker 0 is started.
+vLLM's workers need not be Ray's. If ``REPLICAS_ENDPOINT`` is in the workers'
+environment, that coordinator is used; its channel has the source group ``trainer`` and
+the target group ``rollout``.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from replicas.integrations.shared.refit import DEADLINE_S, Place, Refit, channel
 __all__ = ["CheckpointEngine"]
 
 NAME = "replicas-nemo"
-"""Of the coordinator's actor, and of its run."""
+"""Name of the coordinator's run, and prefix of its actor's name."""
 
 
 class CheckpointEngine:
-    """One worker's engine. What follows ``release_after_refit`` may be set in
-    ``policy.generation.refit_cfg``, under the transport's own name.
+    """The engine of one worker. The parameters after ``release_after_refit`` may be set
+    in ``policy.generation.refit_cfg``, under the transport's own name.
 
-    :param bucket_size: bytes of tensors that are handed to vLLM at once.
-    :param release_after_refit: NeMo-RL calls ``finalize`` and ``prepare`` around each
-        refit; workers stay on the channel all the same.
+    :param bucket_size: bytes of tensors that vLLM is given at a time.
+    :param release_after_refit: whether NeMo-RL calls ``finalize`` and ``prepare``
+        around each refit; workers stay on the channel in any case.
     :param channel: name of the channel.
     :param ranks: ``"leader"``: policy worker 0 publishes; ``"all"``: each one publishes
         its share.
-    :param dtype: cast floating tensors to it; default: as the policy gives them.
+    :param dtype: cast floating tensors to it; default: no cast.
     :param deadline: seconds for a publish, and for a receive.
     :param options: further keys of the channel, such as ``slots`` or ``staging``.
     :raises replicas.errors.UsageError: an argument is wrong.
@@ -69,19 +69,19 @@ class CheckpointEngine:
         self._offer: _Offer | None = None
 
     def prepare(self) -> dict[str, Any]:
-        """What this worker tells all others."""
+        """Begin a sync; return the metadata that this worker sends to all others."""
         if self._offer is None:
             self._offer = _Offer.made()
         return {**self._refit.prepare(), "offer": None if self._offer is None else self._offer.place}
 
     def get_target_weight_layout(self) -> dict[str, Any] | None:
-        """None: every rollout is given whole tensors."""
+        """Return None: every rollout receives whole tensors."""
         return None
 
     def init_policy_process_group(
         self, *, worker_rank: int, train_world_size: int, rollout_world_size: int, metadata: Sequence[dict[str, Any]]
     ) -> None:
-        """Join the channel, unless this worker has; worker 0 starts the coordinator."""
+        """Join the channel unless joined; worker 0 starts the coordinator before."""
         if worker_rank == 0 and not metadata[0]["outside"] and self._offer is not None and self._coordinator is None:
             self._coordinator = self._offer.started(channel_settings(metadata))
         self._join(worker_rank, train_world_size, metadata)
@@ -89,7 +89,7 @@ class CheckpointEngine:
     def init_rollout_process_group(
         self, *, rollout_rank: int, train_world_size: int, rollout_world_size: int, metadata: Sequence[dict[str, Any]]
     ) -> None:
-        """Join the channel, unless this worker has."""
+        """Join the channel unless joined."""
         self._join(train_world_size + rollout_rank, train_world_size, metadata)
 
     async def send_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -110,12 +110,13 @@ class CheckpointEngine:
             yield batch
 
     def finalize(self) -> None:
-        """Nothing: what was taken whole is loaded, and workers stay on the channel."""
+        """Do nothing: a version read to its end counts as loaded, and workers stay on
+        the channel."""
 
     def _join(self, number: int, policies: int, metadata: Sequence[dict[str, Any]]) -> None:
         offer = metadata[0]["offer"]
         if offer is None and not metadata[0]["outside"]:
-            text = "policy worker 0 is no actor of Ray's, and REPLICAS_ENDPOINT is not set: where is the coordinator?"
+            text = "no coordinator: policy worker 0 is not a Ray actor, and REPLICAS_ENDPOINT is not set"
             raise errors.UsageError(text, hint="start one, and give the workers its address (docs/nemo-rl.md)")
         place = None if metadata[0]["outside"] else Place(*offer)
         seat, sync = seats(metadata, policies)[number], first_sync(metadata)
@@ -123,15 +124,14 @@ class CheckpointEngine:
 
 
 class _Offer:
-    """A coordinator that this process could start, with the address that it would
-    have."""
+    """A coordinator that this process could start, with its future address."""
 
     def __init__(self, place: Place, port: int, secret: str, pem: bytes) -> None:
         self.place, self._port, self._secret, self._pem = place, port, secret, pem
 
     @classmethod
     def made(cls) -> _Offer | None:
-        """None: this process is not one of Ray's."""
+        """Return an offer, or None if this process is not a Ray worker."""
         try:
             import ray
         except ImportError:
@@ -147,8 +147,9 @@ class _Offer:
         return cls(Place(f"{ray.util.get_node_ip_address()}:{port}", token, NAME), port, secret, pem)
 
     def started(self, channels: dict[str, Any]) -> Any:
-        """The coordinator's handle: Ray ends an actor of which none is left."""
+        """Start the coordinator; return its handle, without which Ray ends the
+        actor."""
         from replicas.integrations.ray import coordinator
 
-        name = f"{NAME}-{secrets.token_hex(4)}"  # that of a worker which died may still be there
+        name = f"{NAME}-{secrets.token_hex(4)}"  # the actor of a dead worker may still exist
         return coordinator(channels, name=name, run=NAME, port=self._port, token=self._secret, pem=self._pem)

@@ -9,15 +9,14 @@
     identity = options(handle, group="rollout", replica="auto")
     rollouts = [Rollout.options(**identity).remote() for _ in range(4)]
 
-Each actor calls ``replicas.join("policy")`` with nothing else: identity, endpoint and
-token are in its environment. Ray starts and restarts the actors; an actor that died is
-lost to its channels within seconds, and the next life of it joins again.
+Each actor calls ``replicas.join("policy")`` without further arguments: identity,
+endpoint and token are in its environment. Ray starts and restarts the actors; a dead
+actor is lost to its channels within seconds, and joins again when it is restarted.
 
 The coordinator is a named actor on the caller's node, with a port and a key (TLS) that
-a restart keeps, so members come back to it with the versions that they hold. It ends
-with the Ray job, or with the last handle of it, like every process that it
-or a member has started.
-(:mod:`replicas.integrations.ray_run` runs a whole config on Ray.)
+a restart keeps, so members return to it with the versions that they hold. It ends with
+the Ray job, or with the last handle of it, like every process that it or a member has
+started. (:mod:`replicas.integrations.ray_run` runs a whole config on Ray.)
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ NAME = "replicas"
 _START_TIMEOUT_S = 60.0
 _CLOSE_TIMEOUT_S = 20.0
 _PORTS = range(20_000, 30_000)
-"""Ports outside of those that the kernel, Ray's workers and Kubernetes give out.
+"""Ports that neither the kernel, nor Ray's workers, nor Kubernetes assign.
 
-So a port is still free when the coordinator restarts on it.
+So the port is still free when the coordinator restarts.
 """
 
 
@@ -58,7 +57,7 @@ So a port is still free when the coordinator restarts on it.
 class Handle:
     """A running coordinator. It may be passed to other actors and tasks.
 
-    :ivar actor: the actor; it lives as long as any process of the job has a handle.
+    :ivar actor: the actor; lives while any process of the job has a handle.
     :ivar endpoint: ``host:port`` of its control port, for ``join(endpoint=...)``.
     :ivar token: the join token of its members, for ``join(token=...)``; a secret.
     :ivar run: the name of the run.
@@ -70,33 +69,34 @@ class Handle:
     run: str
 
     def close(self) -> None:
-        """End the coordinator in good order, before the Ray job ends."""
+        """Stop the coordinator cleanly, before the Ray job ends."""
         try:
             ray.get(self.actor.close.remote(), timeout=_CLOSE_TIMEOUT_S)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-            pass  # it is dead already, or will be
+            pass  # dead already, or killed below
         finally:
             ray.kill(self.actor)
 
 
 class CoordinatorActor:
-    """The actor's own class, one :class:`replicas.Coordinator` on a loop of its own."""
+    """The actor's class: one :class:`replicas.Coordinator` on its own event loop."""
 
     def __init__(self, settings: Mapping[str, Any], pem: bytes) -> None:
         self._settings, self._pem = settings, pem
         self._running = contextlib.ExitStack()
-        # Ray's own is uvloop, which sees the end of children in the main thread only.
+        # Ray's policy is uvloop, which notices the end of children in the main thread
+        # only.
         asyncio.set_event_loop_policy(asyncio.DefaultEventLoopPolicy())
         self._address: tuple[str, str, str] | None = None
-        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of Ray's about itself
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # raised by Ray itself
             if ray.get_runtime_context().was_current_actor_reconstructed:
-                self.start()  # nobody asks a second time
+                self.start()  # the caller does not call start() again
 
     def start(self) -> tuple[str, str, str]:
         """Open the port, once; return endpoint, token and the name of the run."""
         if self._address is None:
             host = ray.util.get_node_ip_address()
-            with tempfile.NamedTemporaryFile(prefix="replicas-") as certificate:  # mode 0600; it is read at once
+            with tempfile.NamedTemporaryFile(prefix="replicas-") as certificate:  # mode 0600; read within the block
                 certificate.write(self._pem)
                 certificate.flush()
                 made = replicas.Coordinator(
@@ -107,7 +107,7 @@ class CoordinatorActor:
         return self._address
 
     def close(self) -> None:
-        """Tell the members, and end the store."""
+        """Stop the coordinator: disconnect the members, and end the store."""
         self._running.close()
 
 
@@ -126,10 +126,10 @@ def coordinator(
 
     ``channels`` and ``groups`` are those of :class:`replicas.Coordinator`. The actor
     runs on this node, takes no CPU, and is restarted by Ray when its process dies. Keep
-    the handle: Ray ends an actor of which no handle is left, unless it is *detached*.
+    the handle: Ray ends an actor that has no handle left, unless it is *detached*.
 
-    :param name: of the actor, in the Ray namespace of this program; :func:`find` finds
-        it by that.
+    :param name: the actor's name in the Ray namespace of this program, for
+        :func:`find`.
     :param run: name of the run, in errors and logs; default: ``name``.
     :param port: port to listen on; default: a free one.
     :param token: secret that members must show; default: a new random one. The join
@@ -151,7 +151,7 @@ def coordinator(
         "port": free_port() if port is None else port,
         "token": secrets.token_urlsafe(24) if token is None else token,
     }
-    replicas.Coordinator(**settings)  # what is wrong with the arguments shows here, not as an actor's death
+    replicas.Coordinator(**settings)  # check the arguments here, not in the actor
     node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     chosen = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": node, **actor, "name": name}
     try:
@@ -189,17 +189,17 @@ def options(
 ) -> dict[str, Any]:
     """Return options for an actor (or task) with the identity of one rank.
 
-    :param replica: index of its replica; ``"auto"``: the lowest that is free when it
-        joins, also in a later life of the actor.
-    :param rank, world_size: of a replica that is several actors; the others of rank 0
-        need an index of their own then, not ``"auto"``.
+    :param replica: index of its replica; ``"auto"``: the lowest index that is free when
+        it joins, also after a restart of the actor.
+    :param rank, world_size: for a replica of several actors; its ranks other than 0
+        then need an explicit index, not ``"auto"``.
     :param token_file: path, on the actor's node, of a file with ``handle.token``.
         Without it the token is in the actor's ``runtime_env``, which Ray shows to its
         users and writes into its logs.
     :param runtime_env: the actor's further environment; it is not changed.
     """
     if not isinstance(handle, Handle):
-        raise errors.UsageError(f"options: {handle!r} is no handle", hint="pass what coordinator(...) returned")
+        raise errors.UsageError(f"options: {handle!r} is not a handle", hint="pass what coordinator(...) returned")
     numbers = {environ.REPLICA: replica, "RANK": rank, "WORLD_SIZE": world_size}
     secret = (environ.TOKEN, handle.token) if token_file is None else (environ.TOKEN_FILE, token_file)
     variables = {
@@ -221,7 +221,7 @@ def _must_be_connected(what: str) -> None:
 def _handle(actor: Any) -> Handle:
     try:
         endpoint, token, run = ray.get(actor.start.remote(), timeout=_START_TIMEOUT_S)
-    except errors.ReplicasError:  # Ray raises it as what it is, with the actor's traceback in its text
+    except errors.ReplicasError:  # Ray keeps the type, and adds the actor's traceback
         ray.kill(actor)
         raise
     except (ray.exceptions.RayError, AttributeError) as error:

@@ -1,8 +1,9 @@
-"""The actor in a bundle of Ray's, and its child, the agent.
+"""The actor in a bundle of Ray, and its child, the agent.
 
-The agent is a process of its own, as a worker of Ray has threads and signal handlers
-that it cannot share. It is told to end when the actor's process does, whoever has ended
-that. Both start faster as this module imports neither Ray nor the supervisor.
+The agent is a separate process, as a Ray worker has threads and signal handlers that
+the agent cannot share. The kernel signals the agent when the actor's process ends, for
+any reason. Both start faster because this module imports neither Ray nor the
+supervisor.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ __all__ = ["RayAgent", "main"]
 
 
 class RayAgent:
-    """The actor."""
+    """The actor: runs one agent as its child."""
 
     def serve(self, join: str, name: str, labels: Mapping[str, str], folder: str) -> int:
         """Run an agent to its end; return its exit code.
@@ -39,7 +40,8 @@ class RayAgent:
 
 
 def main(parent: str, node: str, folder: str, *labels: str) -> int:
-    """The child: an agent that ends with its parent."""
+    """Run the agent in the child process; it ends with its parent. Return the exit
+    code."""
     from replicas.supervisor.agent.remote import Invitation, serve_node
 
     die_with_parent(int(parent), signal.SIGTERM)

@@ -1,22 +1,22 @@
 """Run a whole config on Ray: ``replicas ray CONFIG``.
 
-Ray lends machines; policy, restarts and state are the supervisor's, which runs in the
-driver. For each node of each replica there is a bundle of a placement group, with the
-CPUs, GPUs and memory that the replica needs there, and in it an actor that owns an
-agent (:mod:`replicas.integrations.ray_agent`)::
+Ray provides machines; the supervisor, which runs in the driver, has policy, restarts
+and state. Each node of each replica has a bundle of a placement group, with the CPUs,
+GPUs and memory that the replica needs there, and in it an actor that owns an agent
+(:mod:`replicas.integrations.ray_agent`)::
 
     driver: supervisor ◄─────── agent ◄─ actor in a bundle
                         joins            Ray finds, and finds again, the place
 
 An actor that ends is replaced in the same bundle, which Ray moves when its node has
-died. The agent's node is named after the bundle and the machine: one that comes up on
-another machine is another node, as nobody there can end what the first may still run.
+died. The agent's node is named after the bundle and the machine: an agent on another
+machine is another node, as it cannot end processes that may still run on the first.
 
-Groups that grow get a further placement group, so Ray's autoscaler sees what is wanted;
-of those that shrink, idle bundles end, and a placement group with its last bundle. A
-bundle that ends for another reason, such as a drain of its node, is replaced. When a
-reload has a group ask for other bundles, its replicas leave all those that it has: Ray
-may have no room for both at a time.
+A group that grows gets another placement group, so that Ray's autoscaler sees the
+demand; a group that shrinks ends idle bundles, and a placement group with its last
+bundle. A bundle that ends for another reason, such as a drain of its node, is replaced.
+If a reload changes the bundles of a group, its replicas first leave all old ones: Ray
+may not have room for both.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ _TOKEN = (
 def run(config: Config, *, address: str | None = None) -> int:
     """Run ``config`` to its end on a Ray cluster; return the exit code.
 
-    :param address: of the cluster; default: that of ``RAY_ADDRESS``, which ``ray job
-        submit`` sets, or the one that runs on this machine.
-    :raises replicas.errors.UsageError: there is no cluster, or not one for this Ray.
+    :param address: address of the cluster; default: that of ``RAY_ADDRESS``, which
+        ``ray job submit`` sets, or the cluster on this machine.
+    :raises replicas.errors.UsageError: no cluster is found, or it runs another Ray.
     """
     _connect(address or os.environ.get("RAY_ADDRESS") or "auto")
     try:
@@ -73,11 +73,11 @@ def run(config: Config, *, address: str | None = None) -> int:
         surroundings = Surroundings(adapt=lambda one: adapted(one, host), opened=opened, nodes=slots(config))
         return supervise(config, surroundings)
     finally:
-        ray.shutdown()  # and with it all actors and placement groups
+        ray.shutdown()  # also ends all actors and placement groups
 
 
 def _connect(address: str) -> None:
-    """Connect to a cluster. With a wrong token Ray finds none, after 20 s."""
+    """Connect to a cluster. With a wrong token Ray finds no cluster, after 20 s."""
     try:
         ray.init(address=address, configure_logging=False)
     except ConnectionError as error:
@@ -85,7 +85,7 @@ def _connect(address: str) -> None:
         raise errors.UsageError(f"no Ray cluster: {_words(error)}", hint=hint) from error
     except ray.exceptions.AuthenticationError as error:
         raise errors.UsageError(f"the Ray cluster refuses this program: {_words(error, 1)}", hint=_TOKEN) from error
-    except (RuntimeError, ValueError) as error:  # another release of Ray or Python; no address
+    except (RuntimeError, ValueError) as error:  # another release of Ray or Python; invalid address
         raise errors.UsageError(
             f"the Ray cluster cannot be used: {_words(error)}",
             hint="install its releases of Ray and Python here, and name it as HOST:PORT with --address",
@@ -93,18 +93,18 @@ def _connect(address: str) -> None:
 
 
 def _words(error: Exception, lines: int | None = None) -> str:
-    """Return the first lines of an error of Ray's, or its kind if it has no text."""
+    """Return the first lines of an error of Ray, or its type if it has no text."""
     return one_line("\n".join(str(error).strip().splitlines()[:lines])) or type(error).__name__
 
 
 def adapted(config: Config, host: str) -> Config:
-    """The config as it runs on Ray: each node of a replica on an agent of its own."""
+    """Return the config as it runs on Ray: each node of a replica on its own agent."""
     groups = {name: _in_bundles(group) for name, group in config.groups.items()}
     return on_cluster(replace(config, groups=groups), host, len(slots(config)))
 
 
 def slots(config: Config) -> tuple[str, ...]:
-    """Names of the bundles with which a run begins."""
+    """Return the names of the bundles with which a run begins."""
     ours = [group for group in config.groups.values() if not group.external]
     return tuple(f"{group.name}-{number}" for group in ours for number in range(group.replicas * group.nnodes))
 
@@ -119,7 +119,7 @@ def _in_bundles(group: GroupConfig) -> GroupConfig:
 
 
 def bundle(group: GroupConfig) -> dict[str, float]:
-    """What one node of a replica asks of Ray."""
+    """Return the resources that one node of a replica requests from Ray."""
     resources, ranks = group.resources, group.nproc_per_node
     wanted: dict[str, float] = {"CPU": float(ranks * (resources.cpu_threads or 1))}
     if resources.gpus:
@@ -130,25 +130,26 @@ def bundle(group: GroupConfig) -> dict[str, float]:
 
 
 def _asks(group: GroupConfig) -> tuple[dict[str, float], dict[str, str]]:
-    """What a group asks of its bundles; one that was made for another is not for it."""
+    """Return the resources and labels of a group's bundles; if they change, all its
+    bundles are replaced."""
     return bundle(group), dict(group.placement.labels)
 
 
 class _Slot:
-    """A bundle of a placement group, and who keeps an agent in it."""
+    """A bundle of a placement group, and the task that keeps an agent in it."""
 
     def __init__(self, place: Any, index: int, name: str, group: GroupConfig) -> None:
         self.place, self.index, self.name, self.group = place, index, name, group
         self.keeper: asyncio.Task[None] | None = None
         self.retired = False
-        """Its group asks for other bundles now: no agent is started in this one."""
+        """Set when its group needs other bundles: no more agents are started here."""
 
     def holds(self, node: str) -> bool:
         return node.rpartition("-")[0] == self.name
 
 
 class _Bundles:
-    """The bundles of a run. For the supervisor's loop only."""
+    """The bundles of a run. Used on the supervisor's event loop only."""
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
@@ -158,7 +159,8 @@ class _Bundles:
         self._has_groups = False
 
     def begin(self) -> None:
-        """Ask for those of the config, before there are groups."""
+        """Request the bundles of the config, before groups exist; then follow the
+        groups."""
         for group in self._supervisor.config.groups.values():
             if not group.external and group.replicas:
                 self._add(group, group.replicas * group.nnodes)
@@ -173,10 +175,10 @@ class _Bundles:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a bug: the bundles of a run are not kept any more", exc_info=error)
+            log.error("no longer adjusting the bundles of the run (a bug)", exc_info=error)
 
     async def _follow(self) -> None:
-        """Bring the bundles in step with the groups, at each change of these."""
+        """Adjust the bundles at each change of the groups."""
         async for record in self._supervisor.events(self._supervisor.last_event):
             if isinstance(record.event, Scaled | Reloaded | Transition):  # a replica that has ended leaves its bundle
                 self._has_groups = True
@@ -201,21 +203,21 @@ class _Bundles:
                 self._shrink(slots, len(slots) - wanted)
 
     def _retire(self, slots: list[_Slot]) -> None:
-        """Have replicas leave these bundles, and end them."""
+        """Drain the nodes of these bundles, and drop bundles without a node."""
         nodes = [one.name for one in self._supervisor.status().nodes if one.state in ("up", "away", "draining")]
         for slot in slots:
             slot.retired = True
             joined = [node for node in nodes if slot.holds(node)]
             for node in joined:
                 self._spawn(self._drain(node))
-            if not joined and slot.keeper is not None:  # it waits for its place, or its agent is lost
+            if not joined and slot.keeper is not None:  # it waits for resources, or its agent is lost
                 slot.keeper.cancel()
                 self._drop(slot)
 
     async def _drain(self, node: str) -> None:
         try:
             await self._supervisor.drain_node(node)
-        except errors.ReplicasError as error:  # somebody has undone it, or its agent is another by now
+        except errors.ReplicasError as error:  # the drain was undone, or the node has a new agent
             self._supervisor.say(str(error))
 
     def _add(self, group: GroupConfig, count: int) -> None:
@@ -233,7 +235,8 @@ class _Bundles:
             slot.keeper = self._spawn(self._keep(slot))
 
     async def _keep(self, slot: _Slot) -> None:
-        """Keep an agent in the bundle until one of it has ended in order."""
+        """Run an agent in the bundle, restart a failed one; return when one ends with
+        0."""
         supervisor, group = self._supervisor, slot.group
         wanted = bundle(group)
         strategy = PlacementGroupSchedulingStrategy(slot.place, placement_group_bundle_index=slot.index)
@@ -252,26 +255,26 @@ class _Bundles:
             try:
                 code = await actor.serve.remote(invitation(supervisor), slot.name, dict(group.placement.labels), folder)
             except ray.exceptions.RayError as error:
-                supervisor.say(f"the agent in bundle {slot.name} is lost: {_words(error, lines=1)}")
+                supervisor.say(f"restarting the agent in bundle {slot.name}, which is lost: {_words(error, lines=1)}")
             else:
                 if code == 0:
                     break
                 supervisor.say(f"the agent in bundle {slot.name} ended with {code}; starting another")
             finally:
-                with contextlib.suppress(ray.exceptions.RayError):  # it is dead by then, or with the job
+                with contextlib.suppress(ray.exceptions.RayError):  # dead already, or with the job
                     ray.kill(actor)
             await asyncio.sleep(_AGAIN_S)
         self._drop(slot)
-        self._adjust()  # its group may still want one
+        self._adjust()  # its group may still need a bundle
 
     def _drop(self, slot: _Slot) -> None:
-        """Forget a bundle, and give its placement group back with the last one."""
+        """Forget a bundle; remove its placement group with its last bundle."""
         self._slots[slot.group.name].remove(slot)
         if not any(one.place is slot.place for slots in self._slots.values() for one in slots):
             remove_placement_group(slot.place)
 
     def _shrink(self, slots: list[_Slot], surplus: int) -> None:
-        """Release up to that many bundles in which no replica is left."""
+        """Drain up to ``surplus`` bundles in which no replica is left."""
         nodes = [one for one in self._supervisor.status().nodes if any(slot.holds(one.name) for slot in slots)]
         surplus -= sum(one.state == "draining" for one in nodes)
         idle = [one.name for one in nodes if one.state == "up" and not one.replicas]

@@ -1,21 +1,21 @@
 """One URL for many servers: keep the worker list of an existing router in step with a
 channel.
 
-``vllm-router`` and ``sglang-router`` spread requests over workers, and try a request
-again on another worker when one dies before it has answered. They learn of workers by
-``POST /add_worker?url=`` and ``/remove_worker?url=``. This module calls the two:
+``vllm-router`` and ``sglang-router`` spread requests over workers, and retry a request
+on another worker when one dies before it has answered. Workers are added by ``POST
+/add_worker?url=`` and removed by ``/remove_worker?url=``. This module calls both:
 
     python -m replicas.integrations.router --channel policy --port 8000 ...
 
 starts vllm-router with its own further options, and keeps its list; :func:`keep` does
-so for a router that somebody else started. A worker is a replica whose rank 0 shows
+so for a router that is already running. A worker is a replica whose rank 0 shows
 ``info["url"]``, is live and has loaded a version. A worker that loads the next version
-stays in the list: its requests in flight are frozen and continued, not cut. One that is
-lost is removed, and a router that was restarted gets the whole list again.
+stays in the list: its requests in flight are frozen and continued, not cut. A lost
+worker is removed, and a restarted router gets the whole list again.
 
-The supervisor's status is read twice a second. A token is not needed to read it, but
-off loopback to know the right control port (``REPLICAS_TOKEN_FILE``). (An embedded
-coordinator has no such page.)
+The supervisor's status is read twice a second. Reading needs no token, but off loopback
+the token file (``REPLICAS_TOKEN_FILE``) identifies the right control port. (An embedded
+coordinator has no status page.)
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ STOP_TIMEOUT_S = 6.0
 
 
 def ready_urls(status: RunStatus, channel: str) -> frozenset[str]:
-    """The URLs of the replicas that answer with a version of the channel.
+    """Return the URLs of the replicas that answer with a version of the channel.
 
     :raises replicas.errors.UnknownChannel: the run has no such channel.
     """
@@ -76,22 +76,22 @@ class WorkerList:
         self._address = host_and_port(url)
 
     def bring_to(self, wanted: frozenset[str]) -> None:
-        """Add and remove workers until the router has these.
+        """Add and remove workers until the router has exactly ``wanted``.
 
         :raises OSError: the router does not answer.
         """
         known = self.workers()
         for url in sorted(known - wanted):
             self._request("POST", f"/remove_worker?url={quote(url, safe='')}")
-            logger.info("%s gets no more requests", url)
+            logger.info("removed %s from the router", url)
         for url in sorted(wanted - known):
             self._request("POST", f"/add_worker?url={quote(url, safe='')}")
-            logger.info("%s gets requests", url)
+            logger.info("added %s to the router", url)
 
     def workers(self) -> frozenset[str]:
-        """The URLs of the workers that the router has.
+        """Return the URLs of the router's workers.
 
-        :raises OSError: the router does not answer, or this is none.
+        :raises OSError: the router does not answer, or the server is not a router.
         """
         answer = self._request("GET", "/list_workers")
         try:
@@ -124,14 +124,14 @@ def keep(
 ) -> None:
     """Keep a router's worker list in step with a channel until ``stop`` is set.
 
-    A router or a run that does not answer is asked again; the router keeps its list
+    A router or a run that does not answer is polled again; the router keeps its list
     meanwhile.
 
     :param router_url: ``http://HOST:PORT`` of the router.
     :param endpoint: ``host:port`` of the run's control port (``REPLICAS_ENDPOINT``).
-    :param is_gone: returns why there is no more to do, or an empty text.
+    :param is_gone: returns why to stop with an error, or an empty text.
     :raises replicas.errors.UsageError: no endpoint is known, or it is not on loopback
-        and ``REPLICAS_TOKEN_FILE`` does not say how to know it.
+        and ``REPLICAS_TOKEN_FILE`` does not identify it.
     :raises replicas.errors.UnknownChannel: the run has no such channel.
     """
     found = environ.read()
@@ -151,7 +151,7 @@ def keep(
             trouble = ""
         except (OSError, errors.Disconnected) as error:
             if trouble != str(error):
-                logger.warning("the list of workers stays as it is: %s", error)
+                logger.warning("keeping the router's list of workers: %s", error)
             trouble = str(error)
 
 

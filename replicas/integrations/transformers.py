@@ -34,7 +34,7 @@ class SyncCallback(TrainerCallback):
     """Adds the figures of a trainer's syncs to its logs, and leaves the channel when
     training ends.
 
-    :param sync: who publishes.
+    :param sync: the trainer's membership, which publishes.
     """
 
     def __init__(self, sync: WeightSync) -> None:
@@ -42,7 +42,7 @@ class SyncCallback(TrainerCallback):
 
     @property
     def channel(self) -> replicas.Channel | None:
-        """The channel, while training goes on."""
+        """The channel, during training."""
         return self._sync.channel
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
@@ -54,7 +54,7 @@ class SyncCallback(TrainerCallback):
         state.log_history[-1].update(figures)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Let publishes under way end, and leave."""
+        """Wait for open publishes, leave the channel, and log the last figures."""
         figures = newest([*self._sync.figures(), *self._sync.leave()])
         if figures:
             state.log_history.append({**figures, "step": state.global_step})
@@ -70,19 +70,20 @@ class PublishCallback(SyncCallback):
 
     :param channel: name of the channel, of which this trainer is a source.
     :param every: optimizer steps from one publish to the next; default 1.
-    :param wait: before training goes on: ``"loaded"``, all live targets serve the new
-        version; ``"committed"``, all have its bytes; None (the default): it is copied.
+    :param wait: before training continues: ``"loaded"``, all live targets serve the new
+        version; ``"committed"``, all have its bytes; None (the default): the weights
+        are copied.
     :param deadline: seconds for each of the two; default: the channel's for the commit,
         60 for the loads.
-    :param weights: makes what is published of the trainer's model, on every rank;
-        default: :func:`replicas.sources.hf`.
+    :param weights: returns the weights to publish of the trainer's model, on every
+        rank; default: :func:`replicas.sources.hf`.
     :param dtype: cast plain floating tensors to this dtype; default: no cast.
     :param first: False: do not publish the weights with which training begins.
     :param join: further arguments of :func:`replicas.join`, where no supervisor has
         set the environment.
-    :raises replicas.errors.UsageError: ``every`` or ``wait`` is none of these; when
-        training begins: this rank's group is no source of the channel, or the model is
-        of a kind that ``weights`` refuses.
+    :raises replicas.errors.UsageError: ``every`` or ``wait`` is not valid; when
+        training begins: this rank's group is not a source of the channel, or
+        ``weights`` refuses the model.
     :raises replicas.errors.ReplicasError: when training begins: the join failed.
     """
 
@@ -102,14 +103,14 @@ class PublishCallback(SyncCallback):
         super().__init__(self._steps)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Join, and publish."""
+        """Join the channel, and publish the first weights."""
         self._steps.begin(state.global_step, model)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Publish, if it is time."""
+        """Publish if ``every`` steps have passed."""
         self._steps.step(state.global_step, model)
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Publish what was not, and leave."""
+        """Publish the last step, and leave as :class:`SyncCallback` does."""
         self._steps.end(state.global_step, model, changed=args.load_best_model_at_end)
         super().on_train_end(args, state, control)

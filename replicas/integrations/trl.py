@@ -15,9 +15,10 @@ and to resume. Here the servers pause themselves, each for its own load
 weights are copied. What the trainer waits for before it samples again is ``wait``.
 
 Figures of each sync go into TRL's own logs (``trainer.state.log_history``) under
-``replicas/``. TRL hands its weight transfer no trainer; its iterator is a generator
-method of the trainer, and is asked for it. In ``server_mode`` the iterator belongs to
-TRL's client: there a callback does it, which also leaves the channel at the end.
+``replicas/``. TRL gives its weight transfer no trainer; its iterator is a generator
+method of the trainer, which is found through the generator's frame. In ``server_mode``
+the iterator belongs to TRL's client: there a callback logs the figures, and leaves the
+channel at the end.
 """
 
 from __future__ import annotations
@@ -44,16 +45,16 @@ __all__ = ["Wait", "WeightTransfer", "server_mode"]
 logger = logging.getLogger("replicas.integrations")
 
 WRAPPED = 3
-"""In so many generators the one of TRL's trainer may be wrapped."""
+"""Most generators that may wrap the one of TRL's trainer."""
 
 
 class WeightTransfer:
     """A weight transfer of TRL's ``AsyncGRPOTrainer``.
 
     :param channel: name of the channel, of which this trainer is a source.
-    :param wait: before the trainer goes on: ``"loaded"``, all live servers answer with
-        the new version; ``"committed"``, all have its bytes; None (the default): it is
-        copied.
+    :param wait: before the trainer continues: ``"loaded"``, all live servers answer
+        with the new version; ``"committed"``, all have its bytes; None (the default):
+        the weights are copied.
     :param deadline: seconds for each of the two; default: the channel's for the commit,
         60 for the loads.
     :param join: further arguments of :func:`replicas.join`, where no supervisor has
@@ -87,15 +88,15 @@ class WeightTransfer:
         """Publish; return when the weights are copied.
 
         A publish that fails is logged, now or with the next one, and training goes on:
-        the servers keep the version that they have.
+        the servers keep their version.
 
-        :raises replicas.errors.UsageError: the first one is wrong, as each later one
-            would be.
+        :raises replicas.errors.UsageError: the first publish is wrong, as every later
+            one would be.
         """
         self._logs = _logs_of(iterator)
         if self._logs is None and not self._warned:
             self._warned = True
-            logger.warning("no trainer of TRL's is behind these weights: the figures of syncs are in no log of its own")
+            logger.warning("not logging the figures of syncs: the weights do not come from a trainer of TRL")
         self._sync.publish(iterator)
         self._log(self._sync.figures())
 
@@ -109,7 +110,8 @@ class WeightTransfer:
         self._log(self._sync.leave())
 
     def _log(self, figures: list[dict[str, float]]) -> None:
-        """Put in the newest of each, failures counted: TRL logs the mean of a list."""
+        """Add the newest value of each figure, and the count of failures: TRL logs the
+        mean of a list."""
         logs = self._logs
         if logs is not None:
             known = {name: logs[name][-1] for name in logs if name.startswith("replicas/") and logs[name]}
@@ -117,8 +119,8 @@ class WeightTransfer:
 
 
 def _logs_of(iterator: object, depth: int = WRAPPED) -> dict[str, list[float]] | None:
-    """The lists of metrics of the trainer whose generator method this is, or that of a
-    generator around it; None: no such trainer."""
+    """Return the metric lists of the trainer whose generator method this is, or wraps;
+    None if no trainer of TRL is found."""
     frame = getattr(iterator, "gi_frame", None)
     if frame is None or not depth:
         return None
@@ -156,17 +158,17 @@ def server_mode(
     """Make a ``GRPOTrainer(vllm_mode="server")`` built in this block publish on a
     channel.
 
-    TRL builds its client of the server itself, so the class that it builds is another
-    one within the block. This trainer samples right after each sync; ``wait`` is
-    ``"loaded"`` by default. The other parameters are those of :class:`WeightTransfer`.
+    TRL builds its own client of the server, so the client's class is replaced within
+    the block. This trainer samples right after each sync; ``wait`` is ``"loaded"`` by
+    default. The other parameters are those of :class:`WeightTransfer`.
 
-    :param first: a model to publish when TRL looks for its server. Behind a router
-        there is none before the first version: TRL would wait for a server, and the
+    :param first: a model to publish when TRL looks for its server. Behind a router no
+        server is ready before the first version: TRL would wait for a server, and the
         servers for weights.
     :param dtype: cast plain floating tensors to this dtype; default: no cast.
 
-    :raises replicas.errors.UsageError: out of the trainer, when it makes its client or
-        syncs first: ``first`` or its own model cannot be published.
+    :raises replicas.errors.UsageError: from the trainer, when it makes its client or
+        first syncs: ``first`` or its own model cannot be published.
 
     The block's value is a callback for the trainer: it adds the figures of each sync to
     its logs, and leaves the channel when training ends. Without it there are no figures
@@ -193,8 +195,8 @@ def _client(theirs: type, sync: WeightSync, first: torch.nn.Module | None, dtype
         base_url: str
 
         def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
-            """TRL's own check; a router is healthy before it has a server, and is asked
-            until it has one."""
+            """Run TRL's own check, then wait for a server: a router is healthy before
+            it has one."""
             until = time.monotonic() + total_timeout
             if first is not None:
                 sync.publish(hf(first), dtype=dtype)
@@ -207,12 +209,12 @@ def _client(theirs: type, sync: WeightSync, first: torch.nn.Module | None, dtype
         def _has_server(self) -> bool:
             try:
                 return bool(self.session.get(f"{self.base_url}/v1/models").status_code == 200)
-            except OSError:  # what requests raises
+            except OSError:  # raised by requests
                 return False
 
         def get_server_info(self) -> dict[str, Any]:
-            """TRL's own question; behind a router, which tells of itself, one of its
-            servers is asked."""
+            """Run TRL's own request; behind a router, which describes itself, send it
+            to one of the servers."""
             mine = self.base_url
             try:
                 info: dict[str, Any] = super().get_server_info()
@@ -233,7 +235,7 @@ def _client(theirs: type, sync: WeightSync, first: torch.nn.Module | None, dtype
             sync.settle()
 
         def reset_prefix_cache(self) -> None:
-            """Do nothing: each server has reset its own with its load."""
+            """Do nothing: each server resets its own cache with each load."""
 
         def close_communicator(self) -> None:
             sync.leave()

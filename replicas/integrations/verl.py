@@ -8,7 +8,7 @@ plugins are off (``VERL_USE_EXTERNAL_PLUGINS=none``) it is named by
 verl's manager begins each sync with ``prepare``, ``build_topology`` and
 ``init_process_group``. Here ``build_topology`` starts a coordinator at the first sync,
 a Ray actor beside the manager that ends with it, and gives each worker its seat;
-workers join once (:mod:`replicas.integrations.shared.refit` is the rest). Under a
+workers join once (the rest is :mod:`replicas.integrations.shared.refit`). Under a
 supervisor, or with ``REPLICAS_ENDPOINT`` in the workers' environment, that coordinator
 is used; its channel has the source group ``trainer`` and the target group ``rollout``.
 """
@@ -30,14 +30,15 @@ from replicas.integrations.shared.refit import DEADLINE_S, Place, Refit, channel
 __all__ = ["ReplicasCheckpointEngine"]
 
 NAME = "replicas-verl"
-"""Of a coordinator's actor, with the channel behind it."""
+"""Prefix of the name of a coordinator's actor, before the channel's name."""
 _HANDLES: dict[tuple[str, str], Handle] = {}
-"""Of this process, by Ray job and name: Ray ends an actor when no handle is left."""
+"""Handles of this process, by Ray job and name: Ray ends an actor when no handle is
+left."""
 
 
 @CheckpointEngineRegistry.register("replicas")
 class ReplicasCheckpointEngine(Refit, CheckpointEngine):
-    """One worker's engine. What follows ``is_master`` may be set in
+    """The engine of one worker. The parameters after ``is_master`` may be set in
     ``checkpoint_engine.engine_kwargs.replicas``.
 
     :param bucket_size: not used: memory for two versions is made once, in the trainer
@@ -46,8 +47,7 @@ class ReplicasCheckpointEngine(Refit, CheckpointEngine):
     :param channel: name of the channel.
     :param ranks: ``"leader"``: rank 0 publishes; ``"all"``: each trainer publishes its
         share.
-    :param rollout_dtype: cast floating tensors to it; default: as the trainer gives
-        them.
+    :param rollout_dtype: cast floating tensors to it; default: no cast.
     :param deadline: seconds for a publish, and for a receive.
     :param options: further keys of the channel, such as ``slots`` or ``staging``.
     :raises replicas.errors.UsageError: an argument is wrong, or verl is of a release
@@ -72,7 +72,7 @@ class ReplicasCheckpointEngine(Refit, CheckpointEngine):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: Sequence[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """On the manager: start or find the coordinator, and give out the seats."""
+        """On the manager: start or find the coordinator, and assign the seats."""
         place = None if metadata[0]["outside"] else _place(channel_settings(metadata))
         count, sync = len(metadata), first_sync(metadata)
         whole: dict[str, list[Any]] = {
@@ -85,8 +85,8 @@ class ReplicasCheckpointEngine(Refit, CheckpointEngine):
 
 
 def _place(channels: dict[str, Any]) -> Place:
-    """Of the coordinator of these channels and this Ray job, which is started if there
-    is none."""
+    """Return the address of the coordinator of these channels in this Ray job; start
+    one if there is none."""
     name = "-".join([NAME, *channels])
     key = ray.get_runtime_context().get_job_id(), name
     if key not in _HANDLES:

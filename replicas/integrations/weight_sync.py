@@ -1,14 +1,14 @@
-"""What the integrations of trainers share: publish, wait, report.
+"""Publish, wait and report: the common part of the integrations of trainers.
 
-A trainer of another library calls at its own places. :class:`WeightSync` is its
-membership of a channel; :class:`StepSync` counts the optimizer steps, too.
+The library's trainer decides when to call. :class:`WeightSync` is its membership of a
+channel; :class:`StepSync` also counts the optimizer steps.
 
-A sync that fails ends no training: it is logged, with the figure ``replicas/failed``,
-and the targets keep the version that they have. Loads that fail are told by the next
-receipt, and logged with the figure ``replicas/not_loaded``. Only what can never work
-raises, when training begins: no coordinator at the join, a group that is no source of
-the channel, or a call that is wrong (:class:`replicas.errors.UsageError`), such as a
-model that cannot be published.
+A failed sync does not end the training: it is logged, with the figure
+``replicas/failed``, and the targets keep their version. Failed loads are reported by
+the next receipt, and logged with the figure ``replicas/not_loaded``. Only errors that
+no later sync can escape are raised, when training begins: no coordinator at the join, a
+group that is not a source of the channel, or a wrong call
+(:class:`replicas.errors.UsageError`), such as a model that cannot be published.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger("replicas.integrations")
 
 Wait = Literal["loaded", "committed"] | None
 LOADED_S = 60.0
-"""Seconds for the loads, where no deadline was given."""
+"""Seconds for the loads, without a given deadline."""
 
 
 class _Sync(NamedTuple):
@@ -41,12 +41,12 @@ class WeightSync:
     """A trainer's membership of a channel of which it is a source.
 
     :param channel: its name.
-    :param wait: what :meth:`settle` waits for: ``"loaded"``, all live targets serve the
-        new version; ``"committed"``, all have its bytes; None: nothing.
+    :param wait: the state to wait for after a publish: ``"loaded"``, all live targets
+        serve the new version; ``"committed"``, all have its bytes; None: immediately.
     :param deadline: seconds for each of the two; None: the channel's for the commit,
         60 for the loads.
     :param join: further arguments of :func:`replicas.join`.
-    :raises replicas.errors.UsageError: ``wait`` is none of these.
+    :raises replicas.errors.UsageError: ``wait`` is not one of these.
     """
 
     def __init__(self, channel: str, wait: Wait, deadline: float | None, join: dict[str, Any]) -> None:
@@ -65,7 +65,7 @@ class WeightSync:
     def join(self) -> replicas.Channel:
         """Join the channel, once; return it.
 
-        :raises replicas.errors.UsageError: this group is no source of the channel.
+        :raises replicas.errors.UsageError: this group is not a source of the channel.
         :raises replicas.errors.ReplicasError: as :func:`replicas.join`.
         """
         if self.channel is not None:
@@ -83,7 +83,7 @@ class WeightSync:
 
         :param options: of :meth:`replicas.Channel.publish`.
         :raises replicas.errors.UsageError: no publish has worked yet, and this one is
-            wrong: so would be each later one.
+            wrong, as every later one would be.
         """
         channel = self.join()
         began = time.monotonic()
@@ -101,8 +101,8 @@ class WeightSync:
         self._open.append(self._last)
 
     def settle(self) -> None:
-        """Wait for the last publish as ``wait`` says; at most for the deadline of
-        each."""
+        """Wait for the last publish as ``wait`` says, at most for the deadline of each
+        part."""
         if self.channel is None or self._last is None or self._wait is None:
             return
         began = time.monotonic()
@@ -112,21 +112,22 @@ class WeightSync:
             try:
                 self.channel.loaded(receipt.version, deadline=self._deadline or LOADED_S).wait()
             except errors.ReplicasError as error:
-                logger.warning("version %s is not loaded everywhere, training goes on: %s", receipt.version, error)
+                logger.warning("training goes on, version %s is not loaded everywhere: %s", receipt.version, error)
                 last.figures["replicas/load_failed"] = 1.0
         last.figures["replicas/waited_seconds"] = time.monotonic() - began
 
     def figures(self) -> list[dict[str, float]]:
-        """The figures of each sync that has ended and was not reported, by name."""
+        """Return the figures, by name, of each sync that has ended since the last
+        call."""
         for sync in [sync for sync in self._open if sync.pending.done()]:
             self._receipt(sync)
         found, self._figures = self._figures, []
         return found
 
     def leave(self, *, wait: bool = True) -> list[dict[str, float]]:
-        """Leave the channel; return the figures that are left.
+        """Leave the channel; return the unreported figures.
 
-        :param wait: first let the publishes under way end, by their own deadlines.
+        :param wait: first wait for open publishes, by their own deadlines.
         """
         channel, self.channel, self._last, self._works = self.channel, None, None, False
         if channel is None:
@@ -138,7 +139,8 @@ class WeightSync:
         return self.figures()
 
     def _receipt(self, sync: _Sync) -> replicas.Receipt | None:
-        """Wait for its end and keep its figures; None: it failed."""
+        """Wait for the end of a sync, and keep its figures. Return None if it
+        failed."""
         try:
             receipt = sync.pending.wait()
         except errors.ReplicasError as error:
@@ -148,13 +150,13 @@ class WeightSync:
             self._open.remove(sync)
             if receipt is not None:
                 for name, why in receipt.not_loaded.items():
-                    logger.warning("%s goes on with older weights, or is started again: %s", name, why)
+                    logger.warning("%s did not load; it keeps older weights or is restarted: %s", name, why)
                 sync.figures.update(receipt.metrics())
                 self._figures.append(sync.figures)
         return receipt
 
     def _failed(self, error: errors.ReplicasError) -> None:
-        logger.warning("a publish failed, training goes on: %s", error)
+        logger.warning("training goes on after a failed publish: %s", error)
         self._figures.append({"replicas/failed": 1.0})
 
 
@@ -165,7 +167,8 @@ class StepSync(WeightSync):
     resumed training) is published like any other, under the next version.
 
     :param every: N.
-    :param weights: makes what is published of the trainer's model, at each publish.
+    :param weights: returns the weights to publish of the trainer's model, at each
+        publish.
     :param dtype: cast plain floating tensors to this dtype; None: no cast.
     :param first: publish the weights with which training begins, too.
     :raises replicas.errors.UsageError: ``every`` is not a whole number from 1.
@@ -194,10 +197,10 @@ class StepSync(WeightSync):
         self._begun = 0
 
     def begin(self, step: int, model: Any) -> None:
-        """Training begins, or goes on, at this step.
+        """Join, and publish or reserve memory: training begins or resumes at this step.
 
-        :raises replicas.errors.UsageError: the model cannot be published so; the hint
-            has the ``weights`` with which it can, if there are such.
+        :raises replicas.errors.UsageError: the model cannot be published as it is; the
+            hint has the ``weights`` that would work, if any.
         """
         self.join()
         self._begun, self._published = step, -1
@@ -212,26 +215,27 @@ class StepSync(WeightSync):
             raise
 
     def _reserve(self, model: Any) -> None:
-        """Make the memory while the first step is computed."""
+        """Reserve the memory of the channel while the first step is computed."""
         channel, weights = self.join(), self._weights(model)
         if not isinstance(weights, (torch.nn.Module, Mapping)) and not hasattr(weights, "metadata"):
-            return  # a stream does not tell its tensors beforehand
+            return  # a stream has no metadata
         try:
             channel.reserve(weights, dtype=self._dtype)
         except errors.UsageError:
             raise
-        except errors.ReplicasError as error:  # the first publish says it again, or works without
-            logger.info("no memory is made ahead of the first publish: %s", error)
+        except errors.ReplicasError as error:  # the first publish raises it again, or works without
+            logger.info("not reserving memory before the first publish: %s", error)
 
     def step(self, step: int, model: Any) -> None:
-        """An optimizer step has ended, or none: a step is published once."""
+        """Publish if ``every`` steps have passed; a repeated call for a step does
+        nothing."""
         if step // self._every > max(self._published, self._begun) // self._every:
             self._sync(step, model)
 
     def end(self, step: int, model: Any, *, changed: bool = False) -> None:
-        """Training has ended: publish what was not.
+        """Publish the last step unless it was published: training has ended.
 
-        :param changed: the model is another one than after the last step.
+        :param changed: the model has changed since the last step.
         """
         if self.channel is not None and (changed or step != self._published):
             self._sync(step, model)
@@ -243,7 +247,7 @@ class StepSync(WeightSync):
 
 
 def newest(all_figures: list[dict[str, float]]) -> dict[str, float]:
-    """The newest of each figure; failures are counted."""
+    """Return the newest value of each figure, and the total of failures."""
     found: dict[str, float] = {}
     for figures in all_figures:
         found.update(figures)

@@ -372,7 +372,7 @@ async def test_a_server_whose_engine_has_died_is_given_up_at_once_though_a_call_
             await served(engine, 1)
             engine.engine_answers.clear()  # /is_paused hangs
             engine.is_dead = True  # and /health is 503
-            with pytest.raises(errors.SyncError, match="does not answer /health any more"):
+            with pytest.raises(errors.SyncError, match="no longer answers /health"):
                 await asyncio.wait_for(task, 20)
 
 

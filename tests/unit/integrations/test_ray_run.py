@@ -229,9 +229,9 @@ async def test_an_agent_that_is_lost_without_a_word_comes_back(world: RayWorld) 
     await world.end("a-0", RayError(""))
     await world.settled()
     assert [*world.ray.agents] == ["a-1", "a-0"]
-    assert world.supervisor.said == ["the agent in bundle a-0 is lost: RayError"]
+    assert world.supervisor.said == ["restarting the agent in bundle a-0, which is lost: RayError"]
     await world.end("a-0", RayError("The actor died.\n\tclass_name: Agent"))
-    assert world.supervisor.said[-1] == "the agent in bundle a-0 is lost: The actor died."
+    assert world.supervisor.said[-1] == "restarting the agent in bundle a-0, which is lost: The actor died."
 
 
 def test_a_cluster_that_cannot_be_used_is_no_bug(ray: Ray, ray_run: Any) -> None:

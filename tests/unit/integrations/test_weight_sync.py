@@ -91,7 +91,7 @@ def test_a_model_that_becomes_unpublishable_ends_no_training(run: FakeRun, caplo
             (sync.step if step else sync.begin)(step, None)
         figures = sync.leave()
     assert [one.get("replicas/failed", 0.0) for one in figures].count(1.0) == 1
-    assert "a publish failed, training goes on: hf: the Module holds" in caplog.text
+    assert "training goes on after a failed publish: hf: the Module holds" in caplog.text
 
 
 def test_trls_first_sync_raises_what_no_later_one_could_do(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
