@@ -3,8 +3,8 @@
 Three ways in, none of which changes a line of vLLM:
 
 - ``vllm serve MODEL --weight-transfer-config '{"backend": "replicas"}'``: the entry
-  point :func:`register` makes the backend known in every process of vLLM.
-- :func:`follow` brings each committed version into such a server, wherever it runs.
+  point :func:`register` registers the backend in every process of vLLM.
+- :func:`follow` loads each committed version into such a server, wherever it runs.
 - ``python -m replicas.integrations.vllm serve MODEL ...`` starts vLLM's own server
   behind a gate (:mod:`replicas.integrations.gate`) and follows; further arguments are
   vLLM's own. It is the command of a group with ``launcher = "exec"``.
@@ -16,9 +16,9 @@ The *follower* (:func:`replicas.engine.follow`) is rank 0 of the server's replic
 the server's workers are its other ranks
 (:mod:`replicas.integrations.vllm_worker.engine`). So a version counts as loaded when
 every worker has it and the server answers with it again; a worker, an engine or a
-follower that dies, or is stopped, is a rank that is lost. A channel of LoRA adapters
-has the follower alone as a member. All processes of a server that ``serve`` has started
-die with the follower.
+follower that dies or is stopped is a lost rank. On a channel of LoRA adapters the
+follower is the only member. All processes of a server that ``serve`` has started die
+with the follower.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ logger = logging.getLogger("replicas.integrations.vllm")
 BACKEND = "replicas"
 API_KEY = "VLLM_API_KEY"
 RUST_FRONT_END = "VLLM_USE_RUST_FRONTEND"
-"""vLLM 0.33 has a front end in Rust, off by default, which takes no middleware."""
+"""vLLM 0.33 has a front end in Rust, off by default, which supports no middleware."""
 QUIET_OPTION = "--disable-access-log-for-endpoints"
 QUIET = (0, 32)
-"""The first release that is known to have it."""
+"""The first release that is known to have this option."""
 
 
 def register() -> None:
@@ -78,7 +78,7 @@ def register() -> None:
     ``vllm.general_plugins``)."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    with contextlib.suppress(ValueError):  # it is known already: plugins are loaded more than once
+    with contextlib.suppress(ValueError):  # already registered: plugins are loaded more than once
         WeightTransferEngineFactory.register_engine(
             BACKEND, "replicas.integrations.vllm_worker.engine", "ReplicasEngine"
         )
@@ -88,10 +88,12 @@ def register() -> None:
 
 @functools.cache
 def _end_with(follower: int) -> None:
-    """Let this process of vLLM's die with its follower, even one killed by SIGKILL.
+    """Let this process of vLLM die with its follower, even if SIGKILL ends the
+    follower.
 
-    vLLM's engine and its workers would stay behind otherwise, and keep their GPUs. (The
-    kernel's parent-death signal is bound to the thread that has started a process.)
+    Otherwise vLLM's engine and workers would stay behind and keep their GPUs. (The
+    kernel's parent-death signal is bound to the thread that started a process, so a
+    thread watches the follower's pidfd instead.)
     """
     try:
         pidfd = os.pidfd_open(follower)
@@ -107,7 +109,7 @@ def _end_with(follower: int) -> None:
         threading.Thread(target=watch, name="replicas-follower-watch", daemon=True).start()
 
     begin()
-    os.register_at_fork(after_in_child=begin)  # vLLM forks some, which load no plugins then
+    os.register_at_fork(after_in_child=begin)  # vLLM forks some processes, which load no plugins
 
 
 def follow(
@@ -138,28 +140,27 @@ def follow(
     :param base_url: ``http://HOST:PORT`` of the server, and perhaps a prefix of its
         paths.
     :param channel: name of the channel.
-    :param lora: its versions are LoRA adapters, published with ``adapter=``. The server
-        needs ``--enable-lora`` and ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`` for them, and
-        access to this machine's temporary folder.
+    :param lora: whether versions are LoRA adapters, published with ``adapter=``. The
+        server then needs ``--enable-lora`` and ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``,
+        and access to this machine's temporary folder.
     :param mode: requests in flight during a load are kept (frozen, and continued with
         the new weights), waited for, or aborted.
     :param every: load every n-th version at most; 1: each, unless a newer one is there.
     :param min_serving: the least share of the time in which the server computes, from 0
         to below 1; default 0.5: after a load it serves for as long as that took, and
         then loads the newest version.
-    :param verify_load: compare the workers' tensors with the version that they have
-        loaded ``"always"``, after the ``"first"`` load of each manifest, or
-        ``"never"``.
+    :param verify_load: compare the workers' tensors with the loaded version
+        ``"always"``, after the ``"first"`` load of each manifest, or ``"never"``.
     :param complete: False: versions may lack parameters of the model.
-    :param patches: write only what has changed since the last version, where that is
-        proven to be right: on GPUs, of models that are not quantized.
+    :param patches: write only the changes since the last version, where that is proven
+        to be right: on GPUs, for models that are not quantized.
     :param public_url: address for routers, shown as ``info["url"]``; default: base_url.
     :param api_key: the server's API key; default: the environment's ``VLLM_API_KEY``.
     :param stop: ends the call when it is set; default: never.
     :param timeout: seconds until the server must be healthy; default 900.
-    :param engine_timeout: seconds for which the server's engine may answer nothing
-        while its processes are at work (it compiles, say), or if they cannot be seen
-        from here; default 600. One whose processes do nothing is given up after 30 s.
+    :param engine_timeout: seconds for which the server's engine may stay silent while
+        its processes are at work (it compiles, say), or cannot be seen from here;
+        default 600. An engine whose processes are idle is given up after 30 s.
     :param identity: ``endpoint``, ``token``, ``run``, ``group`` and ``replica`` as for
         :func:`replicas.join`; default: the environment. The server's workers join with
         the same, or with their own environment.
@@ -186,7 +187,7 @@ def follow(
 
 
 def _engine(url: str, adapters: Path | None, *, complete: bool, patches: bool, **more: Any) -> VllmServer:
-    """The verbs of a server of weights, or of adapters that are written to a folder."""
+    """Return the verbs for a server of weights, or of adapters, written to a folder."""
     if adapters is not None:
         return VllmAdapters(url, adapters, **more)
     return VllmEngine(url, complete=complete, patches=patches, **more)
@@ -196,7 +197,7 @@ def _engine(url: str, adapters: Path | None, *, complete: bool, patches: bool, *
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """``python -m replicas.integrations.vllm serve MODEL ...``; return the exit
+    """Run ``python -m replicas.integrations.vllm serve MODEL ...``; return the exit
     code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] != ["serve"]:
@@ -227,7 +228,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _api_key(rest: Sequence[str]) -> str:
-    """The first key among vLLM's own options, or that of the environment."""
+    """Return the first key among vLLM's own options, or that of the environment."""
     for option, value in itertools.zip_longest(rest, rest[1:], fillvalue=""):
         name, given, key = option.partition("=")
         if name in ("--api-key", "--api_key"):
@@ -236,8 +237,8 @@ def _api_key(rest: Sequence[str]) -> str:
 
 
 def _refuse_odd_addresses(rest: Sequence[str]) -> None:
-    """:raises UsageError: options by which the server listens where nobody finds it, or
-    where the gate does not stand."""
+    """:raises UsageError: with these options the server would listen where the follower
+    or the gate cannot reach it."""
     if os.environ.get(RUST_FRONT_END, "0") not in ("", "0"):
         raise errors.UsageError(
             f"serve: {RUST_FRONT_END} is set, and the gate runs in vLLM's front end in Python alone",
@@ -295,9 +296,10 @@ def _serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _remove(folder: Path) -> None:
-    """Remove it, and the shared memory that bears the names of files in it.
+    """Remove the folder, and the shared memory named after files in it.
 
-    Workers on a CPU meet in a file, and share memory by its name; killed ones leave it.
+    Workers on a CPU rendezvous in a file, and share memory named after it; killed
+    workers leave it behind.
     """
     for meeting in folder.glob("vllm_dist_*"):
         for left in Path("/dev/shm").glob(f"*{meeting.name}*"):
@@ -306,7 +308,7 @@ def _remove(folder: Path) -> None:
 
 
 def _installed() -> str:
-    """The version of vLLM here; empty: it does not say."""
+    """Return the installed version of vLLM, or an empty text if it is unknown."""
     try:
         return importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
@@ -314,7 +316,8 @@ def _installed() -> str:
 
 
 def _user() -> str:
-    """The user's name, as torch has it in the default folder of what it compiles."""
+    """Return the user's name as torch uses it in the default folder of compiled
+    code."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # a container may run as a number that /etc/passwd lacks
@@ -323,10 +326,10 @@ def _user() -> str:
 
 @contextlib.contextmanager
 def _vllm(host: str, port: int, rest: Sequence[str], gate: GatePage, scratch: Path) -> Iterator[Child]:
-    """vLLM's own server in the block."""
+    """Run vLLM's own server in the block, behind the gate."""
     release = release_of(_installed())
     if release >= QUIET and not any(option.replace("_", "-").startswith(QUIET_OPTION) for option in rest):
-        rest = [*rest, QUIET_OPTION, ",".join(VllmServer.watched)]  # its log would be half of them
+        rest = [*rest, QUIET_OPTION, ",".join(VllmServer.watched)]  # else they fill half of its log
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *rest),
         *("--host", host, "--port", str(port)),

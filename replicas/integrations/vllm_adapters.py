@@ -1,12 +1,12 @@
 """LoRA adapters of a channel in a vLLM server: each version under a name of its own.
 
-Each version is written as a PEFT checkpoint into a folder of its own, and loaded as
-``NAME@VERSION``: vLLM keeps what it computed with an adapter by the adapter's name.
-Nothing is paused. Requests that began with an older version end with it, so the name
-before is unloaded, and folders stay: a server with more adapters in use than it has
-room for (``--max-loras``, 1 by default) reads one once more at a later step, and its
-engine dies where it cannot. vLLM's metrics say which adapters have requests in flight.
-An adapter that vLLM does not take is refused: the server goes on with the one before.
+Each version is written as a PEFT checkpoint into its own folder, and loaded as
+``NAME@VERSION``, as vLLM caches results by the adapter's name. Nothing is paused.
+Requests that began with an older version end with it, so the previous name is unloaded,
+but folders stay: a server with more adapters in use than ``--max-loras`` (1 by default)
+reads a folder again at a later step, and its engine dies if it cannot. vLLM's metrics
+say which adapters have requests in flight. An adapter that vLLM does not accept is
+refused: the server keeps the previous one.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ __all__ = ["VllmAdapters"]
 
 IN_FLIGHT = "vllm:lora_requests_info"
 KEPT_UNSEEN = 32
-"""So many folders stay where the server does not say which it needs."""
+"""Number of folders that stay if the server does not report which it needs."""
 
 
 class VllmAdapters(VllmServer):
     """A vLLM server started with ``--enable-lora``.
 
-    :param folder: where adapters are written, which the server can read.
+    :param folder: folder for the adapters, readable by the server.
     :param more: as for :class:`replicas.integrations.http_engine.HttpEngine`.
     """
 
@@ -64,8 +64,8 @@ class VllmAdapters(VllmServer):
         self._loaded.append((name, folder))
 
     def _take_over(self, adapter: str, name: str, timeout_s: float) -> None:
-        """Know the version that an earlier follower has left; its files are gone. The
-        same one is loaded anew."""
+        """Take over the versions that an earlier follower has loaded, whose files are
+        gone; unload ``name``, so that it can be loaded again."""
         for found in self.server.call("GET", "/v1/models")["data"]:
             left = str(found["id"])
             if left == name:
@@ -74,15 +74,15 @@ class VllmAdapters(VllmServer):
                 self._loaded.append((left, self._folder / left))
 
     def _write(self, update: Update, name: str) -> Path:
-        """The adapter as PEFT saves it.
+        """Write the adapter as PEFT saves it; return its folder.
 
-        :raises Refused: the version is no adapter.
+        :raises Refused: the version is not an adapter.
         """
         from safetensors.torch import save_file
 
         config = update.meta.get("adapter_config")
         if not isinstance(config, str):
-            raise Refused(f"version {update.version} is no adapter", phase="load", hint="publish(..., adapter=)")
+            raise Refused(f"version {update.version} is not an adapter", phase="load", hint="publish(..., adapter=)")
         folder = self._folder / name
         folder.mkdir()
         (folder / "adapter_config.json").write_text(config)
@@ -92,7 +92,8 @@ class VllmAdapters(VllmServer):
         return folder
 
     def reset_caches(self, timeout_s: float) -> None:
-        """Unload the version before: its name is what its memories are kept by."""
+        """Unload the previous version, by whose name its caches are kept; remove unused
+        folders."""
         for name, _ in self._loaded[:-1][-1:]:
             self.post("/v1/unload_lora_adapter", {"lora_name": name}, timeout_s=timeout_s, serving=True)
         older, newest = self._loaded[:-2], self._loaded[-2:]
@@ -106,8 +107,8 @@ class VllmAdapters(VllmServer):
         self._loaded = [*kept, *newest]
 
     def _used(self) -> set[str] | None:
-        """Names of the adapters that requests in flight ask for; None: the server does
-        not say."""
+        """Return the names of the adapters that requests in flight use, or None if the
+        server does not report them."""
         try:
             told = str(self.server.call("GET", "/metrics"))
         except NotDone:

@@ -1,9 +1,8 @@
 """The gate of a vLLM server, for its option ``--middleware``: control routes, names of
 adapters, and the served version as a metric.
 
-Each version of an adapter is loaded under a name of its own, ``NAME@VERSION``. A
-request for the model ``NAME`` gets the newest of them, and the answer's ``model`` says
-which.
+Each version of an adapter is loaded under its own name, ``NAME@VERSION``. A request for
+the model ``NAME`` gets the newest version, and the answer's ``model`` names it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ __all__ = ["ServedVersion", "VllmGate"]
 _ALWAYS = (*ALWAYS, "/ping", "/version", "/load", "/v1/models")
 _CONTROL_PACKAGES = ("vllm.entrypoints.rl", "vllm.entrypoints.serve.dev")
 _OPERATORS_PACKAGES = tuple(f"vllm.entrypoints.serve.{name}" for name in ("elastic_ep", "fault_tolerance", "profile"))
-"""Where a release may have further routes that change the engine."""
+"""Packages in which a release may have further routes that change the engine."""
 
 
 class VllmGate(Gate):
@@ -44,7 +43,7 @@ class VllmGate(Gate):
 
 
 def _newest_adapters(scope: Scope) -> dict[str, str]:
-    """Full name of the newest version of each adapter that vLLM has loaded."""
+    """Return the full name of the newest loaded version of each adapter."""
     newest: dict[str, int] = {}
     models = getattr(scope["app"].state, "openai_serving_models", None)
     for full in list(getattr(models, "lora_requests", {})):
@@ -55,8 +54,8 @@ def _newest_adapters(scope: Scope) -> dict[str, str]:
 
 
 def _renamed(receive: Receive, newest: dict[str, str]) -> Receive:
-    """The request's messages; its body, in one, asks for the newest version of an
-    adapter."""
+    """Return a ``receive`` that yields the body as one message, with the full name of
+    the newest version of an adapter."""
     was_read = False
 
     async def read() -> MutableMapping[str, Any]:
@@ -80,7 +79,7 @@ def _renamed(receive: Receive, newest: dict[str, str]) -> Receive:
 def _with_full_name(body: bytes, newest: dict[str, str]) -> bytes:
     try:
         asked = json.loads(body)
-    except ValueError:  # vLLM says so itself
+    except ValueError:  # vLLM reports it itself
         return body
     if not isinstance(asked, dict) or not isinstance(asked.get("model"), str) or asked["model"] not in newest:
         return body
@@ -109,9 +108,9 @@ class ServedVersion(Collector):
 
 
 def _control_paths() -> Iterator[str]:
-    """The paths of vLLM's routers for its operator, found in the installed release.
+    """Yield the paths of vLLM's control routers, found in the installed release.
 
-    :raises RuntimeError: there are none, so they must have moved.
+    :raises RuntimeError: no paths were found, so vLLM must have moved them.
     """
     found = False
     for package in _CONTROL_PACKAGES:

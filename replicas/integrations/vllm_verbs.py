@@ -1,11 +1,11 @@
 """vLLM's verbs: the HTTP routes by which a released server loads versions.
 
 Its workers are ranks of the server's replica, and receive on their own
-(:mod:`replicas.integrations.vllm_worker.engine`); a request tells them which version.
-Its ``/health`` is answered by its API process, also when its engine is frozen;
-``/is_paused`` is answered by the engine, but only between two steps. A first request
-that asks for log-probabilities makes vLLM compile, for a minute on a busy machine: it
-gets one before its gate opens.
+(:mod:`replicas.integrations.vllm_worker.engine`); a request carries the number of the
+version. ``/health`` is answered by vLLM's API process, even when its engine is frozen;
+``/is_paused`` is answered by the engine, but only between two steps. The first request
+that asks for log-probabilities makes vLLM compile, for a minute on a busy machine: the
+follower sends one before it opens the gate.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ __all__ = ["VllmEngine", "VllmServer", "release_of"]
 logger = logging.getLogger("replicas.integrations.vllm")
 
 OLDEST = (0, 29)
-"""The first release of vLLM whose control routes these are."""
+"""The first release of vLLM with these control routes."""
 WARM_UP = {"prompt": [1, 2, 3], "max_tokens": 2, "temperature": 1.0, "logprobs": 1}
 
 
 def release_of(version: str) -> tuple[int, ...]:
-    """First two numbers of vLLM's version; of an unknown one, those of none.
+    """Return the first two numbers of vLLM's version, or () for an unknown one.
 
-    :raises UsageError: it is too old: its control routes are others.
+    :raises UsageError: the release is too old: it has other control routes.
     """
     found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-    if len(found) < 2 or found == (0, 0):  # built from source, perhaps
+    if len(found) < 2 or found == (0, 0):  # perhaps built from source
         return ()
     if found < OLDEST:
         raise errors.UsageError(
@@ -49,7 +49,7 @@ def release_of(version: str) -> tuple[int, ...]:
 
 
 class VllmServer(HttpEngine):
-    """What a vLLM server that follows weights has in common with one of adapters."""
+    """The common part of a vLLM server of weights and one of adapters."""
 
     watched = {API: 15.0, "/is_paused": 30.0}
 
@@ -60,16 +60,16 @@ class VllmServer(HttpEngine):
         self.name = f"vLLM {version}".strip()
 
     def warm_up(self, timeout_s: float) -> None:
-        """Have the server compile what a first request needs."""
+        """Send a first request, so that the server compiles what requests need."""
         try:
             self.post("/v1/completions", {"model": self.model(), **WARM_UP}, timeout_s=timeout_s, serving=True)
         except (errors.SyncError, KeyError, IndexError, TypeError) as error:
             if reason := self.health():
                 raise self.lost(reason) from error
-            logger.info("the server could not be warmed up (it may serve no completions): %s", error)
+            logger.info("starting without a warm-up (the server may not serve completions): %s", error)
 
     def model(self) -> str:
-        """The name by which requests ask for what is served."""
+        """Return the name by which requests select the served model."""
         return str(self.server.call("GET", "/v1/models")["data"][0]["id"])
 
 
@@ -77,7 +77,7 @@ class VllmEngine(VllmServer):
     """A vLLM server with the weight-transfer backend ``"replicas"``.
 
     :param complete: False: versions may lack parameters of the model.
-    :param patches: the workers may write what has changed alone.
+    :param patches: whether the workers may write only the changes of a version.
     :param more: as for :class:`HttpEngine`.
     """
 
@@ -95,16 +95,16 @@ class VllmEngine(VllmServer):
         info = {"channel": identity.channel, "world_size": identity.world_size, "complete": self._complete}
         if self._patches:
             info["patches"] = True
-        if not self.has_gate:  # a server that is older than this follower
+        if not self.has_gate:  # the server was started before this follower
             self._end_open_update(timeout_s)
         info = {"init_info": {**info, **identity.join, "replica": identity.replica}}
         self.post("/init_weight_transfer_engine", info, timeout_s=timeout_s)
 
     def check(self, update: Update, timeout_s: float) -> str:
         if self.workers > 1:
-            # vLLM does not read the replies of other workers after an error, and takes
+            # After an error vLLM does not read the replies of other workers, and takes
             # them for those to its next calls. With several workers the load itself
-            # finds a misfit, and the server starts anew.
+            # finds a misfit, and the server is restarted.
             return ""
         self.post("/start_weight_update", timeout_s=timeout_s)
         try:
@@ -132,7 +132,8 @@ class VllmEngine(VllmServer):
         self._version = update.version
 
     def checksum(self, update: Update, timeout_s: float) -> str | None:
-        """The workers compare a sample; their logs say how much of it can be."""
+        """Have the workers compare a sample; their logs say how much could be
+        compared."""
         try:
             self._update(update.version, timeout_s, prove=True)
         except NotDone as error:
@@ -145,15 +146,15 @@ class VllmEngine(VllmServer):
         self.post("/update_weights", {"update_info": info}, timeout_s=timeout_s)
 
     def _end_open_update(self, timeout_s: float, refuse: str = "") -> None:
-        """End an update that an earlier call, or a follower that died, left open."""
-        with contextlib.suppress(errors.SyncError):  # the answer is the error that ends it, or that there is none
+        """End an update that an earlier call, or a dead follower, left open."""
+        with contextlib.suppress(errors.SyncError):  # the answer is always an error: ended, or none open
             self._update(0, timeout_s, refuse=refuse)
 
     def reset_caches(self, timeout_s: float) -> None:
-        """End the update; then forget.
+        """End the update, and reset the caches of encoders and prefixes.
 
-        Requests that were kept hold some of it: they are computed anew then. A store
-        of other machines is cleared, too (``reset_external``).
+        Kept requests hold parts of the prefix cache: they are computed again then. A
+        store of other machines is cleared, too (``reset_external``).
         """
         self.post("/finish_weight_update", {"weight_version": str(self._version)}, timeout_s=timeout_s)
         self._open = False

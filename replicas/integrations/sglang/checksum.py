@@ -1,15 +1,13 @@
-"""Compare what a SGLang server holds with a version.
+"""Compare the tensors of a SGLang server with a version.
 
-``/weights_checker`` tells a checksum of every parameter of each scheduler. Those of a
-model on a CPU are the first 8 bytes of the SHA-256 of the parameter's memory, and can
-be computed here: of schedulers that have the whole model, not of those among which it
-is split. Parameters that SGLang packs (``qkv_proj`` of three, ``gate_up_proj`` of two)
-are put together.
+``/weights_checker`` returns a checksum of every parameter of each scheduler. On a CPU
+the checksum is the first 8 bytes of the SHA-256 of the parameter's memory, and can be
+computed here if each scheduler has the whole model, not a shard of it. Parameters that
+SGLang packs (``qkv_proj`` of three, ``gate_up_proj`` of two) are put together.
 
 Checksums of a GPU are computed by a kernel of SGLang's own. There
-``/get_weights_by_name`` shows the first rows of a tensor by the name that a checkpoint
-has for it, which some models can do; of several replicas of a model (``--dp-size``) it
-shows a list of those.
+``/get_weights_by_name`` returns the first rows of a tensor by its checkpoint name, for
+some models; with several replicas of a model (``--dp-size``) it returns a list.
 """
 
 from __future__ import annotations
@@ -29,12 +27,13 @@ ROWS = 2
 NAMED = 3
 
 Ask = Callable[[str, dict[str, Any]], Any]
-"""Path and body of a request → its decoded answer; None: the server cannot tell."""
+"""Path and body of a request → its decoded answer, or None if the server does not
+support it."""
 
 
 def difference(tensors: Mapping[str, torch.Tensor], ask: Ask, *, on_cpu: bool) -> str | None:
-    """What the server holds in another way, by its name; empty: nothing of all that was
-    compared; None: nothing could be compared."""
+    """Return the names of tensors that differ on the server, an empty text if all
+    compared ones are equal, or None if nothing could be compared."""
     found = _by_checksums(tensors, ask) if on_cpu else None
     return _by_samples(tensors, ask) if found is None else found
 
@@ -55,7 +54,7 @@ def _by_checksums(tensors: Mapping[str, torch.Tensor], ask: Ask) -> str | None:
 
 
 def _shards(rank: Mapping[str, Any], unknown: int) -> int:
-    """Among how many schedulers its replica of the model is split."""
+    """Return the number of schedulers among which the model is split."""
     return max((one["tp_size"] * one["pp_size"] for one in rank.get("parallelism_info", ())), default=unknown)
 
 
@@ -98,7 +97,7 @@ def _numbers(value: Any) -> list[Any]:
 
 
 def _same(ours: list[float], told: list[Any]) -> bool:
-    """The same numbers; JSON has no word for NaN and infinities: they come as null."""
+    """Compare numbers; JSON cannot express NaN and infinities: they come as null."""
     return len(ours) == len(told) and all(
         one == other or (other is None and not math.isfinite(one)) for one, other in zip(ours, told, strict=True)
     )

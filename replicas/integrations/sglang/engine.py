@@ -1,23 +1,24 @@
 """SGLang's verbs: the HTTP routes by which a released server loads versions.
 
 A version is loaded by ``/update_weights_from_disk``, from a folder whose weights are
-the memory of the slot (:mod:`replicas.integrations.shared.model_folder`); with it comes
-the number by which the server labels its answers. (``/update_weight_version`` aborts
-all requests by default, and is not used.) Each scheduler of the server reads the
-folder.
+the memory of the slot (:mod:`replicas.integrations.shared.model_folder`); the request
+also carries the version's number, with which the server labels its answers.
+(``/update_weight_version`` aborts all requests by default, and is not used.) Each
+scheduler of the server reads the folder.
 
-Of SGLang's pause modes ``in_place`` keeps what was computed for the requests in flight,
-and lets nobody clear it: prefixes of the old weights stay for ever. ``keep`` is
-``retract`` here: requests go back to the queue, and are computed anew from their own
+SGLang's pause mode ``in_place`` keeps the cache of the requests in flight, which then
+cannot be cleared: prefixes of the old weights would stay forever. So ``keep`` is
+``retract`` here: requests return to the queue, and are computed again from their own
 tokens. ``wait`` is the lock that SGLang itself takes for a load: it waits for the
 requests in flight, and holds back new ones until the load is done.
 
-A load that fails half-way is rolled back by SGLang to the files of the same version: a
-scheduler that cannot read them dies of it, and its server with it. Other failed loads
-may leave anything, so the server is paused then, and loads once more.
+SGLang rolls a load that fails half-way back to the files of the same version: a
+scheduler that cannot read them dies, and its server with it. Other failed loads may
+leave any state, so the server is paused then, and loads once more.
 
-``/health`` has the server compute a token, which it does not do while it is paused:
-``/model_info`` is answered by its API process, ``/server_info`` by its schedulers.
+``/health`` makes the server compute a token, which it cannot while it is paused. So
+``/model_info`` is polled, which the API process answers, and ``/server_info``, which
+the schedulers answer.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ __all__ = ["OLDEST", "SglangEngine"]
 logger = logging.getLogger("replicas.integrations.sglang")
 
 OLDEST = (0, 5, 23)
-"""The first release of SGLang whose control routes these are."""
+"""The first release of SGLang with these control routes."""
 WARM_UP = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 2}, "return_logprob": True}
 CALL_TIMEOUT_S = 60.0
 NOT_FOLLOWED: Mapping[str, tuple[Any, str]] = {
@@ -56,16 +57,16 @@ NOT_FOLLOWED: Mapping[str, tuple[Any, str]] = {
     "enable_flexkv": (False, "what FlexKV keeps of old weights cannot be cleared"),
     "enable_unified_cache_external_linker": (False, "what its store keeps of old weights cannot be cleared"),
 }
-"""Settings of a server that cannot be followed if they are others, and why."""
+"""Settings that a server must have to be followed, and why."""
 
 
 class SglangEngine(HttpEngine):
     """A SGLang server on this machine.
 
     :param complete: False: versions may lack parameters of the model.
-    :param encodes_anew: the server keeps no outputs of encoders (images, audio):
-        ``SGLANG_VLM_CACHE_SIZE_MB=0``.
-    :param scratch: where a folder for the server is made; default: the temporary one.
+    :param encodes_anew: whether the server caches no outputs of encoders (images,
+        audio): ``SGLANG_VLM_CACHE_SIZE_MB=0``.
+    :param scratch: parent of the server's model folder; default: the temporary folder.
     :param more: as for :class:`replicas.integrations.http_engine.HttpEngine`.
     """
 
@@ -91,7 +92,7 @@ class SglangEngine(HttpEngine):
     def look_up(self) -> None:
         settings = self.server.call("GET", "/server_info")
         if not isinstance(settings, dict) or "model_path" not in settings:
-            raise errors.UsageError(f"{self.server.url} is no SGLang server", hint="/server_info is to tell its model")
+            raise errors.UsageError(f"{self.server.url} is not a SGLang server", hint="check its /server_info")
         version = str(settings.get("version", ""))
         self.name = f"SGLang {version}".strip()
         found = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
@@ -130,7 +131,7 @@ class SglangEngine(HttpEngine):
         self._pause("retract" if mode == "keep" else "abort", timeout_s)
 
     def _pause(self, how: str, timeout_s: float) -> None:
-        self._paused = True  # perhaps, even if the call fails
+        self._paused = True  # possibly even if the call fails
         self.post("/pause_generation", {"mode": how}, timeout_s=timeout_s, serving=True)
 
     def load(self, update: Update, timeout_s: float) -> None:
@@ -150,8 +151,9 @@ class SglangEngine(HttpEngine):
         self._shown().loaded(update)
 
     def reset_caches(self, timeout_s: float) -> None:
-        """The load has cleared the prefix caches, and fails if a scheduler could not:
-        ``/flush_cache`` would have the server collect garbage, too, for seconds."""
+        """Clear the external store. The load has cleared the prefix caches, and fails
+        if a scheduler could not: ``/flush_cache`` would also make the server collect
+        garbage, for seconds."""
         if self._settings.get("hicache_storage_backend"):
             self.post("/hicache/storage-backend/clear", timeout_s=timeout_s)
 
@@ -166,20 +168,20 @@ class SglangEngine(HttpEngine):
         except errors.SyncError as error:
             if reason := self.health():
                 raise self.lost(reason) from error
-            logger.info("the server could not be warmed up (it may generate nothing): %s", error)
+            logger.info("starting without a warm-up (the server may not generate text): %s", error)
 
     def version(self) -> int | None:
         said = self.server.call("GET", "/model_info").get("weight_version")
         return int(said) if str(said).isdigit() else None
 
     def checksum(self, update: Update, timeout_s: float) -> str | None:
-        """By ``/weights_checker`` where the model is on a CPU, else by some rows of
-        some tensors, if the server shows them (``/get_weights_by_name``)."""
+        """Compare by ``/weights_checker`` if the model is on a CPU, else by some rows
+        of some tensors, if the server returns them (``/get_weights_by_name``)."""
 
         def ask(path: str, body: dict[str, Any]) -> Any:
             try:
                 return self.post(path, body, timeout_s=timeout_s)
-            except NotDone:  # this model has no such thing
+            except NotDone:  # not supported for this model
                 return None
 
         return difference(dict(update.tensors()), ask, on_cpu=self._settings.get("device") == "cpu")

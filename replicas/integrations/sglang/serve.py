@@ -68,9 +68,9 @@ def follow(
     :param base_url: ``http://HOST:PORT`` of the server, and perhaps a prefix of its
         paths.
     :param channel: name of the channel, of versions of the model's weights.
-    :param mode: requests in flight during a load are kept (put back, computed anew from
-        the tokens that they have, and continued with the new weights), waited for, or
-        aborted. SGLang's ``in_place`` would keep prefixes of the old weights.
+    :param mode: requests in flight during a load are kept (put back, computed again
+        from their tokens, and continued with the new weights), waited for, or aborted.
+        SGLang's ``in_place`` would keep prefixes of the old weights.
     :param every: load every n-th version at most; 1: each, unless a newer one is there.
     :param min_serving: the least share of the time in which the server computes, from 0
         to below 1; default 0.5.
@@ -81,9 +81,9 @@ def follow(
     :param api_key: the server's API key; with an administrator's key, that one alone.
     :param stop: ends the call when it is set; default: never.
     :param timeout: seconds until the server must be up; default 900.
-    :param engine_timeout: seconds for which the schedulers may answer nothing while
-        they are at work, or if they cannot be seen from here; default 600. A server
-        whose processes do nothing is given up after 30 s.
+    :param engine_timeout: seconds for which the schedulers may stay silent while they
+        are at work, or cannot be seen from here; default 600. A server whose processes
+        are idle is given up after 30 s.
     :param identity: ``endpoint``, ``token``, ``run``, ``group`` and ``replica`` as for
         :func:`replicas.join`; default: the environment.
     :raises replicas.errors.SyncError: the server is gone, or a version failed to load
@@ -109,7 +109,7 @@ def follow(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """``python -m replicas.integrations.sglang serve|follow ...``; return the exit
+    """Run ``python -m replicas.integrations.sglang serve|follow ...``; return the exit
     code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] not in (["serve"], ["follow"]) or len(given) < 2 or given[1].startswith("-"):
@@ -157,8 +157,8 @@ def _how(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _refuse_other_doors(rest: Sequence[str]) -> None:
-    """:raises replicas.errors.UsageError: the server would listen in a way that the
-    gate or the follower does not know."""
+    """:raises replicas.errors.UsageError: with these options the server would listen
+    where the gate or the follower cannot reach it."""
     for option in rest:
         if (name := option.partition("=")[0].replace("_", "-")).startswith(OTHER_DOORS):
             raise errors.UsageError(
@@ -179,15 +179,15 @@ def _serve(options: argparse.Namespace, rest: Sequence[str]) -> None:
         command = [
             *(sys.executable, "-m", "replicas.integrations.sglang.server", "--model-path", options.model, *rest),
             *("--host", options.host, "--port", str(port)),
-            "--skip-server-warmup",  # it asks for an answer, before the gate lets any out
-            *([] if QUIET_OPTION in rest else [QUIET_OPTION, *SglangEngine.watched]),  # its log would be half of them
+            "--skip-server-warmup",  # it requests an answer, while the gate is shut
+            *([] if QUIET_OPTION in rest else [QUIET_OPTION, *SglangEngine.watched]),  # else they fill half of its log
             *(["--api-key", options.api_key] if options.api_key else []),
         ]
         variables = {
-            "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # a paused server lives
+            "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # a paused server is alive
             "TORCHINDUCTOR_CACHE_DIR": os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}"),  # noqa: PTH118
             **os.environ,
-            "SGLANG_VLM_CACHE_SIZE_MB": "0",  # it is kept by the inputs, and cannot be cleared
+            "SGLANG_VLM_CACHE_SIZE_MB": "0",  # this cache is keyed by the inputs, and cannot be cleared
             "TMPDIR": str(scratch),
             GATE: gate.path,
         }

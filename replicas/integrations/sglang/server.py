@@ -2,10 +2,10 @@
 started by ``serve``; its arguments are those of ``sglang.launch_server``.
 
 Nothing of SGLang is changed: the gate is a middleware of its application. Its control
-routes are those that SGLang itself marks as an administrator's, found in the installed
-release. All but ``/abort_request``, by which clients end their own requests, are the
-follower's alone, and for reading, too: ``GET /release_memory_occupation`` takes the
-model's memory away.
+routes are those that SGLang itself marks for administrators, found in the installed
+release. All but ``/abort_request``, by which clients end their own requests, are
+reserved for the follower, also for reading: ``GET /release_memory_occupation`` frees
+the model's memory.
 """
 
 from __future__ import annotations

@@ -1,1 +1,2 @@
-"""What several integrations share; no framework is imported here."""
+"""Common parts of several integrations: model folders, refits, ``serve`` commands,
+release checks. This package imports no framework."""

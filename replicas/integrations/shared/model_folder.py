@@ -2,18 +2,17 @@
 memory.
 
 Engines that load from a disk are given a folder: configuration and tokenizer are links
-to those of the model's own folder, and ``model.safetensors`` is a link to the slot that
-holds the version. So nothing is copied to a disk but tied tensors: the slot has
-each of them under one name, and ``tied.safetensors`` has copies for the other names
-that the model's own files have. The server has to be on this machine, with the same
-user and the same view of ``/proc``.
+to the files of the model's own folder, and ``model.safetensors`` is a link to the slot
+that holds the version. Only tied tensors are copied to a disk: the slot has each of
+them under one name, and ``tied.safetensors`` has copies for the other names in the
+model's own files. The server has to be on this machine, with the same user and the same
+view of ``/proc``.
 
-Some engines ignore tensors that they do not know, keep the old values of tensors that
-are missing, or take wrong shapes (SGLang on a CPU does all three). So names, shapes and
-kinds of dtypes are compared here, before a server is told of a version: with the
-headers of the model's safetensors files (those that
-:func:`replicas.sources.checkpoint` reads of the folder), or with the first version that
-it has loaded.
+Some engines ignore unknown tensors, keep the old values of missing tensors, or accept
+wrong shapes (SGLang on a CPU does all three). So names, shapes and kinds of dtypes are
+compared here, before a server is told of a version: with the headers of the model's
+safetensors files (those that :func:`replicas.sources.checkpoint` reads of the folder),
+or with the first loaded version.
 """
 
 from __future__ import annotations
@@ -47,13 +46,13 @@ DERIVED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cache
 """Buffers of old checkpoints, which servers compute themselves."""
 HEAD = "lm_head.weight"
 NAMED = 3
-"""So many tensors are named in an error."""
+"""Number of tensors named in an error."""
 
 logger = logging.getLogger("replicas.integrations")
 
 
 class Spec(NamedTuple):
-    """A tensor as a version or a checkpoint has it; dtypes are torch's names."""
+    """Dtype (torch's name) and shape of a tensor of a version or a checkpoint."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -62,7 +61,8 @@ class Spec(NamedTuple):
         return f"{self.dtype}{list(self.shape)}"
 
     def fits(self, other: Spec) -> bool:
-        """One can be copied into the other: a float of 16 bits or more is cast."""
+        """Return True if one can be copied into the other: floats of 16 bits or more
+        are cast."""
         return self.shape == other.shape and _kind(self.dtype) == _kind(other.dtype)
 
 
@@ -73,8 +73,8 @@ def _kind(dtype: str) -> str:
 
 
 def find_model(model: str) -> Path | None:
-    """The folder of a model: a path, or a name of the Hugging Face hub that has been
-    downloaded; None: it is not seen from here."""
+    """Return the folder of a model, given as a path or as the name of a downloaded
+    model of the Hugging Face hub, or None if it is not found here."""
     if model and (folder := Path(model)).is_dir():
         return folder
     with contextlib.suppress(ImportError, OSError, ValueError):
@@ -85,9 +85,9 @@ def find_model(model: str) -> Path | None:
 
 
 def read_specs(folder: Path) -> dict[str, Spec]:
-    """Names, dtypes and shapes by the headers of a model's safetensors files.
+    """Return names, dtypes and shapes from the headers of a model's safetensors files.
 
-    Empty if the folder has none, or does not say which of several are the model's.
+    Empty if the folder has none, or the choice between several is ambiguous.
 
     :raises replicas.errors.UsageError: a file is malformed.
     """
@@ -100,11 +100,11 @@ def read_specs(folder: Path) -> dict[str, Spec]:
 
 
 def misfit(given: Mapping[str, Spec], expected: Mapping[str, Spec], *, tied: bool, complete: bool) -> str:
-    """Why tensors do not fit a model, by their names; empty: they do.
+    """Return why tensors do not fit a model, by their names, or an empty text.
 
-    :param tied: the output layer shares the embedding's weight, so that either may have
-        it or not.
-    :param complete: tensors may not be missing.
+    :param tied: whether the output layer shares the embedding's weight, so that its own
+        may be missing or extra.
+    :param complete: whether missing tensors are an error.
     """
     problems = [
         (name, f"has {spec}, the model {expected[name]}")
@@ -130,9 +130,9 @@ def _named(problems: Iterable[tuple[str, str]]) -> str:
 
 
 class ModelSpecs:
-    """The tensors of a server's model, as far as they are known here.
+    """The expected tensors of a server's model, as far as they are known here.
 
-    :param model: path or name of the model that the server has been started with.
+    :param model: path or name of the model with which the server was started.
     :param complete: False: versions may lack tensors of the model.
     :raises replicas.errors.UsageError: the model's files are malformed.
     """
@@ -144,23 +144,23 @@ class ModelSpecs:
         self._tied = self._source is not None and _is_tied(self._source)
 
     def misfit(self, update: Update) -> str:
-        """Why the version does not fit the model; empty: it does, or nothing is known
-        of the model yet."""
+        """Return why the version does not fit the model, or an empty text if it fits or
+        the model is not known yet."""
         if not self._expected:
             return ""
         return misfit(_specs(update), self._expected, tied=self._tied, complete=self._complete)
 
     def loaded(self, update: Update) -> None:
-        """Later versions are compared with this one, if the model's own files are not
-        seen from here."""
+        """Compare later versions with this one, if the model's own files are not found
+        here."""
         self._expected = self._expected or _specs(update)
 
 
 class ModelFolder(ModelSpecs):
-    """The folder of one server, whose weights are those of one version after the other;
-    it is removed by :meth:`close`.
+    """The folder that one server loads; its weights are those of the last shown
+    version. :meth:`close` removes it.
 
-    :param parent: where to make it; default: the temporary folder.
+    :param parent: folder in which it is made; default: the temporary folder.
     """
 
     def __init__(self, model: str, *, complete: bool = True, parent: Path | None = None) -> None:
@@ -172,7 +172,8 @@ class ModelFolder(ModelSpecs):
                     (self.path / file.name).symlink_to(file.absolute())
 
     def show(self, update: Update) -> Path:
-        """Let the folder's weights be those of the version, as long as that is open."""
+        """Link the version as the folder's weights; valid while the update is open.
+        Return the folder."""
         link = self.path / "model.safetensors"
         link.unlink(missing_ok=True)
         link.symlink_to(update.path)
@@ -180,8 +181,8 @@ class ModelFolder(ModelSpecs):
         return self.path
 
     def _copy_tied(self, update: Update) -> None:
-        """Copy tied tensors for those of their other names that the model's own files
-        have; for all, where these files are not known.
+        """Write copies of tied tensors for their other names in the model's own files;
+        for all other names, if these files are not known.
 
         :raises replicas.errors.NoCapacity: the copy cannot be written.
         """
@@ -210,17 +211,17 @@ class ModelFolder(ModelSpecs):
 def read_tensor(
     path: str, offset: int, nbytes: int, dtype: str, shape: tuple[int, ...], _: None, device: int | str
 ) -> torch.Tensor:
-    """Read one tensor out of a version's memory; called by a server's processes, by
-    name.
+    """Read one tensor out of a version's memory. A server's processes call this
+    function by its name.
 
-    :param path: of the memory.
-    :param offset: bytes before the tensor.
-    :param dtype: torch's name of it, without ``torch.``.
-    :param device: where to put it.
+    :param path: path of the memory.
+    :param offset: offset of the tensor in bytes.
+    :param dtype: torch's name of the dtype, without ``torch.``.
+    :param device: device of the returned tensor.
     """
     import torch
 
-    data = bytearray(nbytes)  # it may be written to, and is kept
+    data = bytearray(nbytes)  # writable, and owned by the tensor
     with Path(path).open("rb") as file:
         file.seek(offset)
         file.readinto(data)

@@ -4,28 +4,28 @@ Theory of operation
 ===================
 
 Such a framework has one engine in each trainer and rollout worker, and a manager that
-calls them all: ``prepare()`` gives metadata of each, every worker is told the metadata
-of all, the trainers are asked to send, the rollouts to receive. Its own engines build a
-process group over all of them for each sync, in which a process that dies leaves the
+calls them all: ``prepare()`` returns metadata of each worker, every worker receives the
+metadata of all, the trainers send, the rollouts receive. The framework's own engines
+build a process group over all workers for each sync, in which a dead process leaves the
 others waiting. Here each worker joins a channel once, and a sync is a publish.
 
-**Seats.** :func:`seats` gives each worker its place on the channel, out of the list of
-metadata alone, so every worker may compute it. A worker that has joined keeps its
-place, also when others are added or removed; one that is born again takes a free one.
+**Seats.** :func:`seats` computes each worker's place on the channel from the list of
+metadata alone, so every worker may compute it. A joined worker keeps its place when
+others are added or removed; a restarted worker takes a free one.
 
-**Which version.** A receiver must get the version of *this* sync: not that of one that
-broke off, and not that of an earlier life of the trainer, whatever its step was. So
-each sync has a number, greater than all before: the largest of what the workers know
-and of their clocks, counted up where several syncs share one ``prepare()``. The version
-carries it as ``meta["sync"]`` (and the framework's step as ``meta["step"]``), and
-receivers ask for at least that.
+**Which version.** A receiver must get the version of *this* sync: not that of an
+aborted sync, and not that of an earlier life of the trainer, whatever its step was. So
+each sync has a number, greater than all before: the largest of the numbers that the
+workers know and of their clocks, incremented where several syncs share one
+``prepare()``. The version carries it as ``meta["sync"]`` (and the framework's step as
+``meta["step"]``), and receivers request at least that.
 
-**No wait for the dead.** A sender waits for live targets only, as every publish does. A
-receiver gives up when no trainer has been on the channel for :data:`ALONE_S`, when
-the next sync begins, or at the deadline.
+**No wait for dead workers.** A sender waits for live targets only, as every publish
+does. A receiver gives up when no trainer has been on the channel for :data:`ALONE_S`,
+when the next sync begins, or at the deadline.
 
-A version counts as loaded when the framework says that the sync has ended
-(:meth:`Refit.finalize`), or with ``loaded_at_end`` when it has taken the last tensor.
+A version counts as loaded when the framework ends the sync (:meth:`Refit.finalize`), or
+with ``loaded_at_end`` when its last tensor has been taken.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ __all__ = ["Place", "Refit", "Seat", "channel_settings", "first_sync", "seats"]
 
 TRAINERS, ROLLOUTS = "trainer", "rollout"
 ALONE_S = 45.0
-"""A trainer that lives may be no member for less: one that died often is on probation
-(30 s at most), and a new coordinator takes seconds to find it."""
+"""A live trainer may be absent for less: after many deaths it is on probation (30 s at
+most), and it finds a new coordinator within seconds."""
 DEADLINE_S = 600.0
-"""Default for a publish with its walk, and for a receive: gathers are part of both."""
+"""Default for a publish and for a receive; both include the trainer's gathers."""
 _BEAT_S = 0.25
 _JOIN_S = 60.0
 
@@ -56,7 +56,7 @@ logger = Log("replicas.integrations")
 
 
 class Seat(NamedTuple):
-    """A worker's place on the channel; ``replica`` -1: it does not join."""
+    """A worker's place on the channel; with ``replica`` -1 it does not join."""
 
     group: str
     replica: int
@@ -65,7 +65,7 @@ class Seat(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a coordinator is, in the words of :func:`replicas.join`."""
+    """Address of a coordinator, as arguments of :func:`replicas.join`."""
 
     endpoint: str
     token: str
@@ -73,13 +73,13 @@ class Place(NamedTuple):
 
 
 Metadata = Mapping[str, Any]
-"""What one worker tells all others: :meth:`Refit.prepare`."""
+"""The metadata of one worker, sent to all others: :meth:`Refit.prepare`."""
 
 
 def channel_settings(metadata: Sequence[Metadata]) -> dict[str, Any]:
-    """The channels of a coordinator that is started for these workers.
+    """Return the channels of a coordinator that is started for these workers.
 
-    What the first trainer says counts.
+    The settings are those of the first trainer.
     """
     first = metadata[0]
     sources = [{"group": TRAINERS, "ranks": first["ranks"]}]
@@ -87,7 +87,8 @@ def channel_settings(metadata: Sequence[Metadata]) -> dict[str, Any]:
 
 
 def first_sync(metadata: Sequence[Metadata]) -> int:
-    """A number below that of the sync that these workers begin, and above all before.
+    """Return a number below that of the sync that these workers begin, and above all
+    earlier ones.
 
     Clocks count in microseconds, faster than any trainer syncs.
     """
@@ -95,10 +96,10 @@ def first_sync(metadata: Sequence[Metadata]) -> int:
 
 
 def seats(metadata: Sequence[Metadata], trainers: int) -> list[Seat]:
-    """The seats of all workers, of which the first ``trainers`` are trainers.
+    """Return the seats of all workers, of which the first ``trainers`` are trainers.
 
-    Each rollout worker is a replica of its own, also where several make one server: the
-    sync's number keeps them together, and one that died cuts none of the others off.
+    Each rollout worker is its own replica, even where several make one server: the
+    sync's number keeps them together, and a dead worker does not cut the others off.
     """
     if metadata[0]["ranks"] == "all":
         found = [Seat(TRAINERS, 0, rank, trainers) for rank in range(trainers)]
@@ -115,22 +116,22 @@ def seats(metadata: Sequence[Metadata], trainers: int) -> list[Seat]:
 
 
 def _own(worker: Metadata) -> int | None:
-    """The index that a rollout worker has already."""
+    """Return the index that a rollout worker already has, or None."""
     seat = worker["seat"]
     return int(seat[1]) if seat is not None and seat[0] == ROLLOUTS else None
 
 
 class Refit:
-    """One worker's side of all syncs, in the words of verl's ``CheckpointEngine``.
+    """One worker's side of all syncs, with the methods of verl's ``CheckpointEngine``.
 
     :param channel: name of the channel.
     :param ranks: ``"leader"``: trainer 0 publishes; ``"all"``: each trainer publishes
-        its share of the tensors, all of which every trainer is given.
+        its share of the tensors, all of which every trainer yields.
     :param dtype: cast plain floating tensors to it, or to the dtype of this name.
     :param deadline: seconds for a publish, and for a receive.
     :param options: further keys of the channel, such as ``slots``, for a coordinator
         that is started for the run.
-    :param loaded_at_end: the consumer has loaded what it has taken.
+    :param loaded_at_end: whether a version counts as loaded once it is read to its end.
     :raises replicas.errors.UsageError: an argument is wrong.
     """
 
@@ -148,7 +149,7 @@ class Refit:
             raise errors.UsageError(f"ranks={ranks!r}", hint='pass "leader" or "all"')
         cast = getattr(torch, dtype.removeprefix("torch."), "") if isinstance(dtype, str) else dtype
         if not isinstance(cast, torch.dtype | None):
-            raise errors.UsageError(f"{dtype!r} is no dtype of torch", hint='pass e.g. "bfloat16"')
+            raise errors.UsageError(f"{dtype!r} is not a dtype of torch", hint='pass e.g. "bfloat16"')
         self._name, self._ranks, self._dtype = channel, ranks, cast
         self._deadline_s = float(deadline)
         self._options = dict(options or {})
@@ -163,12 +164,11 @@ class Refit:
         self.channel: replicas.Channel | None = None
 
     def prepare(self) -> dict[str, Any]:
-        """Begin anew: what this worker tells all others.
+        """Begin a sync; return the metadata that this worker sends to all others.
 
-        A receive that is under way ends with an error, and an update whose end nobody
-        reported counts as failed. A trainer that shares a publish which is still open
-        leaves with it: the others' parts of the next one could be taken for those that
-        it waits for.
+        A pending receive ends with an error, and an update that was not finalized
+        counts as failed. A trainer that shares a publish which is still open leaves the
+        channel: the others could take parts of its next publish for parts of this one.
         """
         self._lives += 1
         self._end_update("the sync was broken off")
@@ -189,9 +189,9 @@ class Refit:
         }
 
     def init_process_group(self, *, seat: Seat, place: Place | None, sync: int) -> None:
-        """Take the seat, unless this worker has it already.
+        """Join the channel in this seat, unless this worker has it already.
 
-        :param place: of the coordinator; None: it is in the environment.
+        :param place: address of the coordinator; None: the environment has it.
         :param sync: :func:`first_sync`.
         :raises replicas.errors.ReplicasError: as :func:`replicas.join`.
         """
@@ -217,10 +217,9 @@ class Refit:
     async def send_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> dict[str, float]:
-        """Publish, if this trainer's seat is one of a publisher; return the figures of
-        the sync.
+        """Publish if this trainer is a publisher; return the figures of the sync.
 
-        The weights are walked to their end in any case, because other trainers take
+        The weights are iterated to their end in any case, because other trainers take
         part in the gathers.
 
         :raises replicas.errors.ReplicasError: as :meth:`replicas.Channel.publish`.
@@ -247,9 +246,8 @@ class Refit:
         """Yield the tensors of this sync's version, on the host (with ``staging =
         "device"`` on the GPU).
 
-        :raises replicas.errors.SyncError: there is no trainer, or the sync was broken
-            off.
-        :raises replicas.errors.DeadlineExceeded: nothing came by the deadline.
+        :raises replicas.errors.SyncError: there is no trainer, or the sync was aborted.
+        :raises replicas.errors.DeadlineExceeded: no version came by the deadline.
         """
         self._sync += 1
         if self.channel is None:
@@ -286,15 +284,16 @@ class Refit:
             if life != self._lives:
                 raise errors.SyncError("the sync was broken off", phase="receive", hint="the next one has begun")
             members = channel.members
-            there = channel.member not in members  # it is not admitted yet, and knows of nobody
+            there = channel.member not in members  # not admitted yet: the members are unknown
             there = there or any(member.group == TRAINERS and not member.rank for member in members)
             alone_since = None if there else alone_since or now
             if (alone_since is not None and now - alone_since > ALONE_S) or now > until + _BEAT_S:
                 text = f"no trainer is on channel {self._name!r}" if not there else "no version came in time"
-                raise errors.SyncError(text, phase="receive", hint="begin the next sync with a trainer that lives")
+                raise errors.SyncError(text, phase="receive", hint="start a trainer, then sync again")
 
     def finalize(self) -> None:
-        """The sync has ended: what was read is served."""
+        """End the sync: report the version as loaded if it was read to its end, else as
+        failed."""
         update, read = self._update, self._read
         if update is None:
             return
@@ -324,7 +323,7 @@ class Refit:
             try:
                 update.failed(why)
             except errors.ReplicasError as error:
-                logger.info("the channel does not hear that version %s failed: %s", update.version, error)
+                logger.info("could not report that version %s failed: %s", update.version, error)
 
     def _leave(self) -> None:
         channel, self.channel, self._seat, self._place = self.channel, None, None, None
@@ -338,8 +337,8 @@ def _too_early(what: str) -> errors.UsageError:
 
 
 def _share(weights: Iterable[tuple[str, torch.Tensor]], seat: Seat) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """This trainer's share: each tensor goes to the one that has the fewest bytes so
-    far, which all of them compute alike."""
+    """Yield this trainer's share, None for other tensors: each tensor goes to the
+    trainer with the fewest bytes so far, which all of them compute alike."""
     nbytes = [0] * seat.world_size
     for name, tensor in weights:
         owner = nbytes.index(min(nbytes))

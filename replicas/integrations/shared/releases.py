@@ -1,7 +1,7 @@
-"""Whether a framework's release is one that its integration is written for.
+"""Check that a framework's release is one that its integration supports.
 
 The ranges are those of this package's extras (``pip install torch-replicas[verl]``),
-read from its own metadata, so they are declared once.
+read from its own metadata, so they are declared only there.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _DISTRIBUTION = "torch-replicas"
 
 
 def check(name: str) -> None:
-    """:raises replicas.errors.UsageError: the release of ``name`` that is installed is
-    outside the range of the extra of this name."""
+    """:raises replicas.errors.UsageError: the installed release of ``name`` is outside
+    the range of the extra of this name."""
     try:
         found = importlib.metadata.version(name)
         wanted = _range(name, importlib.metadata.requires(_DISTRIBUTION) or [])
-    except importlib.metadata.PackageNotFoundError:  # run from a source tree: nothing is known
+    except importlib.metadata.PackageNotFoundError:  # run from a source tree: no metadata
         return
     if outside(found, wanted):
         text = f"{name} {found} is installed, and this integration is written for {name}{wanted}"
@@ -46,7 +46,7 @@ def outside(release: str, wanted: str) -> bool:
 
 
 def _range(name: str, requirements: list[str]) -> str:
-    """The range of the one requirement of the extra called ``name``; empty: none."""
+    """Return the version range of the extra ``name``, or an empty text."""
     for line in requirements:
         required = re.match(
             rf"""{re.escape(name)}(\[[^]]*\])?\s*\(?([^;)]*)\)?\s*;.*extra\s*==\s*["']{name}["']""", line

@@ -1,6 +1,6 @@
-"""What the commands that start an inference server and follow it have in common:
-options, a port that nobody else is given, a folder for what the server leaves, and the
-server as a child that dies with this process."""
+"""Common parts of the commands that start an inference server and follow it: options, a
+reserved port, a folder for the server's files, and the server as a child that dies with
+this process."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ __all__ = ["Child", "add_following", "child", "held_port", "scratch_folder", "st
 
 KILLED_S = 5.0
 STOP_TIMEOUT_S = 6.0
-"""Shorter than a group's default ``stop_timeout``: a run whose supervisor had to kill
-processes at its end has failed."""
+"""Shorter than a group's default ``stop_timeout``: a run fails if its supervisor has to
+kill processes at its end."""
 SCRATCH_MAX = 107 - len("/sglang-0123456789/00000000-0000-0000-0000-000000000000")
-"""Longest path of a folder in which servers' own sockets still have a name."""
+"""Longest path of a folder in which the paths of servers' Unix sockets still fit."""
 
 
 def stopped_by_signals() -> threading.Event:
-    """An event that SIGTERM and SIGINT set from now on; on the main thread."""
+    """Return an event that SIGTERM and SIGINT set from now on; call on the main
+    thread."""
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
@@ -44,13 +45,14 @@ def stopped_by_signals() -> threading.Event:
 
 
 def url_of(host: str, port: int) -> str:
-    """How this machine reaches a server that listens on an address."""
+    """Return the URL by which this machine reaches a server that listens on an
+    address."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def add_following(parser: argparse.ArgumentParser, engine_timeout_s: float) -> None:
-    """The options of a command that follows a channel."""
+    """Add the options of a command that follows a channel."""
     parser.add_argument("--channel", default="policy", help="the channel to follow (default: policy)")
     parser.add_argument("--pause-mode", choices=get_args(PauseMode), default="keep")
     parser.add_argument("--every", type=int, default=1, help="load every n-th version at most")
@@ -77,11 +79,11 @@ def add_following(parser: argparse.ArgumentParser, engine_timeout_s: float) -> N
 
 @contextlib.contextmanager
 def held_port(host: str, port: int) -> Iterator[int]:
-    """The port to serve on. Replica i of a supervised group gets ``port + i``; 0: a
-    free one, held in the block.
+    """Yield the port to serve on: ``port + i`` for replica i of a supervised group, or
+    for 0 a free port, reserved in the block.
 
-    The holder does not listen, and lets those bind who ask for a used address, as
-    servers do; nobody else is given the port meanwhile.
+    The reserving socket does not listen, and servers, which set SO_REUSEADDR, can still
+    bind to the port; the kernel gives it to no other process meanwhile.
     """
     if port:
         yield port + _index_here(environ.read())
@@ -94,9 +96,10 @@ def held_port(host: str, port: int) -> Iterator[int]:
 
 
 def _index_here(found: environ.Environment) -> int:
-    """The replica's index among those that a supervisor starts on this host.
+    """Return the replica's index among those that a supervisor starts on this host.
 
-    One that others start is expected to have a network address of its own, as in a pod.
+    A replica started otherwise is expected to have its own network address, as in a
+    pod: 0.
     """
     started_here = environ.REPLICAS in os.environ
     return found.replica if started_here and isinstance(found.replica, int) else 0
@@ -108,13 +111,13 @@ def _remove(folder: Path) -> None:
 
 @contextlib.contextmanager
 def scratch_folder(kind: str, remove: Callable[[Path], None] = _remove) -> Iterator[Path]:
-    """A folder for the sockets and files that a server makes and does not remove.
+    """Yield a folder for sockets and files that a server creates and does not remove.
 
-    A replica has the same one in each generation, so what a killed follower left there
-    goes with the next start.
+    A replica has the same folder in each generation, so the next start removes what a
+    killed follower left.
 
-    :param kind: of the server, the beginning of the folder's name.
-    :param remove: removes the folder, and what else bears its name.
+    :param kind: kind of server: the beginning of the folder's name.
+    :param remove: removes the folder, and other files named after it.
     """
     found = environ.read()
     state = os.environ.get(environ.STATE_ID) or secrets.token_hex(8)
@@ -140,7 +143,7 @@ class Child:
         self.pid = process.pid
 
     def is_gone(self) -> str:
-        """How it has ended; empty: it lives."""
+        """Return how the server ended, or an empty text while it lives."""
         code = self.process.poll()
         if code is None:
             return ""
@@ -148,26 +151,25 @@ class Child:
         return f"{self._kind}'s server ended with {ending}"
 
     def end(self) -> None:
-        """Let it end, or kill it."""
+        """Terminate the server; kill it after a timeout."""
         self.process.terminate()
         try:
             self.process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:  # it waits for its requests
+        except subprocess.TimeoutExpired:  # it still waits for its requests
             self.kill()
 
     def kill(self) -> None:
-        """Kill it and all processes below it."""
+        """Kill the server and all processes below it."""
         signal_each(descendants(self.pid), signal.SIGKILL, lambda pid: is_below(pid, self.pid))
         self.process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it is in a call of the kernel that does not end
+        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in a system call
             self.process.wait(KILLED_S)
 
 
 @contextlib.contextmanager
 def child(kind: str, command: Sequence[str], variables: Mapping[str, str]) -> Iterator[Child]:
-    """A server in the block, which dies with this process. After an error of the block
-    it is killed: it is gone or frozen, and would wait for its own requests at its
-    end."""
+    """Run a server in the block; it dies with this process. After an error in the block
+    it is killed: it is gone or frozen, and would wait for its own requests."""
     parent = os.getpid()
     with naming_limits():
         process = subprocess.Popen(command, env=dict(variables), preexec_fn=lambda: die_with_parent(parent))

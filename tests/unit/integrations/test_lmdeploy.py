@@ -143,7 +143,7 @@ def test_a_server_that_sleeps_on_is_an_error() -> None:
     verbs = engine_of(server)
     verbs.pause("abort", 5)
     server.refuses_to_wake = True
-    with pytest.raises(errors.SyncError, match="sleeps on"):
+    with pytest.raises(errors.SyncError, match="still sleeps"):
         verbs.resume(5)
 
 

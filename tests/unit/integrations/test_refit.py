@@ -303,7 +303,7 @@ def test_refits_of_nemo_rl(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_nemo_rl_without_a_coordinator_is_told_so() -> None:
     worker = CheckpointEngine(1)
     found = [worker.prepare()]
-    with pytest.raises(errors.UsageError, match="where is the coordinator"):
+    with pytest.raises(errors.UsageError, match="no coordinator: policy worker 0"):
         worker.init_policy_process_group(worker_rank=0, train_world_size=1, rollout_world_size=0, metadata=found)
 
 
