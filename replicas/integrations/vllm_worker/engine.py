@@ -59,23 +59,23 @@ if TYPE_CHECKING:
 __all__ = ["InitInfo", "ReplicasEngine", "UpdateInfo"]
 
 WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
-"""Methods of speculative decoding, to which vLLM gives the model's own configuration as
-that of the draft."""
+"""Methods of speculative decoding for which vLLM reports the model's own configuration
+as that of the draft."""
 logger = logging.getLogger("vllm.replicas")  # vLLM's handlers and level are for its own loggers only
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Identity of the server's replica.
+    """Identity of the server's replica, and how to load.
 
-    ``None`` stands for the worker's environment, which it inherits from a server that
+    ``None`` means: use the worker's environment, inherited from a server that
     ``replicas`` started.
 
     :param channel: name of the channel.
     :param world_size: ranks of the replica: the workers and the follower.
-    :param complete: False: the versions may lack parameters of the model (a vision
-        tower that is not trained, say), which keep their values.
-    :param patches: write only what has changed, where that is possible.
+    :param complete: False: versions may lack parameters of the model (a vision tower
+        that is not trained, say), which keep their values.
+    :param patches: write only the changes, where that is possible.
     """
 
     channel: str
@@ -94,11 +94,11 @@ class InitInfo(WeightTransferInitInfo):
 class UpdateInfo(WeightTransferUpdateInfo):
     """The version to load.
 
-    :param version: its number; 0 ends an update that was left open.
-    :param timeout_s: seconds until this worker must have its bytes.
-    :param check: only find out whether it fits.
-    :param prove: compare what was loaded with the version.
-    :param refuse: with version 0: refuse the version that was checked; why.
+    :param version: the version's number; 0 ends an update that was left open.
+    :param timeout_s: seconds until this worker must have the version's bytes.
+    :param check: only check whether the version fits.
+    :param prove: compare the loaded tensors with the version.
+    :param refuse: with version 0: the reason to refuse the version that was checked.
     """
 
     version: int
@@ -128,8 +128,8 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._patched = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Join the channel as a rank of this server's replica; a second call joins
-        anew."""
+        """Join the channel as a rank of this server's replica; leave an earlier one
+        first."""
         self._refuse_old_memories()
         self.shutdown()
         parallel = self.parallel_config
@@ -146,19 +146,18 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             info={"worker": str(rank - 1)},
             timeout=init_info.timeout_s,
         )
-        self._reload = EngineReload(self.model, self.model_config, self.device)  # what fitted before may not any more
+        self._reload = EngineReload(self.model, self.model_config, self.device)  # forget which manifests fit
         self._reload.complete = init_info.complete
         self._reload.has_all = parallel.pipeline_parallel_size == 1 and not parallel.enable_expert_parallel
-        # else layers compute with what they have made of their weights
+        # other layers compute with transformed weights
         plain = self.device.type != "cpu" and self.model_config.quantization is None
         self._patches = EnginePatches(self.model, self.device) if init_info.patches and plain else None
 
     def _refuse_old_memories(self) -> None:
         """Refuse a server with weights that no version replaces or that a reload
-        breaks, or with a store of what was computed with weights that cannot be
-        cleared.
+        breaks, or with a cache of old weights' results that cannot be cleared.
 
-        :raises replicas.errors.UsageError: it is one.
+        :raises replicas.errors.UsageError: the server is such a one.
         """
         if getattr(self.vllm_config, "speculative_config", None) is not None and self._has_draft_weights():
             raise errors.UsageError(
@@ -195,7 +194,7 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return drafts and speculative.method not in WITHOUT_WEIGHTS
 
     def start_weight_update(self) -> None:
-        """Put back what a load that failed has taken apart."""
+        """Restore the layers that a failed load has taken apart."""
         self._reload.abandon()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
@@ -214,7 +213,7 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if update_info.check:
             return
         opened = time.monotonic()
-        update.adopt().wait(update_info.timeout_s)  # at once: the follower has waited for it
+        update.adopt().wait(update_info.timeout_s)  # returns immediately: the follower has waited
         self._begun = True
         self._patched = self._patches is not None and self._patches.apply(update)
         if not self._patched:
@@ -226,14 +225,15 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         )
 
     def _prove(self, update: replicas.Update) -> None:
-        """:raises replicas.errors.SyncError: the model is not the version."""
+        """:raises replicas.errors.SyncError: the model's tensors differ from the
+        version's."""
         if not self._begun:
             raise errors.UsageError("no version was loaded", hint="call update_weights first")
         found = self._reload.prove(dict(update), update.version)
         if found.wrong:
-            what = f"{len(found.wrong)} tensors are others than those of version {update.version}"
+            what = f"{len(found.wrong)} tensors differ from those of version {update.version}"
             raise errors.SyncError(f"{what}: {some(found.wrong)}", version=update.version, phase="load", hint="")
-        logger.info("version %d: compared in %d places, %d others cannot be", update.version, found.equal, found.untold)
+        logger.info("compared version %d in %d places, not in %d", update.version, found.equal, found.untold)
 
     def _weights_of(self, update: replicas.Update) -> Iterator[tuple[str, torch.Tensor]]:
         return needed(update, update.manifest, head=self._has_head)
@@ -255,7 +255,7 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if info.version == 0:
             if info.refuse and not self._begun:
                 self._drop_update(info.refuse)
-            raise errors.SyncError("the update that was left open is over", hint="")
+            raise errors.SyncError("the open update has ended", hint="")
         if self._update is not None and self._update.version != info.version:
             self._drop_update(f"the follower asked for version {info.version} instead")
         if self._update is None:
@@ -263,7 +263,7 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             if update.version != info.version:
                 update.refuse(f"the follower asked for version {info.version}")
                 raise errors.SyncError(
-                    f"version {info.version} was asked for, and version {update.version} is given to this replica",
+                    f"version {info.version} was requested, but the channel gave this replica version {update.version}",
                     version=info.version,
                     hint="the follower asks again",
                 )
@@ -288,10 +288,10 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             update.__exit__(None, None, None)
 
     def _clear_memory(self) -> None:
-        """Clear keys and values that are not finite.
+        """Clear caches of keys and values that are not finite.
 
-        They are of a version that computed NaN. Their blocks are free, but attention on
-        a CPU multiplies what lies in them, too.
+        They are left by a version that computed NaN. Their blocks are free, but
+        attention on a CPU multiplies free blocks, too.
         """
         for layer in self.vllm_config.compilation_config.static_forward_context.values():
             found = getattr(layer, "kv_cache", ())
@@ -301,7 +301,8 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                     memory.zero_()
 
     def _drop_update(self, reason: str) -> None:
-        """End the open update: refused, if nothing of it was loaded, else failed."""
+        """End the open update: as refused if no part of it was loaded, else as
+        failed."""
         update, self._update = self._update, None
         if update is not None:
             if not self._begun:
@@ -310,7 +311,7 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             update.__exit__(type(error), error, None)
 
     def shutdown(self) -> None:
-        """Leave the channel; inference goes on."""
+        """Leave the channel; inference continues."""
         channel, self._channel = self._channel, None
         self._drop_update("the worker leaves the channel")
         if channel is not None:
@@ -318,9 +319,10 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 def _without_reset(config: Any) -> list[str]:
-    """Names of connectors to a store of keys and values that cannot be cleared.
+    """Return the names of connectors to a store of keys and values that cannot be
+    cleared.
 
-    vLLM counts one that does not implement it as cleared.
+    vLLM treats a connector that does not implement the reset as cleared.
     """
     if config is None or not config.kv_connector:
         return []

@@ -1,21 +1,20 @@
-"""Proof after a load: a sample of a vLLM worker's own tensors is compared with the
-version.
+"""Proof after a load: compare a sample of a vLLM worker's own tensors with the version.
 
 Theory of operation
 ===================
 
 A layer's parameter is made of several tensors of a version (``qkv_proj`` of three), or
 of a part of one (tensor parallelism), padded, and perhaps packed for a kernel. So the
-*places* are noted when the version is tried (:mod:`.reload`): which elements of which
-tensor the model's own loaders copy to which elements of which parameter. A place counts
-only if it is a plain copy, and the only one to these elements: what a loader computes
-is not known.
+*places* are recorded when the version is tried (:mod:`.reload`): which elements of
+which tensor the model's own loaders copy to which elements of which parameter. A place
+counts only if it is a plain copy, and the only write to these elements: results that a
+loader computes are not known.
 
-Afterwards some elements of each place are looked up in the model. Where the parameter
-lies as its loader left it, they are read. Where a CPU's layer has packed it away, the
-layer itself is asked: multiplied with a unit vector it returns a column of its weight,
-exactly, as all other products are 0. Whatever else a layer has made of its weights (a
-quantized layer, experts that were padded or turned) *cannot be told*.
+After the load some elements of each place are compared with the model. They are read
+directly if the parameter lies as its loader left it. If a CPU's layer has packed it,
+the layer itself is asked: multiplied with a unit vector it returns a column of its
+weight, exactly, as all other products are 0. Any other transformation of weights (a
+quantized layer, padded or transposed experts) *cannot be compared*.
 """
 
 from __future__ import annotations
@@ -29,22 +28,22 @@ import torch
 __all__ = ["Place", "Proof", "place_of", "prove", "some"]
 
 PLACES_MAX = 256
-"""So many places are compared, other ones with each version."""
+"""Number of places that are compared; each version gets other ones."""
 NAMED = 5
 ELEMENTS = 4
-"""Of each place: its first and last, and some between."""
+"""Elements compared in each place: its first and last, and some between."""
 _PLAIN = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "NoneType")
-"""Methods of layers that leave a parameter as it is loaded, or have ``cpu_linear``."""
+"""Methods of layers that keep a parameter as loaded, or have ``cpu_linear``."""
 
 
 class Place(NamedTuple):
-    """Where elements of a tensor of a version go in a model.
+    """The copy of a region of a version's tensor to a region of a model's parameter.
 
-    :ivar tensor: its name. :ivar start: first element of the region in it.
-    :ivar strides: of the region in the tensor.
+    :ivar tensor: the tensor's name. :ivar start: first element of the region in it.
+    :ivar strides: strides of the region in the tensor.
     :ivar layer, parameter: path of the module, and the name in it.
-    :ivar whole: shape of the parameter as it is loaded.
-    :ivar offset, shape, into: of the region in the parameter; ``into`` are its strides.
+    :ivar whole: shape of the whole parameter when it was loaded.
+    :ivar offset, shape, into: offset, shape and strides of the region in the parameter.
     """
 
     tensor: str
@@ -59,10 +58,10 @@ class Place(NamedTuple):
 
 
 class Proof(NamedTuple):
-    """What was found.
+    """The result of a comparison.
 
-    :ivar wrong: names of tensors that differ, each with the parameter's; sorted.
-    :ivar equal, untold: numbers of places.
+    :ivar wrong: names of tensors that differ, each with its parameter; sorted.
+    :ivar equal, untold: numbers of places that are equal, or that cannot be compared.
     """
 
     wrong: list[str]
@@ -73,7 +72,8 @@ class Proof(NamedTuple):
 def place_of(
     name: str, tensor: torch.Tensor, given: torch.Tensor, written: torch.Tensor, where: tuple[str, str, tuple[int, ...]]
 ) -> Place | None:
-    """The place of a copy of ``given``, a view of ``tensor``; None: it is none."""
+    """Return the place of a copy of ``given`` if it is a view of ``tensor``, else
+    None."""
     start = int(given.storage_offset() - tensor.storage_offset())
     span = 1 + sum((size - 1) * step for size, step in zip(given.shape, given.stride(), strict=True))
     shares = given.untyped_storage()._cdata == tensor.untyped_storage()._cdata and given.dtype == tensor.dtype
@@ -86,7 +86,7 @@ def place_of(
 def prove(model: torch.nn.Module, places: list[Place], weights: Mapping[str, torch.Tensor], turn: int) -> Proof:
     """Compare some elements of a model with a version.
 
-    :param turn: chooses which places; the version's number.
+    :param turn: selects the places; the version's number.
     """
     wrong: set[str] = set()
     equal = untold = 0
@@ -105,20 +105,20 @@ def prove(model: torch.nn.Module, places: list[Place], weights: Mapping[str, tor
 
 
 def _chosen(places: list[Place], turn: int) -> list[Place]:
-    """Every n-th, so that with many versions all have their turn."""
+    """Return every n-th place, so that all are compared over many versions."""
     step = math.ceil(len(places) / PLACES_MAX) or 1
     return places[turn % step :: step]
 
 
 def _differs(place: Place, source: torch.Tensor, read: Callable[[list[int]], torch.Tensor]) -> bool | None:
-    """Whether elements differ; None: it cannot be told."""
+    """Return whether elements differ, or None if a NaN prevents the comparison."""
     last = source.numel() - 1
     at = sorted({last * part // (ELEMENTS - 1) for part in range(ELEMENTS)})
     rows = [_unravel(one, place.shape) for one in at]
     flat = [place.offset + sum(i * step for i, step in zip(row, place.into, strict=True)) for row in rows]
     there = read(flat).cpu()
     wanted = torch.stack([source[row] for row in rows]).cpu().to(there.dtype)
-    if (there.isnan() & ~wanted.isnan()).any():  # a NaN elsewhere in the layer may have come in
+    if (there.isnan() & ~wanted.isnan()).any():  # a NaN elsewhere in the layer may have spread
         return None
     return bool(((there != wanted) & ~wanted.isnan()).any())
 
@@ -132,8 +132,8 @@ def _unravel(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _readers(model: torch.nn.Module, place: Place) -> Iterator[Callable[[list[int]], torch.Tensor] | None]:
-    """What reads elements of the parameter by their numbers, for each layer that
-    computes with it; None: the layer cannot be read."""
+    """Yield, for each layer that computes with the parameter, a function that reads its
+    elements by their numbers, or None if the layer cannot be read."""
     layer: Any = model.get_submodule(place.layer)
     parameter = layer._parameters.get(place.parameter)
     tied = [one for one in model.modules() if parameter is not None and one._parameters.get("weight") is parameter]
@@ -145,7 +145,7 @@ def _reader(layer: Any, parameter: torch.Tensor | None, place: Place) -> Callabl
     method = getattr(layer, "quant_method", None)
     if parameter is None or type(method).__name__ not in _PLAIN:
         return None
-    if place.parameter == "weight" and hasattr(layer, "cpu_linear"):  # a CPU computes with a packed copy of it
+    if place.parameter == "weight" and hasattr(layer, "cpu_linear"):  # a CPU computes with a packed copy
         return _columns(layer, method, parameter, place.whole) if len(place.whole) == 2 else None
     if tuple(parameter.shape) != place.whole or not parameter.is_contiguous():
         return None
@@ -166,5 +166,5 @@ def _columns(
 
 
 def some(names: list[str]) -> str:
-    """The first of these names, as a text."""
+    """Return the first of these names as a text."""
     return f"{', '.join(names[:NAMED])}{', ...' if len(names) > NAMED else ''}"

@@ -4,19 +4,19 @@ Theory of operation
 ===================
 
 vLLM's layerwise reload takes the layers apart (their parameters become *meta* tensors,
-without memory), counts the elements that each layer is given, and makes a layer real
-when the count is complete. A layer that was given a part only is made real at the end:
-the rest of it is whatever the memory held before. So a version is *tried* first, when
-its manifest is another one than that of the last good load: its tensors are handed to
-vLLM's own loaders while no layer can become complete, and the regions of each parameter
-that they write are noted. It moves no bytes, and afterwards the parameters are put back
-as they were. What does not fit is known by its name before a layer is touched.
+without memory), counts the elements given to each layer, and makes a layer real when
+the count is complete. A layer that was given a part only is made real at the end: the
+rest of its memory is uninitialised. So a version is *tried* first, if its manifest
+differs from that of the last good load: its tensors are handed to vLLM's own loaders
+while no layer can become complete, and the regions of each parameter that they write
+are recorded. This moves no bytes, and afterwards the parameters are restored. So
+misfits are known by name before a layer is touched.
 
-Some models (gpt-oss in vLLM 0.32) write to parameters past vLLM's count, which then
-puts the old weights of these layers back. The trial knows these layers: they are made
-real before the load, and put together after it.
+Some models (gpt-oss in vLLM 0.32) bypass vLLM's count when they write to parameters,
+which then restores the old weights of these layers. The trial detects these layers:
+they are made real before the load, and put together after it.
 
-A load that fails half-way is *abandoned*: parameters of unfinished layers are put back.
+A load that fails half-way is *abandoned*: parameters of unfinished layers are restored.
 The model is a mixture of two versions then, but each of its layers is whole, and the
 next load begins as the first one did.
 """
@@ -58,18 +58,18 @@ _Region = tuple[int, tuple[int, ...], tuple[int, ...]]
 """Offset, shape and strides, in elements."""
 _WORDS = 300
 _DERIVED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
-"""Ends of the names of buffers of old checkpoints, which every loader leaves out."""
+"""Suffixes of buffers of old checkpoints, which every loader leaves out."""
 _FITS = "publish hf(model), whose names are those of its checkpoint"
 
 
 class _Given(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class has none
-    """Notes which regions of meta parameters are written.
+    """Records which regions of meta parameters are written.
 
     :param names: path, name and shape of each parameter, by the address of its storage.
-    :param strict: nothing but floats of a usual size may be given for floats.
-    :ivar tensor: name and value of the tensor that is given now.
-    :ivar regions: of each storage, by its address.
-    :ivar places: where tensors go; None: into this region goes something computed.
+    :param strict: whether floats may be written from floats of 16 bits or more only.
+    :ivar tensor: name and value of the tensor that is loaded now.
+    :ivar regions: written regions of each storage, by its address.
+    :ivar places: origin of each region, by storage; None: a computed value.
     """
 
     def __init__(self, names: dict[int, tuple[str, str, tuple[int, ...]]], *, strict: bool) -> None:
@@ -85,7 +85,7 @@ class _Given(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         if func in (aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default) and args[0].is_meta:
             self._note(args[0], args[1] if func is aten.copy_.default else None)
         elif func._schema.is_mutable and isinstance(args[0], torch.Tensor) and args[0].is_meta:
-            self.places.setdefault(_storage(args[0]), {})[_region(args[0])] = None  # something is computed in place
+            self.places.setdefault(_storage(args[0]), {})[_region(args[0])] = None  # computed in place
         return func(*args, **(kwargs or {}))
 
     def _note(self, written: torch.Tensor, given: torch.Tensor | None) -> None:
@@ -108,12 +108,12 @@ class _Given(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             places[region] = None
 
     def all_places(self) -> list[Place]:
-        """Of parameters into which tensors are copied, and nothing else."""
+        """Return the places in parameters that are written by plain copies only."""
         whole = (found.values() for found in self.places.values() if None not in found.values())
         return [place for found in whole for place in found if place is not None]
 
     def count(self, tensor: torch.Tensor) -> int:
-        """How many elements of it were written."""
+        """Return how many elements of a parameter were written."""
         return sum(math.prod(shape) for _, shape, _ in self.regions.get(_storage(tensor), ()))
 
 
@@ -125,7 +125,7 @@ class EngineReload:
     """Loads versions into one model.
 
     :ivar complete: False: versions may lack parameters of the model.
-    :ivar has_all: no other worker has layers or experts that this one does not have.
+    :ivar has_all: whether this worker has all layers and experts.
     """
 
     def __init__(self, model: Any, model_config: Any, device: torch.device) -> None:
@@ -139,22 +139,22 @@ class EngineReload:
         self.complete = self.has_all = True
 
     def computes_with_freed_scales(self) -> bool:
-        """Return True if a load frees memory with which a layer computes: on a CPU
-        vLLM's kernels of int8 keep the addresses of scales, which a reload replaces."""
+        """Return True if a load frees memory that a layer uses: on a CPU vLLM's int8
+        kernels keep the addresses of scales, which a reload replaces."""
         schemes = (getattr(layer, "scheme", None) for layer in self._model.modules())
         return any(hasattr(getattr(scheme, "kernel", None), "dnnl_handler") for scheme in schemes)
 
     def fits(self, manifest: str) -> bool:
-        """Return True if a version of this manifest fits, as the last one tried did."""
+        """Return True if the last version that fitted had this manifest."""
         return manifest == self._fitting
 
     def try_out(
         self, manifest: str, weights: Iterable[tuple[str, torch.Tensor]], aliases: Iterable[tuple[str, str]] = ()
     ) -> None:
-        """Find out whether a version fits, without a change of the model.
+        """Check that a version fits; the model does not change.
 
-        :param aliases: names of tied tensors, and the first names of the same tensors.
-        :raises replicas.errors.ManifestMismatch: it does not; the model is as before.
+        :param aliases: other names of tied tensors, each with the first name.
+        :raises replicas.errors.ManifestMismatch: the version does not fit.
         """
         self.abandon()
         initialize_layerwise_reload(self._model)
@@ -189,32 +189,31 @@ class EngineReload:
             raise errors.ManifestMismatch(f"it does not fit {what} ({_FITS}); {text}", phase="load", hint="") from error
         finally:
             self.abandon()
-        collects = 2 * len(unused) >= given.calls  # before it loads: none of them is known to be ignored
+        collects = 2 * len(unused) >= given.calls  # the model collects all tensors first: unused ones are unknown
         self._places = [] if collects else given.all_places()
         if not collects:
             self._check_ignored([one for one in unused if first_names.get(one, one) not in used])
         self._fitting = manifest
 
     def prove(self, weights: Mapping[str, torch.Tensor], turn: int) -> Proof:
-        """Compare the model with the version that it has loaded."""
+        """Compare the model with the version that it has loaded, by a sample."""
         return prove(self._model, self._places, weights, turn)
 
     def _hold_up(self) -> dict[int, tuple[str, str, tuple[int, ...]]]:
-        """Let no layer become complete; path, name and shape of all parameters, by
+        """Keep all layers incomplete; return path, name and shape of all parameters, by
         their storage."""
         names: dict[int, tuple[str, str, tuple[int, ...]]] = {}
         for path, layer in self._model.named_modules():
             get_layerwise_info(layer).load_numel = _NEVER
             for name, tensor in get_layer_tensors(layer).items():
-                if not tensor.is_meta:  # vLLM keeps some real, and loads into them at once
+                if not tensor.is_meta:  # vLLM keeps some real, and loads into them directly
                     tensor = to_meta_tensor(tensor)
                     (layer._parameters if name in layer._parameters else layer._buffers)[name] = tensor
                 names[_storage(tensor)] = path, name, tuple(tensor.shape)
         return names
 
     def _check_names(self, loaded: set[str] | None) -> None:
-        """Compare the parameters that are given with the model's, as vLLM's own loader
-        does."""
+        """Compare the loaded parameters with the model's, as vLLM's own loader does."""
         if not self.complete or loaded is None or self._config.quantization is not None:
             return
         if missing := sorted(self._parameters - loaded):
@@ -224,7 +223,7 @@ class EngineReload:
             )
 
     def _check_layers(self, given: _Given) -> None:
-        """Refuse layers of which a part is given, and the rest is not."""
+        """Refuse versions that have only a part of a layer."""
         torn = []
         for path, layer in self._model.named_modules():
             if is_deferred_attention_layer(layer):
@@ -232,7 +231,7 @@ class EngineReload:
             tensors = {name: one for name, one in get_layer_tensors(layer).items() if name not in SKIP_LOAD_TENSORS}
             counts = {name: (given.count(one), get_tensor_load_numel(one)) for name, one in tensors.items()}
             if not any(count for count, _ in counts.values()):
-                continue  # it keeps its weights
+                continue  # this layer keeps its weights
             for name, (count, total) in counts.items():
                 optional = (
                     name not in layer._parameters or name in SKIP_TENSORS or self._config.quantization is not None
@@ -246,18 +245,18 @@ class EngineReload:
             )
 
     def _check_ignored(self, unused: list[str]) -> None:
-        """Refuse tensors that no loader of the model takes, as a renamed expert."""
+        """Refuse tensors that no loader of the model uses, such as a renamed expert."""
         tied = getattr(self._config.hf_config, "tie_word_embeddings", False)
         ignored = [one for one in unused if not one.endswith(_DERIVED) and not (tied and one == "lm_head.weight")]
         if not ignored:
             return
-        text = f"{len(ignored)} tensors of the version are not the model's, which ignores them: {some(ignored)}"
+        text = f"the model ignores {len(ignored)} tensors of the version, which it does not have: {some(ignored)}"
         if self.has_all:
             raise errors.ManifestMismatch(f"{text}; leave them out, or {_FITS}", phase="load", hint="")
         logger.warning("%s", text)  # other workers may have them
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load a version that fits; :meth:`finish` follows."""
+        """Load a version that fits; call :meth:`finish` next."""
         self.abandon()
         if self._device.type == "cpu":
             self._forget_kernels()
@@ -279,7 +278,7 @@ class EngineReload:
             copy().copy_(tensor().view(copy().shape))
 
     def abandon(self) -> None:
-        """Put back the parameters of all layers that are not finished."""
+        """Restore the parameters of all layers that are not finished."""
         for layer in self._model.modules():
             info = get_layerwise_info(layer)
             if info.can_load():
@@ -291,10 +290,10 @@ class EngineReload:
         self._restore_kernels()
 
     def _forget_kernels(self) -> None:
-        """Have layers of experts packed anew.
+        """Make vLLM pack layers of experts again.
 
-        On a CPU vLLM packs their weights when it makes their kernel, and not when it
-        reloads them: it would compute with unpacked ones.
+        On a CPU vLLM packs their weights when it makes their kernel, but not on a
+        reload: it would compute with unpacked weights.
         """
         for layer in self._model.modules():
             method: Any = getattr(layer, "quant_method", None)
@@ -303,7 +302,7 @@ class EngineReload:
                 method.moe_kernel = None
 
     def _restore_kernels(self) -> None:
-        """Give layers that were not loaded their kernels back."""
+        """Restore the kernels of layers that were not loaded."""
         for method, kernel in self._kernels:
             if method.moe_kernel is None:
                 method.moe_kernel = kernel
@@ -313,9 +312,9 @@ class EngineReload:
         """Pack the weights of tied layers again.
 
         On a CPU vLLM computes with a packed copy of a layer's weight, and makes a new
-        one for the layers that were given weights. An output layer that is tied to the
-        embedding was given none: it would go on with the version before. (On a GPU the
-        layers share the memory itself.)
+        copy for layers that were given weights. An output layer that is tied to the
+        embedding was given none: it would keep computing with the previous version. (On
+        a GPU the layers share the memory itself.)
         """
         layers: dict[int, list[Any]] = {}
         for layer in self._model.modules():
@@ -327,8 +326,8 @@ class EngineReload:
 
 
 def _named_parameters(model: Any) -> frozenset[str]:
-    """Names of the parameters that versions have: without those that vLLM makes of
-    others after a load (of latent attention)."""
+    """Return the names of the parameters that versions have: without those that vLLM
+    derives from others after a load (of latent attention)."""
     layers = dict(model.named_modules())
     names = (name.rpartition(".") for name, _ in model.named_parameters())  # tied ones come once
     loaded = ((path, name, get_layerwise_info(layers[path]).restore_metadata[0]) for path, _, name in names)
@@ -336,7 +335,7 @@ def _named_parameters(model: Any) -> frozenset[str]:
 
 
 def _is_uncounted(layer: Any, given: _Given) -> bool:
-    """True if more was written to the layer's tensors than vLLM has counted."""
+    """Return True if more was written to the layer's tensors than vLLM has counted."""
     if is_deferred_attention_layer(layer):
         return False
     written = sum(given.count(one) for name, one in get_layer_tensors(layer).items() if name not in SKIP_LOAD_TENSORS)
@@ -344,8 +343,8 @@ def _is_uncounted(layer: Any, given: _Given) -> bool:
 
 
 def _find_copies(model: Any) -> list[tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]]:
-    """Buffers that hold the same as a tensor below them, in memory of their own, and
-    that tensor: functions that give the two.
+    """Find buffers that are copies of a tensor below them, in their own memory; return
+    pairs of functions that return buffer and tensor.
 
     In vLLM 0.32 such a buffer is a view of a weight (of Mamba's convolution) until a
     CPU packs the weight and keeps an unpacked copy. A reload does not write to it.

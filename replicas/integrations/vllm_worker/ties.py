@@ -1,8 +1,8 @@
-"""Which names of tied tensors a vLLM worker's model is given.
+"""Choose the names of tied tensors that a vLLM worker's model is given.
 
-A version gives a tied tensor under each of its names. A model whose output layer shares
+A version has a tied tensor under each of its names. A model whose output layer shares
 the embedding's weight has no parameter for the layer's own name: some of vLLM's loaders
-leave it out, and others refuse it.
+skip that name, and others refuse it.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ _HEAD = "lm_head."
 def has_head(model: torch.nn.Module) -> bool:
     """Return True if the model's output layer has a weight of its own.
 
-    Ask before a load takes the model apart.
+    Call it before a load takes the model apart.
     """
     return any(_HEAD in name for name, _ in model.named_parameters())
 
 
 def needed(found: Iterable[tuple[str, _T]], manifest: Manifest, *, head: bool) -> Iterator[tuple[str, _T]]:
-    """Leave out the output layer's name of a tied tensor, if the model has none.
+    """Yield the tensors without the output layer's name of a tied one, if the model has
+    no such parameter.
 
-    :param found: what a version of this manifest has, by name.
+    :param found: tensors or changes of a version of this manifest, by name.
     :param head: :func:`has_head` of the model.
     """
     tied = {name for pair in manifest.aliases for name in pair}
