@@ -25,7 +25,7 @@ def block_range(number: int, nbytes: int) -> tuple[int, int]:
     return number * BLOCK_NBYTES, min(nbytes, (number + 1) * BLOCK_NBYTES)
 
 
-class Asking:
+class BlockQueue:
     """The blocks of an image that are still to be requested. Not thread-safe.
 
     The lowest goes first, so that the slot holds mostly a prefix, which this host can
@@ -57,7 +57,7 @@ class Asking:
         """Number of blocks to request, without those under way."""
         return len(self._waiting)
 
-    def take(self) -> int | None:
+    def next_block(self) -> int | None:
         """Return the next block to request, marked as under way, or None."""
         if not self._waiting:
             return None
@@ -65,18 +65,18 @@ class Asking:
         self._asked.add(number)
         return number
 
-    def give_back(self, number: int) -> None:
+    def requeue(self, number: int) -> None:
         """Request a block again, which did not arrive or was wrong."""
         if number in self._left and number in self._asked:
             self._asked.discard(number)
             heappush(self._waiting, number)
 
-    def landed(self, number: int) -> None:
+    def mark_received(self, number: int) -> None:
         """Note that the block has arrived."""
         self._left.discard(number)
         self._asked.discard(number)
 
-    def wrong(self, number: int) -> None:
+    def request_again(self, number: int) -> None:
         """Request a block again, which arrived with wrong bytes."""
         self._left.add(number)
         heappush(self._waiting, number)

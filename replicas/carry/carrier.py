@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable
 
 from replicas.carry import endpoint, wire
-from replicas.carry.differences import Choice, Deltas
+from replicas.carry.differences import DeltaChoice, Deltas
 from replicas.carry.holders import Holder
 from replicas.carry.image import Image
 from replicas.carry.pull import Failed, Pull
@@ -90,7 +90,7 @@ class Carrier:
         self._images: dict[int, Image] = {}
         self._pulls: dict[int, Pull] = {}
         self._deltas: dict[int, Deltas] = {}
-        self._choice = Choice()
+        self._choice = DeltaChoice()
         self._trips: dict[str, float] = {}
         self.server = Server(listener, _start)
 
@@ -108,7 +108,7 @@ class Carrier:
                 self._serve(request)
             case wire.Filled(transfer=transfer, nbytes=nbytes):
                 if (known := self._images.get(transfer)) is not None:
-                    known.fill(0, nbytes)
+                    known.mark_present(0, nbytes)
             case wire.StartPull():
                 self._start_pull(request)
             case wire.DropBase(id=number, transfer=transfer):
@@ -128,7 +128,7 @@ class Carrier:
         slot = self._slots[place.key]
         image = slot.image(place, full=filled == place.nbytes, mapped=request.encrypt)
         self._images[transfer] = image
-        image.fill(0, filled)
+        image.mark_present(0, filled)
         deltas = None
         if base is not None:
             old, new = self._slots[base.key].view(base), slot.view(place)
@@ -137,7 +137,7 @@ class Carrier:
 
     def _drop_base(self, number: int, transfer: int) -> None:
         if (deltas := self._deltas.pop(transfer, None)) is not None:
-            deltas.without_base()
+            deltas.release_base()
         self.reply(wire.Dropped(number))
 
     def _start_pull(self, request: wire.StartPull) -> None:
@@ -147,7 +147,7 @@ class Carrier:
                 slot = self._slots[request.place.key]
                 image, memory = slot.image(request.place, mapped=request.encrypt), slot.memory
                 base = None
-                if request.base is not None and request.holders and self._choice.by_delta(request.holders[0].host):
+                if request.base is not None and request.holders and self._choice.choose_delta(request.holders[0].host):
                     base = self._slots[request.base.key].view(request.base)
             except (KeyError, ValueError, OSError) as error:
                 self.reply(wire.Refused(request.id, str(error)))
@@ -173,7 +173,7 @@ class Carrier:
         seconds = time.monotonic() - began
         if not pull.why and holders and pull.landed_nbytes == pull.image.nbytes:
             by_delta = pull.asks_for_deltas
-            self._choice.took(holders[0].host, by_delta=by_delta, nbytes=pull.image.nbytes, seconds=seconds)
+            self._choice.record_pull(holders[0].host, by_delta=by_delta, nbytes=pull.image.nbytes, seconds=seconds)
         received, why, wrong = dict(pull.received), dict(pull.why), dict(pull.wrong)
         self.reply(wire.Pulled(request.id, digest, seconds, received, pull.again, why, wrong, tuple(pull.cut)))
 
@@ -187,9 +187,9 @@ class Carrier:
                 pull.stop(request.why)
             sent = self.server.withdraw(request.transfer, request.why)
             if deltas is not None:
-                deltas.without_base()
+                deltas.release_base()
             if pull is not None:
-                pull.without_base()
+                pull.release_base()
             self.reply(wire.Withdrawn(request.id, sent))
 
         _start(end)
@@ -200,13 +200,13 @@ def _start(function: Callable[[], None]) -> None:
         try:
             function()
         except BaseException as error:  # noqa: BLE001  # the rank would wait in vain for a dead thread
-            _tell(error)
+            _print_error(error)
             end_process(1)
 
     threading.Thread(target=run, daemon=True).start()
 
 
-def _tell(error: BaseException) -> None:
+def _print_error(error: BaseException) -> None:
     print(f"carrier {os.getpid()}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
@@ -264,7 +264,7 @@ def main() -> None:
     try:
         serve(channel, listener, os.pidfd_open(options.parent))
     except BaseException as error:  # noqa: BLE001  # print the cause; the rank starts another carrier
-        _tell(error)
+        _print_error(error)
         end_process(1)
     end_process(0)  # without joining threads, which may be busy with peers
 

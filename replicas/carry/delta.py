@@ -96,7 +96,7 @@ def encode_block(base: memoryview, new: memoryview, regions: Iterable[Region] = 
     import numpy as np
     import zstandard
 
-    from replicas.memory.lines import changed
+    from replicas.memory.lines import find_changed
 
     nbytes = new.nbytes
     if base.nbytes != nbytes or nbytes > BLOCK_NBYTES:
@@ -110,7 +110,7 @@ def encode_block(base: memoryview, new: memoryview, regions: Iterable[Region] = 
     at = before = 0
     room = nbytes
     for end, width in places:
-        found = changed(now, old, None, at, end, width, room // (1 + width))
+        found = find_changed(now, old, None, at, end, width, room // (1 + width))
         if found is None:
             return whole
         numbers, xors = found
@@ -157,7 +157,7 @@ def apply_block(base: memoryview, delta: bytes, out: memoryview) -> None:
     """
     import numpy as np
 
-    from replicas.memory.lines import change
+    from replicas.memory.lines import apply_xors
 
     if base.nbytes != out.nbytes:
         raise ValueError(f"a block of {base.nbytes} bytes does not go into {out.nbytes}")
@@ -166,7 +166,7 @@ def apply_block(base: memoryview, delta: bytes, out: memoryview) -> None:
     if old.ctypes.data != new.ctypes.data:
         np.copyto(new, old)
     for one in changes:
-        change(new[one.start : one.end], one.numbers, one.values)
+        apply_xors(new[one.start : one.end], one.numbers, one.values)
 
 
 def changes_of(base: memoryview, delta: bytes) -> Iterator[Changes]:

@@ -37,11 +37,11 @@ _LACKS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, err
 _CUT = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN})
 
 
-class Over(Exception):
+class HungUp(Exception):
     """The connection is no longer needed."""
 
 
-class NotMade(Exception):
+class ConnectFailed(Exception):
     """The connection could not be made. ``why``: a text."""
 
     def __init__(self, why: str, *, cut: bool = False) -> None:
@@ -49,11 +49,11 @@ class NotMade(Exception):
         self.why, self.cut = why, cut
 
 
-class Lacking(NotMade):
+class OutOfResources(ConnectFailed):
     """This process or machine has no descriptor, port or memory left."""
 
 
-class CutAtDoor(NotMade):
+class HandshakeBroken(ConnectFailed):
     """The connection broke before the handshake was done, as in a flood."""
 
 
@@ -62,7 +62,7 @@ def is_cut(error: OSError) -> bool:
     return isinstance(error, TimeoutError) or error.errno in _CUT
 
 
-class Line:
+class HolderConnection:
     """An authenticated connection to a holder. Its methods block.
 
     :param last: no other holder is left; this one gets more time.
@@ -118,7 +118,7 @@ class Line:
         return piece
 
 
-class Dialler:
+class Connector:
     """Makes the connections of one pull. Thread-safe.
 
     :param source: address to connect from; empty means any.
@@ -155,16 +155,16 @@ class Dialler:
         """Return True if the last connection to the holder had a long round trip."""
         return holder is not None and self._trips.get(holder.host, 0.0) > FAR_S
 
-    def begin(self) -> None:
+    def reopen(self) -> None:
         """Allow connections again after :meth:`hang_up`."""
         with self._lock:
             self._over = False
 
     @contextlib.contextmanager
-    def dialled(self, holder: Holder, *, last: bool = True) -> Iterator[Line]:
+    def connect(self, holder: Holder, *, last: bool = True) -> Iterator[HolderConnection]:
         """Context manager: connect, do the handshake, and close at the end.
 
-        :raises Over: it was hung up. :raises NotMade: it could not be made.
+        :raises HungUp: it was hung up. :raises ConnectFailed: it could not be made.
         """
         with self._lock:
             self.made[holder] += 1
@@ -176,17 +176,17 @@ class Dialler:
             with self._lock:
                 self.proven[holder] += 1
                 proven = True
-            yield Line(sock, holder, last=last)
-        except (OSError, NotMade):
+            yield HolderConnection(sock, holder, last=last)
+        except (OSError, ConnectFailed):
             if sock in self._put_off:
-                raise Over from None
+                raise HungUp from None
             raise
         finally:
             with self._lock:
                 self.made[holder] -= 1
                 self.proven[holder] -= proven
             if sock is not None:
-                self._lose(sock)
+                self._close_socket(sock)
 
     def _connect(self, holder: Holder, timeout_s: float) -> socket.socket:
         """Return a connected socket, wrapped for TLS, before any handshake."""
@@ -194,8 +194,8 @@ class Dialler:
             raise tls.NotTheHolder("announced no certificate, but the channel is encrypted")
         sock: socket.socket | None = None
         try:
-            sock, there = endpoint.prepare(holder.host, holder.port, self._source)
-            self._keep(sock, holder)
+            sock, there = endpoint.bind_socket(holder.host, holder.port, self._source)
+            self._register_socket(sock, holder)
             sock.settimeout(timeout_s)
             sock.connect(there)
             self._trips[holder.host] = round_trip_s(sock)
@@ -203,34 +203,34 @@ class Dialler:
         except OSError as error:
             over = sock in self._put_off
             if sock is not None:
-                self._lose(sock)
+                self._close_socket(sock)
             if over:
-                raise Over from None
+                raise HungUp from None
             no_address = sock is None and error.errno == errno.EADDRNOTAVAIL  # of the holder, or of this machine
             if error.errno in _LACKS and not no_address:
-                raise Lacking(error.strerror or str(error)) from error
+                raise OutOfResources(error.strerror or str(error)) from error
             why = endpoint.unreached(error, holder.host, holder.port, self._source)
-            raise NotMade(why, cut=is_cut(error)) from error
+            raise ConnectFailed(why, cut=is_cut(error)) from error
         except BaseException:
             if sock is not None:
-                self._lose(sock)
+                self._close_socket(sock)
             raise
 
     def _sealed(self, sock: socket.socket, holder: Holder, context: ssl.SSLContext) -> ssl.SSLSocket:
         with self._lock:  # hang_up finds one of both sockets
             self._sockets.pop(sock, None)
             sealed = tls.wrap(sock, context)
-            self._keep(sealed, holder)
+            self._register_socket(sealed, holder)
         return sealed
 
-    def _keep(self, sock: socket.socket, holder: Holder) -> None:
-        """Register a connection for :meth:`hang_up`. :raises Over: that was called."""
+    def _register_socket(self, sock: socket.socket, holder: Holder) -> None:
+        """Register a connection for :meth:`hang_up`. :raises HungUp: it was called."""
         with self._lock:
             self._sockets[sock] = holder
             if self._over:
-                raise Over
+                raise HungUp
 
-    def _lose(self, sock: socket.socket) -> None:
+    def _close_socket(self, sock: socket.socket) -> None:
         with self._lock:
             self._sockets.pop(sock, None)
             self._put_off.discard(sock)
@@ -243,18 +243,18 @@ class Dialler:
             sock.settimeout(GREET_S)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if isinstance(sock, ssl.SSLSocket):
-                tls.meet(sock, holder.certificate_hash)
+                tls.do_handshake(sock, holder.certificate_hash)
                 binding = bytes.fromhex(holder.certificate_hash)
-            greeting.greet(sock, holder.transfer or self._transfer, self._secret, binding, deadline)
-        except (greeting.Stranger, tls.NotTheHolder):
+            greeting.prove_as_puller(sock, holder.transfer or self._transfer, self._secret, binding, deadline)
+        except (greeting.UnknownSecret, tls.NotTheHolder):
             raise
         except TimeoutError:
-            raise CutAtDoor(f"{holder.address} did not answer within {GREET_S:g} s", cut=True) from None
+            raise HandshakeBroken(f"{holder.address} did not answer within {GREET_S:g} s", cut=True) from None
         except OSError as error:
-            raise CutAtDoor(f"{holder.address} {words(error)}") from error
+            raise HandshakeBroken(f"{holder.address} {end_text(error)}") from error
 
 
-def words(error: OSError) -> str:
+def end_text(error: OSError) -> str:
     """Return how the peer ended the connection, as text."""
     if isinstance(error, ssl.SSLError):
         return f"broke the connection ({error.reason or error})"

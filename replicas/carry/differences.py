@@ -5,7 +5,7 @@ encodes a block's delta for the first puller, or ahead of time if pullers are fa
 keeps it for the others. A host that pulled a version by deltas serves these deltas. A
 block without a delta is sent as bytes.
 
-*Bytes or deltas* (:class:`Choice`) depends on the link: over 100 Gbit/s a version
+*Bytes or deltas* (:class:`DeltaChoice`) depends on the link: over 100 Gbit/s a version
 arrives before its delta is computed. So a carrier remembers the rate of both ways for
 each host, takes the faster one, and retries the slower one so rarely that the trials
 cost a few per cent at most.
@@ -62,7 +62,7 @@ class Deltas:
         """Return True if the block may have a delta."""
         return number in self._known or (self._base is not None and self._vain < VAIN)
 
-    def of(self, number: int) -> bytes | None:
+    def get_delta(self, number: int) -> bytes | None:
         """Return a present block's delta, made if need be; None to send its bytes."""
         with self._changed:
             self._changed.wait_for(
@@ -103,9 +103,9 @@ class Deltas:
         with contextlib.suppress(Withdrawn):
             for end in range(BLOCK_NBYTES, self._nbytes + BLOCK_NBYTES, BLOCK_NBYTES):
                 last = min(end, self._nbytes)
-                while self._base is not None and not image.here(last - 1, last, 1.0):
+                while self._base is not None and not image.wait_for_bytes(last - 1, last, 1.0):
                     pass
-                self.of(end // BLOCK_NBYTES - 1)
+                self.get_delta(end // BLOCK_NBYTES - 1)
 
     def keep(self, number: int, found: bytes) -> None:
         """Keep a received delta, to serve it to other hosts."""
@@ -117,7 +117,7 @@ class Deltas:
         with self._changed:
             self._known.pop(number, None)
 
-    def without_base(self) -> None:
+    def release_base(self) -> None:
         """Stop making deltas; return when no thread reads the base."""
         with self._changed:
             views, self._base, self._data = (self._base, self._data), None, None
@@ -127,7 +127,7 @@ class Deltas:
                     view.release()
 
 
-class Choice:
+class DeltaChoice:
     """Chooses bytes or deltas for each host, by the rates measured so far."""
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ class Choice:
         self._pulls: dict[str, int] = {}
         """By host: pulls since the slower way was last tried."""
 
-    def by_delta(self, host: str) -> bool:
+    def choose_delta(self, host: str) -> bool:
         """Return True to pull the next version from this host by deltas."""
         deltas, whole = self._rates.get((host, True), ()), self._rates.get((host, False), ())
         if len(deltas) < PROOFS or not whole:
@@ -146,7 +146,7 @@ class Choice:
         self._pulls[host] = 0 if again else count
         return (ratio <= MARGIN) != again
 
-    def took(self, host: str, *, by_delta: bool, nbytes: int, seconds: float) -> None:
+    def record_pull(self, host: str, *, by_delta: bool, nbytes: int, seconds: float) -> None:
         """Record that a version of ``nbytes`` took ``seconds``."""
         if seconds >= SHORT_S:
             self._rates[host, by_delta] = (*self._rates.get((host, by_delta), ()), nbytes / seconds)[-PROOFS:]

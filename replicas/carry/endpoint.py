@@ -41,7 +41,7 @@ _APPEARS_S = 0.1
 _Address = tuple[str, int] | tuple[str, int, int, int]
 
 
-def shown(host: str, port: int) -> str:
+def address_text(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -83,7 +83,7 @@ def _listen(host: str, port: int, backlog: int) -> socket.socket:
     return sock
 
 
-def prepare(host: str, port: int, source: str) -> tuple[socket.socket, _Address]:
+def bind_socket(host: str, port: int, source: str) -> tuple[socket.socket, _Address]:
     """Return a socket, bound to ``source`` if given, and the address to connect to.
 
     :raises OSError: ``source`` is not on this machine, or ``host`` is not an address.
@@ -105,7 +105,7 @@ def unreached(error: OSError, host: str, port: int, source: str) -> str:
     """Return an error text: both ends, the reason, and the remedy."""
     interface = interface_of(source)
     here = f" from {source}" + (f" ({interface})" if interface and not source.endswith(interface) else "")
-    return f"{shown(host, port)} cannot be reached{here if source else ''}: {_reason(error, source)}; {REMEDY}"
+    return f"{address_text(host, port)} cannot be reached{here if source else ''}: {_reason(error, source)}; {REMEDY}"
 
 
 def _reason(error: OSError, source: str) -> str:
@@ -124,7 +124,7 @@ def _reason(error: OSError, source: str) -> str:
 def _why_not(error: OSError, host: str, port: int) -> str:
     if error.errno == errno.EADDRNOTAVAIL:
         return f"a carrier cannot listen at {host}, which is not an address of this machine: {_NOT_OURS}"
-    text = f"a carrier cannot listen at {shown(host, port)}: {error.strerror or error}"
+    text = f"a carrier cannot listen at {address_text(host, port)}: {error.strerror or error}"
     return f"{text}; set cluster.carry_port to 1024 or more" if error.errno == errno.EACCES else text
 
 

@@ -28,7 +28,7 @@ _HELLO = struct.Struct(f"<8sQ{NONCE_NBYTES}s")
 _ANSWER = struct.Struct(f"<{NONCE_NBYTES}s{_PROOF_NBYTES}s")
 
 
-class Stranger(ConnectionError):
+class UnknownSecret(ConnectionError):
     """The peer does not know the secret."""
 
 
@@ -57,20 +57,20 @@ def read_exactly(sock: socket.socket, nbytes: int, deadline: float | None = None
     return bytes(data)
 
 
-def greet(
+def prove_as_puller(
     sock: socket.socket, transfer: int, secret: bytes, binding: bytes = b"", deadline: float | None = None
 ) -> None:
-    """Do the puller's side. :raises Stranger: the server does not know the secret."""
+    """Do the puller's side. :raises UnknownSecret: the server has no such secret."""
     hello = _HELLO.pack(MAGIC, transfer, secrets.token_bytes(NONCE_NBYTES))
     sock.sendall(hello)
     answer = read_exactly(sock, _ANSWER.size, deadline)
     nonce, proof = _ANSWER.unpack(answer)
     if not hmac.compare_digest(proof, _proof(secret, b"server", hello, nonce, binding)):
-        raise Stranger("does not know the secret of the transfer, so it does not hold the version")
+        raise UnknownSecret("does not know the secret of the transfer, so it does not hold the version")
     sock.sendall(_proof(secret, b"puller", hello, nonce, binding))
 
 
-def answer(
+def prove_as_server(
     sock: socket.socket,
     secret_of: Callable[[int], bytes | None],
     binding: bytes = b"",
@@ -79,7 +79,8 @@ def answer(
     """Do the server's side; return the transfer's number.
 
     :param secret_of: returns a transfer's secret, or None if it is not served here.
-    :raises Stranger: it is not served here, or the puller does not know its secret.
+    :raises UnknownSecret: it is not served here, or the puller does not know its
+    secret.
     """
     hello = read_exactly(sock, _HELLO.size, deadline)
     magic, transfer, _ = _HELLO.unpack(hello)
@@ -89,5 +90,5 @@ def answer(
     sock.sendall(_ANSWER.pack(nonce, _proof(known, b"server", hello, nonce, binding)))
     given = read_exactly(sock, _PROOF_NBYTES, deadline)
     if not hmac.compare_digest(given, _proof(known, b"puller", hello, nonce, binding)) or secret is None:
-        raise Stranger("does not know the secret of a transfer")
+        raise UnknownSecret("does not know the secret of a transfer")
     return int(transfer)

@@ -39,7 +39,7 @@ class Holder:
 
     @property
     def address(self) -> str:
-        return endpoint.shown(self.host, self.port)
+        return endpoint.address_text(self.host, self.port)
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Holders:
     def is_last(self, holder: Holder) -> bool:
         return self._left == [holder]
 
-    def talks(self, holder: Holder) -> None:
+    def mark_connected(self, holder: Holder) -> None:
         """Note that a connection to the holder works, so that it can be measured."""
         self._talking.add(holder)
 
@@ -92,14 +92,14 @@ class Holders:
         if cut:
             self.cut.add(holder.name)
 
-    def put_off(self, received: Mapping[str, int], left_nbytes: int) -> Holder | None:
+    def replace_slow(self, received: Mapping[str, int], left_nbytes: int) -> Holder | None:
         """Measure the first holder; return it if a better one takes its place.
 
         :param received: bytes by holder.
         """
         trial = self._trial
         if trial is None or trial.holder not in self._left or trial.holder in self._rates:
-            self._trial = self._begin(received)
+            self._trial = self._start_trial(received)
             return None
         if (elapsed_s := time.monotonic() - trial.began) < TRY_S:
             return None
@@ -117,7 +117,7 @@ class Holders:
         self.cut.add(holder.name)
         return holder
 
-    def _begin(self, received: Mapping[str, int]) -> _Trial | None:
+    def _start_trial(self, received: Mapping[str, int]) -> _Trial | None:
         if len(self._left) < 2:
             return None
         holder = self._left[0]

@@ -1,6 +1,6 @@
 """Which bytes of a version are in its slot, and how threads wait for the others.
 
-A rank that packs fills its slot from the start (:meth:`Image.fill` of growing
+A rank that packs fills its slot from the start (:meth:`Image.mark_present` of growing
 prefixes); a pull fills it chunk by chunk, in any order. A thread that serves a chunk
 waits until that is in the slot, so a host serves a version that it is still receiving,
 and hosts form a chain. Thread-safe.
@@ -37,7 +37,7 @@ class Image:
         self._changed = threading.Condition()
         self._withdrawn = ""
 
-    def fill(self, start: int, end: int) -> None:
+    def mark_present(self, start: int, end: int) -> None:
         """Mark bytes ``start`` to ``end`` as present: whole chunks, or a prefix."""
         with self._changed:
             if start <= self._prefix:
@@ -48,14 +48,14 @@ class Image:
                 self._here[first:last] = b"\x01" * (last - first)
             self._changed.notify_all()
 
-    def empty(self, start: int, end: int) -> None:
+    def mark_missing(self, start: int, end: int) -> None:
         """Mark bytes ``start`` to ``end``, whole chunks, as missing."""
         with self._changed:
             first, last = start // CHUNK_NBYTES, -(-end // CHUNK_NBYTES)
             self._here[first:last] = b"\x00" * (last - first)
             self._prefix = min(self._prefix, start)
 
-    def here(self, start: int, end: int, timeout_s: float) -> int:
+    def wait_for_bytes(self, start: int, end: int, timeout_s: float) -> int:
         """Wait for the byte at ``start``; return how many from it on are present.
 
         Return 0 if it did not arrive within ``timeout_s``.
@@ -64,7 +64,7 @@ class Image:
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            while not (found := self._run(start, end)):
+            while not (found := self._count_present(start, end)):
                 if self._withdrawn:
                     raise Withdrawn(self._withdrawn)
                 if (left := deadline - time.monotonic()) <= 0:
@@ -74,7 +74,7 @@ class Image:
                 raise Withdrawn(self._withdrawn)
             return found
 
-    def _run(self, start: int, end: int) -> int:
+    def _count_present(self, start: int, end: int) -> int:
         if start < self._prefix:
             return min(end, self._prefix) - start
         gap = self._here.find(b"\x00", start // CHUNK_NBYTES)

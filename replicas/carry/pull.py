@@ -4,7 +4,7 @@ Theory of operation
 ===================
 
 Each connection has a thread, requests the lowest block that is not under way
-(:class:`~replicas.carry.blocks.Asking`), and keeps two requests open, so that the
+(:class:`~replicas.carry.blocks.BlockQueue`), and keeps two requests open, so that the
 server never waits for requests. A block is digested while its bytes are in the
 processor's caches. Each complete chunk can be served to other hosts at once
 (:class:`~replicas.carry.image.Image`).
@@ -43,9 +43,18 @@ from collections.abc import Callable, Sequence
 
 import xxhash
 
-from replicas.carry.blocks import Asking, combined
+from replicas.carry.blocks import BlockQueue, combined
 from replicas.carry.delta import DELTA_NBYTES_MAX, DeltaError, apply_block
-from replicas.carry.dialler import CutAtDoor, Dialler, Lacking, Line, NotMade, Over, is_cut, words
+from replicas.carry.dialler import (
+    ConnectFailed,
+    Connector,
+    HandshakeBroken,
+    HolderConnection,
+    HungUp,
+    OutOfResources,
+    end_text,
+    is_cut,
+)
 from replicas.carry.differences import Deltas
 from replicas.carry.holders import Holder, Holders
 from replicas.carry.image import CHUNK_NBYTES, Image
@@ -102,8 +111,8 @@ class Pull:
         self.image, self.deltas = image, Deltas(image.nbytes)
         self._base = base
         self._data = memoryview(memory)[image.offset : image.offset + image.nbytes]
-        self._dialler = Dialler(transfer, secret, source, trips, encrypt=encrypt)
-        self._asking = Asking(image.nbytes)
+        self._dialler = Connector(transfer, secret, source, trips, encrypt=encrypt)
+        self._asking = BlockQueue(image.nbytes)
         self._digests: list[bytes] = [b""] * self._asking.count
         self._by: list[str] = [""] * self._asking.count
         self._holders = Holders()
@@ -152,16 +161,16 @@ class Pull:
         with self._changed:
             self._most, self._lack = MOST, ""
             self._cut.clear()
-            self._dialler.begin()
+            self._dialler.reopen()
             try:
-                self._wait(deadline, start)
+                self._manage_connections(deadline, start)
             finally:
                 self._dialler.hang_up()
                 self._changed.wait_for(lambda: not self._running)
             if self._stopped:
                 raise Failed({"": self._stopped})
 
-    def _wait(self, deadline: float, start: Start) -> None:
+    def _manage_connections(self, deadline: float, start: Start) -> None:
         """Start connections as long as more of them pay, until all blocks are here."""
         best, at, nbytes = 0.0, time.monotonic(), self.received_nbytes
         wanted = FIRST_FAR if self._dialler.is_far(self._holders.first) else FIRST
@@ -171,10 +180,10 @@ class Pull:
             if (left := deadline - time.monotonic()) <= 0:
                 raise Failed({**self.why, "deadline": "the time was up"})
             while self._holders and self._running < min(wanted, self._most) and self._asking.waiting:
-                if not self._begin(start):
+                if not self._add_connection(start):
                     break
             self._changed.wait(min(left, LOOK_S))
-            slow = self._holders.put_off(self.received, self._asking.left_nbytes - sum(self._halves.values()))
+            slow = self._holders.replace_slow(self.received, self._asking.left_nbytes - sum(self._halves.values()))
             if slow is not None:
                 self._dialler.hang_up(slow)
             if (elapsed_s := time.monotonic() - at) >= LOOK_S:
@@ -182,14 +191,14 @@ class Pull:
                 if rate > best * PAYS and wanted < MOST and self._asking.waiting:
                     wanted, best = (2 * wanted if best else wanted), rate
 
-    def _begin(self, start: Start) -> bool:
+    def _add_connection(self, start: Start) -> bool:
         """Start one more connection; return False if no thread is left for it."""
         self._running += 1
         try:
             start(self._connection)
         except RuntimeError as error:
             self._running -= 1
-            self._lacks(str(error), self._running)
+            self._note_shortage(str(error), self._running)
             return False
         return True
 
@@ -202,17 +211,17 @@ class Pull:
         with self._changed:
             if self._stopped:
                 raise Failed({"": self._stopped})
-            self._dialler.begin()
+            self._dialler.reopen()
         for holder in holders:
             try:
                 blocks = self._digests_of(holder, deadline)
-            except Over:
+            except HungUp:
                 raise Failed({"": self._stopped}) from None
-            except NotMade as error:
+            except ConnectFailed as error:
                 self.why.setdefault(holder.name, error.why)
                 continue
             except OSError as error:
-                self.why.setdefault(holder.name, f"{holder.address} {words(error)}")
+                self.why.setdefault(holder.name, f"{holder.address} {end_text(error)}")
                 continue
             if combined(blocks) == digest:
                 break
@@ -224,14 +233,14 @@ class Pull:
             if liars & self.wrong.keys():
                 raise Failed({**self.why, **self.wrong})
             for number in wrong:
-                self._bad(number)
+                self._reject_block(number)
             why, cut = self.why, self.cut
             self._holders = Holders(sorted(holders, key=lambda one: one.name in self.wrong))
             self._holders.why, self._holders.cut = why, cut
 
     def _digests_of(self, holder: Holder, deadline: float) -> list[bytes]:
         """Ask this holder for the digests of all blocks."""
-        with self._dialler.dialled(holder) as line:
+        with self._dialler.connect(holder) as line:
             line.send(ASK.pack(DIGESTS, 0, 0))
             left = 16 * self._asking.count
             answer = bytearray(left)
@@ -251,7 +260,7 @@ class Pull:
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self.active)
 
-    def without_base(self) -> None:
+    def release_base(self) -> None:
         """Release the base, after the pull has ended."""
         if self._base is not None:
             self._base.release()
@@ -284,26 +293,26 @@ class Pull:
                 holder = self._holders.first
             if holder is not None:
                 self._receive_from(holder)
-        except Over:
+        except HungUp:
             pass
-        except NotMade as error:
+        except ConnectFailed as error:
             if holder is not None:
                 self._not_made(holder, error)
         except OSError as error:
             if holder is not None:
-                self._give_up(holder, f"{holder.address} {words(error)}", cut=is_cut(error))
+                self._give_up(holder, f"{holder.address} {end_text(error)}", cut=is_cut(error))
         finally:
             with self._changed:
                 self._running -= 1
                 self._changed.notify_all()
 
-    def _not_made(self, holder: Holder, error: NotMade) -> None:
+    def _not_made(self, holder: Holder, error: ConnectFailed) -> None:
         """Continue with the present connections, try again, or give the holder up."""
         with self._changed:
             others = self._running - 1
-            if isinstance(error, Lacking):
-                self._lacks(error.why, others)
-            elif isinstance(error, CutAtDoor):
+            if isinstance(error, OutOfResources):
+                self._note_shortage(error.why, others)
+            elif isinstance(error, HandshakeBroken):
                 self._cut[holder] += 1
                 tries, works = self._cut[holder], self._dialler.proven[holder]
                 if tries < TRIES:
@@ -317,7 +326,7 @@ class Pull:
             else:
                 self._give_up(holder, error.why, cut=error.cut)
 
-    def _lacks(self, why: str, others: int) -> None:
+    def _note_shortage(self, why: str, others: int) -> None:
         """Note that this process cannot make further connections."""
         self._most = max(1, others)
         self._lack = "" if others else why
@@ -331,11 +340,11 @@ class Pull:
     def _receive_from(self, holder: Holder) -> None:
         with self._changed:
             last = self._holders.is_last(holder)
-        with self._dialler.dialled(holder, last=last) as line:
+        with self._dialler.connect(holder, last=last) as line:
             asked: deque[int] = deque()
             with self._changed:
                 self._cut[holder] = 0
-                self._holders.talks(holder)
+                self._holders.mark_connected(holder)
             try:
                 while True:
                     self._ask(line, asked)
@@ -345,21 +354,21 @@ class Pull:
                 with self._changed:
                     for number in asked:
                         self._halves.pop(number, None)
-                        self._asking.give_back(number)
+                        self._asking.requeue(number)
                     self._changed.notify_all()
 
-    def _ask(self, line: Line, asked: deque[int]) -> None:
+    def _ask(self, line: HolderConnection, asked: deque[int]) -> None:
         """Request the next blocks; wait while there are none.
 
-        :raises Over: all blocks have arrived, or the holder was given up.
+        :raises HungUp: all blocks have arrived, or the holder was given up.
         """
         with self._changed:
             while True:
                 if self._stopped or self._asking.done or line.holder not in self._holders:
-                    raise Over
+                    raise HungUp
                 new: list[int] = []
                 most = ASKED if self._asking.waiting > self._running else 1
-                while len(asked) + len(new) < most and (number := self._asking.take()) is not None:
+                while len(asked) + len(new) < most and (number := self._asking.next_block()) is not None:
                     new.append(number)
                 asked.extend(new)
                 if asked:
@@ -373,7 +382,7 @@ class Pull:
         """Return True to request a block as a delta, False after a wrong one."""
         return self._base is not None and not self._by[number]
 
-    def _block(self, line: Line, number: int) -> None:
+    def _block(self, line: HolderConnection, number: int) -> None:
         """Receive one block, and digest its bytes as they arrive."""
         start, end = self._asking.range_of(number)
         at, digest, piece = start, xxhash.xxh3_128(), 0
@@ -391,12 +400,12 @@ class Pull:
             nbytes = line.receive(self._data[at : min(here, at + piece)])
             digest.update(self._data[at : at + nbytes])
             at, piece = at + nbytes, piece - nbytes
-            self._came(line.holder, nbytes, nbytes)
+            self._count_received(line.holder, nbytes, nbytes)
             if at == here:
-                self.image.fill(max(at - 1, 0) // CHUNK_NBYTES * CHUNK_NBYTES, at)
-        self._landed(number, digest.digest(), line.holder)
+                self.image.mark_present(max(at - 1, 0) // CHUNK_NBYTES * CHUNK_NBYTES, at)
+        self._finish_block(number, digest.digest(), line.holder)
 
-    def _delta(self, line: Line) -> bytes:
+    def _delta(self, line: HolderConnection) -> bytes:
         """Receive the delta of a block; return b"" if its bytes follow."""
         nbytes = line.number()
         if self._base is None or nbytes > DELTA_NBYTES_MAX:
@@ -408,7 +417,7 @@ class Pull:
     def _apply(self, holder: Holder, number: int, found: bytes, digest: xxhash.xxh3_128) -> bool:
         """Make a block from its delta; return False if the delta is not valid."""
         if self._base is None:
-            raise Over
+            raise HungUp
         start, end = self._asking.range_of(number)
         block = self._data[start:end]
         try:
@@ -418,31 +427,31 @@ class Pull:
                 self._by[number] = holder.name
                 self.wrong[holder.name] = f"block {number}: {error}"
                 self.again += 1
-                self._asking.give_back(number)
+                self._asking.requeue(number)
             return False
         digest.update(block)
         self.deltas.keep(number, found)
-        self._came(holder, len(found), end - start)
-        self.image.fill(start, end)
+        self._count_received(holder, len(found), end - start)
+        self.image.mark_present(start, end)
         return True
 
-    def _came(self, holder: Holder, nbytes: int, landed: int) -> None:
+    def _count_received(self, holder: Holder, nbytes: int, landed: int) -> None:
         with self._changed:
             self.received[holder.name] = self.received.get(holder.name, 0) + nbytes
             self.landed_nbytes += landed
 
-    def _landed(self, number: int, digest: bytes, holder: Holder) -> None:
+    def _finish_block(self, number: int, digest: bytes, holder: Holder) -> None:
         with self._changed:
             self._digests[number], self._by[number] = digest, holder.name
-            self._asking.landed(number)
+            self._asking.mark_received(number)
             self._halves.pop(number, None)
             self._changed.notify_all()
 
-    def _bad(self, number: int) -> None:
+    def _reject_block(self, number: int) -> None:
         """Note a wrong block, and have it requested again, as bytes."""
         name = self._by[number]
-        self.image.empty(*self._asking.range_of(number))
+        self.image.mark_missing(*self._asking.range_of(number))
         self.deltas.drop(number)
-        self._asking.wrong(number)
+        self._asking.request_again(number)
         self.again += 1
         self.wrong[name] = self.why[name] = f"block {number} is not what was published"

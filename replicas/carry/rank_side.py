@@ -31,7 +31,7 @@ WITHDRAW_TIMEOUT_S = 5.0
 _R = TypeVar("_R")
 
 
-class Watched(Protocol):
+class SlotMemory(Protocol):
     """Memory of a slot. ``watchers``: objects to notify when it is closed."""
 
     @property
@@ -43,7 +43,7 @@ class Watched(Protocol):
     watchers: Any
 
 
-Lent = tuple[Watched, tuple[int, int]]
+Lent = tuple[SlotMemory, tuple[int, int]]
 """Memory, and the offset and bytes of a version in it."""
 
 
@@ -124,7 +124,7 @@ class Carrier(HelperProcess):
     process: subprocess.Popen[bytes]
 
     @property
-    def at_work(self) -> bool:
+    def is_needed(self) -> bool:
         """Whether the rank or other hosts wait for it, so that a freeze matters."""
         return bool(self._pending or self._serving)
 
@@ -150,7 +150,7 @@ class Carrier(HelperProcess):
         self,
         transfer: int,
         secret: bytes,
-        memory: Watched,
+        memory: SlotMemory,
         place: tuple[int, int],
         filled: int,
         base: Lent | None = None,
@@ -179,7 +179,7 @@ class Carrier(HelperProcess):
         self,
         transfer: int,
         secret: bytes,
-        memory: Watched,
+        memory: SlotMemory,
         place: tuple[int, int],
         holders: Sequence[HolderAddress],
         timeout_s: float,
@@ -228,9 +228,9 @@ class Carrier(HelperProcess):
 
     def buffer_closed(self, key: int) -> None:
         """Have the carrier unmap memory that was closed here (on any thread)."""
-        self._loop.call_soon_threadsafe(self._forget, key)
+        self._loop.call_soon_threadsafe(self._unmap_slot, key)
 
-    def _forget(self, key: int) -> None:
+    def _unmap_slot(self, key: int) -> None:
         if key in self._mapped and self.usable:
             self._mapped.discard(key)
             self._send(wire.ForgetSlot(key))
@@ -241,7 +241,7 @@ class Carrier(HelperProcess):
         self._map(base[0])
         return wire.Place(base[0].key, *base[1])
 
-    def _map(self, memory: Watched) -> None:
+    def _map(self, memory: SlotMemory) -> None:
         if memory.key not in self._mapped:
             self._send(wire.MapSlot(memory.key), memory.fd)
             self._mapped.add(memory.key)

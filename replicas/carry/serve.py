@@ -92,7 +92,7 @@ class _Offered:
 
 
 @dataclass(eq=False)
-class _Guest:
+class _UnprovenConnection:
     """A connection in its handshakes.
 
     ``named``: it has named a transfer that is served. ``told``: offers have changed, or
@@ -116,7 +116,7 @@ class Server:
         self._listener = listener
         self._started = started
         self._offered: dict[int, _Offered] = {}
-        self._guests: dict[_Guest, None] = {}
+        self._guests: dict[_UnprovenConnection, None] = {}
         """Connections in their handshakes, the oldest first."""
         self._at_door = 0
         """Threads of these, and of those turned away that have not ended yet."""
@@ -173,26 +173,26 @@ class Server:
             sock, address = self._listener.accept()
         except OSError as error:  # for other errors: it has gone
             return error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
-        guest = _Guest(sock, address[0])
+        guest = _UnprovenConnection(sock, address[0])
         with self._lock:
             if len(self._guests) >= UNPROVEN:
-                self._turn_one_away()
+                self._close_oldest_unproven()
             self._guests[guest] = None
             self._at_door += 1
         try:
             self._started(lambda: self._serve(guest))
         except RuntimeError:  # this process may have no more threads
-            self._leave_door(guest)
+            self._end_handshake(guest)
             sock.close()
         return True
 
-    def _leave_door(self, guest: _Guest) -> None:
+    def _end_handshake(self, guest: _UnprovenConnection) -> None:
         with self._lock:
             self._guests.pop(guest, None)
             self._at_door -= 1
             self._lock.notify_all()
 
-    def _turn_one_away(self) -> None:
+    def _close_oldest_unproven(self) -> None:
         """Close the oldest connection of the address that has most."""
         guests = [guest for guest in self._guests if not guest.named] or [*self._guests]
         ((source, _),) = Counter(guest.source for guest in guests).most_common(1)
@@ -202,13 +202,13 @@ class Server:
         guest.told.set()
         tls.hang_up(guest.sock)
 
-    def _serve(self, guest: _Guest) -> None:
+    def _serve(self, guest: _UnprovenConnection) -> None:
         found: _Offered | None = None
         try:
             try:
                 found = self._proven(guest)
             finally:
-                self._leave_door(guest)
+                self._end_handshake(guest)
             if found is not None:
                 self._answer(guest.sock, found)
         except (OSError, Withdrawn):  # the puller asks another holder, or has ended
@@ -220,13 +220,13 @@ class Server:
                     found.connections.discard(guest.sock)
                 self._lock.notify_all()
 
-    def _proven(self, guest: _Guest) -> _Offered | None:
+    def _proven(self, guest: _UnprovenConnection) -> _Offered | None:
         deadline = time.monotonic() + PROOF_S
         guest.sock.settimeout(PROOF_S)
         sealed = guest.sock.recv(1, socket.MSG_PEEK) == tls.HANDSHAKE
         if sealed:
             self._begin_tls(guest, deadline)
-        transfer = greeting.answer(
+        transfer = greeting.prove_as_server(
             guest.sock,
             lambda number: self._secret_of(number, guest, deadline, sealed=sealed),
             self._binding if sealed else b"",
@@ -239,15 +239,15 @@ class Server:
             found.connections.add(guest.sock)
             return found
 
-    def _begin_tls(self, guest: _Guest, deadline: float) -> None:
+    def _begin_tls(self, guest: _UnprovenConnection, deadline: float) -> None:
         with self._lock:
             if self._tls is None or guest.turned_away:
-                raise greeting.Stranger("asks for TLS, which is not served here")
+                raise greeting.UnknownSecret("asks for TLS, which is not served here")
             guest.sock = sock = tls.wrap(guest.sock, self._tls, server_side=True)
         sock.settimeout(max(0.001, deadline - time.monotonic()))
         sock.do_handshake()
 
-    def _secret_of(self, transfer: int, guest: _Guest, deadline: float, *, sealed: bool) -> bytes | None:
+    def _secret_of(self, transfer: int, guest: _UnprovenConnection, deadline: float, *, sealed: bool) -> bytes | None:
         """Return the transfer's secret, or None if it is not served.
 
         Waits for an offer a while: the puller may learn of the transfer first.
@@ -290,12 +290,12 @@ class Server:
                 if kind == RANGE or not self._send_changes(sock, offered, start, end):
                     self._send_range(sock, offered, start, end)
             except Withdrawn:
-                _say_over(sock)
+                _send_withdrawn(sock)
                 raise
 
     def _send_range(self, sock: socket.socket, offered: _Offered, start: int, end: int) -> None:
         while start < end:
-            found = offered.image.here(start, min(end, start + PIECE_NBYTES), SIGN_S)
+            found = offered.image.wait_for_bytes(start, min(end, start + PIECE_NBYTES), SIGN_S)
             if not found:
                 sock.sendall(HEAD.pack(0))
                 continue
@@ -310,7 +310,7 @@ class Server:
         _wait_for(sock, offered.image, start)  # a pulled delta is kept before this byte is marked
         if offered.deltas.may_have(number):
             _wait_for(sock, offered.image, end - 1)
-            found = offered.deltas.of(number) or b""
+            found = offered.deltas.get_delta(number) or b""
         sock.sendall(DELTA.pack(DELTA_FOLLOWS, len(found)) + found)
         offered.sent_nbytes += len(found)
         return bool(found)
@@ -345,11 +345,11 @@ class Server:
 
 def _wait_for(sock: socket.socket, image: Image, at: int) -> None:
     """Wait until this byte is in the slot, sending signs of life."""
-    while not image.here(at, at + 1, SIGN_S):
+    while not image.wait_for_bytes(at, at + 1, SIGN_S):
         sock.sendall(HEAD.pack(0))
 
 
-def _say_over(sock: socket.socket) -> None:
+def _send_withdrawn(sock: socket.socket) -> None:
     """Tell the puller that the transfer is withdrawn, unless that would block."""
     with contextlib.suppress(OSError):
         sock.settimeout(0.0)

@@ -2,12 +2,13 @@
 
 Each rank makes a key and a certificate for its carrier, in memory only, and sends the
 SHA-256 of the certificate to the coordinator. Pullers get this hash over their own
-sessions and accept that certificate alone: :func:`meet` compares it after the handshake
-has proven that the peer has the key, before sending a byte. OpenSSL verifies nothing
-else: a known certificate needs no issuer, name or date, and checking these could only
-accept other ones. Pullers prove themselves by :mod:`replicas.carry.greeting`, inside
-TLS; its proofs name the certificate (the *binding*), so a proof made for a plain
-connection or for another carrier does not work here.
+sessions and accept that certificate alone: :func:`do_handshake` compares it after the
+handshake has proven that the peer has the key, before sending a byte. OpenSSL verifies
+nothing else: a known certificate needs no issuer, name or date, and checking these
+could only accept other ones. Pullers prove themselves by
+:mod:`replicas.carry.greeting`, inside TLS; its proofs name the certificate (the
+*binding*), so a proof made for a plain connection or for another carrier does not work
+here.
 
 :func:`hang_up` ends a connection in which another thread waits. It does not use
 ``SSLSocket.shutdown``, which removes the TLS first, so that the waiting thread would
@@ -31,7 +32,7 @@ class NotTheHolder(ConnectionError):
 
 
 def client_context() -> ssl.SSLContext:
-    """Return a context that verifies no certificate: :func:`meet` does."""
+    """Return a context that verifies no certificate: :func:`do_handshake` does."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
@@ -44,7 +45,7 @@ def wrap(sock: socket.socket, context: ssl.SSLContext, *, server_side: bool = Fa
     return context.wrap_socket(sock, server_side=server_side, do_handshake_on_connect=False)
 
 
-def meet(sock: ssl.SSLSocket, certificate_hash: str) -> None:
+def do_handshake(sock: ssl.SSLSocket, certificate_hash: str) -> None:
     """Do the puller's handshake, within the socket's timeout. Send nothing before it.
 
     :raises NotTheHolder: the peer has another certificate, or no TLS 1.3.

@@ -17,9 +17,9 @@ from replicas.channel.operations.collectives import Collectives
 from replicas.channel.operations.operations import RankOperations
 from replicas.channel.operations.results import OperationCall
 from replicas.channel.session.carriers import Carriers
-from replicas.channel.session.holdings import Holder
+from replicas.channel.session.held_versions import Holder
 from replicas.channel.session.hub import BYE_TIMEOUT_S, GRACE_S, Hub
-from replicas.channel.session.pending import Pending, Promise, Receipt, afresh
+from replicas.channel.session.pending import Pending, Promise, Receipt, copy_error
 from replicas.channel.session.session import Session
 from replicas.channel.session.sidecar_lanes import SidecarLanes
 from replicas.channel.versions.filling import PublishJob, arena_like, reserve
@@ -385,7 +385,7 @@ class Channel(Collectives):
             if not self._publisher.copies.wait(CLOSE_TIMEOUT_S):
                 text = "%s: copies on the GPU still run after %s s"
                 logger.warning(text, self.name, CLOSE_TIMEOUT_S)
-            failure = self._hub.failures.take()
+            failure = self._hub.failures.take_unreported()
         finally:
             self._hub.call(self._hub.loans.give_back, inside)
         if not self._left.wait_ended(CLOSE_TIMEOUT_S):
@@ -414,7 +414,7 @@ class Channel(Collectives):
             await hub.session.close("closed", BYE_TIMEOUT_S)
             hub.session_over(hub.error(errors.Gone, "the channel was closed", hint=""))
             await self._lanes.all_gone()
-            hub.holdings.close()
+            hub.held_versions.close()
             self._operations.close()
             hub.loop.closers.pop(self, None)
         finally:
@@ -470,7 +470,7 @@ class Channel(Collectives):
         if self._closed:
             raise self._usage("the channel is closed", "join again")
         if self._hub.over is not None:
-            raise afresh(self._hub.over)
+            raise copy_error(self._hub.over)
 
     def _usage(self, text: str, hint: str) -> errors.ReplicasError:
         return self._hub.error(errors.UsageError, text, hint=hint)

@@ -18,7 +18,7 @@ from replicas.linux.processes import start_time
 from replicas.linux.sockets import Listener, holder, listeners
 from replicas.messages.bounds import CARRY_PORTS as PORTS
 from replicas.supervisor.agent.checks import Demand, Finding, examine_machine, family
-from replicas.supervisor.agent.machine import Machine, look
+from replicas.supervisor.agent.machine import Machine, inspect_machine
 from replicas.supervisor.fleet.plans import notes, problems
 from replicas.supervisor.state.leftovers import lock_holders
 from replicas.supervisor.state.run_state import RunState
@@ -30,7 +30,7 @@ def examine(config: Config | None, state_dir: Path | None) -> Iterator[Finding]:
 
     :param config: of the run, if known. :param state_dir: of the run, if it has one.
     """
-    machine = look()
+    machine = inspect_machine()
     ours: Collection[int] = ()
     if state_dir is not None:
         try:

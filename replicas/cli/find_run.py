@@ -96,7 +96,7 @@ def read_endpoint(state_dir: Path) -> EndpointFile:
         if pid := starting(state_dir):
             text = f'run "{state_dir.name}" is starting: process {pid} does not answer yet'
             raise Disconnected(text, hint="wait for it with: replicas wait") from error
-        if left := _left(state_dir, time.time()):
+        if left := _describe_detached(state_dir, time.time()):
             hint = "start the next supervisor with: replicas run CONFIG"
             raise Disconnected(f'run "{state_dir.name}" {left}', hint=hint) from error
         raise Disconnected(
@@ -106,7 +106,7 @@ def read_endpoint(state_dir: Path) -> EndpointFile:
         raise Disconnected(f"{path} cannot be read: {error}", hint="give --endpoint HOST:PORT instead") from error
 
 
-def _left(state_dir: Path, now: float) -> str:
+def _describe_detached(state_dir: Path, now: float) -> str:
     """Describe a detached run whose replicas wait for a supervisor; else return ""."""
     from replicas.supervisor.state.run_state import RunState  # imported late: other commands do not need its modules
 
@@ -132,7 +132,7 @@ def find_state_dir(folder: Path, *, running: bool = False) -> Path:
     started |= {path for path in known if starting(path)}
     found = sorted(started or known)
     if len(found) > 1:
-        living = [path for path in found if lives(path) or starting(path)]
+        living = [path for path in found if has_supervisor(path) or starting(path)]
         found = living if len(living) == 1 else found
     names = ", ".join(path.name for path in found)
     if not found:
@@ -151,7 +151,7 @@ def _is_of_run(folder: Path) -> bool:
     return not folder.name.startswith("agent-") or (folder / EVENTS_FILE).exists()
 
 
-def lives(state_dir: Path) -> bool:
+def has_supervisor(state_dir: Path) -> bool:
     """Return True if the run has a supervisor, by its endpoint file."""
     try:
         return start_time(read_endpoint(state_dir).pid) is not None
@@ -226,7 +226,7 @@ class RunEndWatcher:
     def answered(self) -> None:
         self._silent_since = None
 
-    def came(self, error: Disconnected) -> bool:
+    def is_over_after(self, error: Disconnected) -> bool:
         """Return True if the run is over, after a request failed with ``error``.
 
         :raises Disconnected: its supervisor was killed, or has been silent for
@@ -351,7 +351,7 @@ class RunAddress:
             raise Disconnected(f'run "{where.run}" is gone: {where.endpoint} is now the port of run "{answer.run}"')
         return answer
 
-    def looks(self, interval_s: float, end: RunEndWatcher | None = None) -> Iterator[RunStatus | None]:
+    def poll_status(self, interval_s: float, end: RunEndWatcher | None = None) -> Iterator[RunStatus | None]:
         """Poll the state until the run is over; yield None if there was no answer.
 
         :param end: made before the first poll; default: made now.
@@ -364,7 +364,7 @@ class RunAddress:
                 found = self.status()
                 end.answered()
             except Disconnected as error:
-                if end.came(error):
+                if end.is_over_after(error):
                     return
             yield found
             time.sleep(interval_s)

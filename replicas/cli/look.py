@@ -16,7 +16,7 @@ from rich.text import Text
 
 from replicas.cli import render
 from replicas.cli.base import Json, OptionalRanks, Screen, ThisRun, command, json_text, patience, slashed
-from replicas.cli.find_run import NotTrusted, RunAddress, RunEndWatcher, lives, trusted
+from replicas.cli.find_run import NotTrusted, RunAddress, RunEndWatcher, has_supervisor, trusted
 from replicas.cli.slurm import queued
 from replicas.common.decoding import MALFORMED
 from replicas.common.foreign import ascii_controls, one_line, readable
@@ -72,7 +72,7 @@ def _watch(place: RunAddress, end: RunEndWatcher, interval_s: float, *, as_json:
     console = Screen()
     live = Live(console=console, auto_refresh=False) if console.is_terminal and not as_json else None
     with contextlib.nullcontext() if live is None else live:
-        for answer in place.looks(interval_s, end):
+        for answer in place.poll_status(interval_s, end):
             if answer is None:
                 continue
             if as_json:
@@ -128,7 +128,7 @@ def _has_other_nodes(place: RunAddress) -> bool:
     from replicas.supervisor.state.run_state import RunState  # slow to import: only this command needs it
 
     saved = RunState(place.state_dir / "state.json").peek()
-    return saved is not None and any(not agent.local for agent in saved.agents) and lives(place.state_dir)
+    return saved is not None and any(not agent.local for agent in saved.agents) and has_supervisor(place.state_dir)
 
 
 def _from_port(place: RunAddress, selection: Selection, follow: bool) -> Iterator[tuple[LogLine, bool]]:
@@ -148,7 +148,9 @@ def _from_files(
     follower = LogFollower(state_dir / ("logs.previous" if previous else "logs"), selection)
     try:
         while True:
-            more = follow and lives(state_dir)  # checked before the poll, so that the last lines are not missed
+            more = follow and has_supervisor(
+                state_dir
+            )  # checked before the poll, so that the last lines are not missed
             found = follower.poll()
             for line in found:
                 yield line, follower.many
@@ -218,17 +220,17 @@ def events(
     for record in _past(place, position):
         position = record.seq
         if wanted(record) and lines is None:
-            _tell(console, record, as_json=as_json)
+            _print_event(console, record, as_json=as_json)
         elif wanted(record):
             last.append(record)
     for record in last:
-        _tell(console, record, as_json=as_json)
+        _print_event(console, record, as_json=as_json)
     if follow:
         for record in filter(wanted, _coming(place, position)):
-            _tell(console, record, as_json=as_json)
+            _print_event(console, record, as_json=as_json)
 
 
-def _tell(console: Screen, record: Record, *, as_json: bool) -> None:
+def _print_event(console: Screen, record: Record, *, as_json: bool) -> None:
     if as_json:
         print(ascii_controls(encode(record).decode()), flush=True)
     else:
@@ -335,7 +337,7 @@ def _here(place: RunAddress) -> Iterator[Finding]:
         state_dir = None
     yield from examine(config, state_dir)
     try:
-        if state_dir is None or supervisor_of(trusted(state_dir)) is None or not lives(state_dir):
+        if state_dir is None or supervisor_of(trusted(state_dir)) is None or not has_supervisor(state_dir):
             return  # its supervisor asks its nodes, if it answers already
         others = {node.name for node in place.status().nodes if not node.local}
         yield from (one for one in (_on_nodes(place, None) if others else ()) if one.node in others)

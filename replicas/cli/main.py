@@ -98,7 +98,7 @@ def check(*, config: ConfigPath, as_json: Json = False) -> None:
     nodes would place its replicas, and which of them fit no node.
     """
     loaded = load(config)
-    from replicas.supervisor.fleet.outlook import oddities, outlook
+    from replicas.supervisor.fleet.placement_preview import oddities, outlook
     from replicas.supervisor.fleet.plans import machine_for, may_grow, notes, refuse_unfit
 
     machine = machine_for(loaded)
@@ -161,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):  # a character that stdout cannot encode must not end a command
         sys.stdout.reconfigure(errors="backslashreplace")
     code = _run(arguments)
-    return code if _written() else code or FAILED
+    return code if _flush_stdout() else code or FAILED
 
 
 def _run(arguments: Sequence[str] | None) -> int:
@@ -170,7 +170,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else DONE if end.code is None else FAILED
     except Exception as error:  # noqa: BLE001  # the outermost frame: any exception here is a bug, and is reported as one
-        if isinstance(error, OSError) and not _written("\n"):
+        if isinstance(error, OSError) and not _flush_stdout("\n"):
             return FAILED
         print(lines(traceback.format_exc()), file=sys.stderr)
         complain("this is a bug; please report it with the lines above")
@@ -178,7 +178,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     return DONE
 
 
-def _written(more: str = "") -> bool:
+def _flush_stdout(more: str = "") -> bool:
     """Flush stdout. Return False, after a message, if it is closed.
 
     No message is printed if the reader has closed it (``head``).

@@ -30,7 +30,7 @@ from replicas.config import values as config_values
 from replicas.control.commands import Answer, Detach, Drain, Order, Reload, ResetFailed, Restart, Scale, StacksOrder
 from replicas.control.exit_codes import FAILED
 from replicas.core.lives.lifecycle import SETTLED
-from replicas.core.lives.ordering import GOOD, enough, is_good
+from replicas.core.lives.ordering import GOOD, is_good, needed_replicas
 from replicas.errors import DeadlineExceeded, Disconnected, UsageError, WorldError
 from replicas.status import GroupStatus, ReplicaStatus, RunStatus
 
@@ -63,7 +63,7 @@ def scale(
     if ready:
         _until_ready(place, group, time.monotonic() + _SCALED_S, "10m")
     words = f"{count_text(replicas, 'replica')} {'wanted, and ready' if ready else 'wanted'}"
-    _tell(answer, f"{group}: {words}", as_json=as_json)
+    _print_answer(answer, f"{group}: {words}", as_json=as_json)
 
 
 @command(failed=FAILED)
@@ -83,7 +83,9 @@ def restart(
     ready; see also the command wait.
     """
     answer = _send(place, Restart(target=target, rolling=rolling), f"restarting {target}", wait=not no_wait)
-    _tell(answer, f"{target}: restarted, and ready" if rolling else f"{target}: starting again", as_json=as_json)
+    _print_answer(
+        answer, f"{target}: restarted, and ready" if rolling else f"{target}: starting again", as_json=as_json
+    )
 
 
 @command(failed=FAILED)
@@ -119,7 +121,7 @@ def drain(
         if not no_wait:
             _until_gone(place, end)
             answer = Answer(done=True)
-    _tell(answer, done, as_json=as_json)
+    _print_answer(answer, done, as_json=as_json)
 
 
 @command(failed=FAILED)
@@ -132,7 +134,7 @@ def detach(*, place: ThisRun, as_json: Json = False) -> None:
     end = place.end()
     answer = place.client().order(Detach())
     _until_gone(place, end)
-    _tell(answer, "the supervisor has left; start the next one with: replicas run CONFIG", as_json=as_json)
+    _print_answer(answer, "the supervisor has left; start the next one with: replicas run CONFIG", as_json=as_json)
 
 
 @command(failed=FAILED)
@@ -140,7 +142,7 @@ def reset_failed(*, target: OptionalTarget = None, place: ThisRun, as_json: Json
     """Start failed replicas again, with a full restart budget."""
     answer = _send(place, ResetFailed(target=target), "resetting")
     again = f"starting again: {', '.join(answer.result)}" if answer.result else ""
-    _tell(answer, again or "nothing had failed; restart budgets are full", as_json=as_json)
+    _print_answer(answer, again or "nothing had failed; restart budgets are full", as_json=as_json)
 
 
 @command(failed=FAILED)
@@ -152,7 +154,7 @@ def reload(*, place: ThisRun, as_json: Json = False) -> None:
     answer = _send(place, Reload(), "reloading")
     result = answer.result if isinstance(answer.result, dict) else {}
     parts = [f"{name}: {', '.join(result[name])}" for name in ("changed", "added", "removed") if result.get(name)]
-    _tell(answer, f"reloaded; {'; '.join(parts) or 'nothing has changed'}", as_json=as_json)
+    _print_answer(answer, f"reloaded; {'; '.join(parts) or 'nothing has changed'}", as_json=as_json)
 
 
 @command(failed=FAILED)
@@ -184,7 +186,7 @@ def _send(place: RunAddress, order: Order, doing: str, *, wait: bool = True) -> 
 def _until_gone(place: RunAddress, end: RunEndWatcher) -> None:
     pid = None
     with patience("waiting for its end") as show_doing:
-        for status in place.looks(_LOOK_AGAIN_S, end):
+        for status in place.poll_status(_LOOK_AGAIN_S, end):
             if status is None:
                 continue
             if pid not in (None, status.pid):
@@ -195,7 +197,7 @@ def _until_gone(place: RunAddress, end: RunEndWatcher) -> None:
                 show_doing(f"draining: {', '.join(left) if 0 < len(left) <= 4 else f'{len(left)} replicas'} left")
 
 
-def _tell(answer: Answer, words: str, *, as_json: bool) -> None:
+def _print_answer(answer: Answer, words: str, *, as_json: bool) -> None:
     if as_json:
         print(json_text({"done": answer.done, "result": answer.result}))
     elif answer.done:
@@ -238,7 +240,7 @@ def _until_ready(place: RunAddress, target: str | None, until: float, words: str
     missing: list[ReplicaStatus] | None = None
     with patience("waiting") as show_doing:
         end = _there(place, until, show_doing)
-        for status in place.looks(_LOOK_AGAIN_S, end):
+        for status in place.poll_status(_LOOK_AGAIN_S, end):
             missing = missing if status is None else unready(status, target)
             if status is not None and not missing:
                 return tuple(one for group in chosen(status, target) for one in group.replicas)
@@ -295,7 +297,7 @@ def unready(status: RunStatus, target: str | None) -> list[ReplicaStatus]:
         if is_good([one.state for one in group.replicas], group.min_ready):
             continue
         lost = [one for one in group.replicas if one.state in ("failed", "drained")]
-        if len(group.replicas) - len(lost) < enough(group.min_ready, len(group.replicas)):
+        if len(group.replicas) - len(lost) < needed_replicas(group.min_ready, len(group.replicas)):
             why = f"has failed: {lost[0].reason}" if lost[0].state == "failed" else "was drained"
             raise WorldError(f"{lost[0].name} {why}", hint=f"see: replicas logs {lost[0].name}")
         missing += [one for one in group.replicas if one.state not in GOOD]

@@ -17,7 +17,7 @@ from rich.text import Text
 from replicas.common.foreign import one_line
 from replicas.common.sizes import count_text, ranges, size_text
 from replicas.config.structs import ChannelConfig, ChannelRole, Config, GroupConfig, ResourcesConfig
-from replicas.core.lives.ordering import enough, least_left
+from replicas.core.lives.ordering import least_left, needed_replicas
 from replicas.messages.bounds import CONTROL_PORT
 from replicas.status import ChannelStatus, GroupStatus, NodeStatus, PublishStatus, ReplicaStatus, RunStatus
 from replicas.telemetry.events import Record
@@ -168,7 +168,7 @@ _ENDS = {"run": "the run ends", "group": "its group ends", "replica": "it stays 
 
 
 def _failure_row(config: Config, group: GroupConfig, on_channels: frozenset[str]) -> tuple[str, ...]:
-    ready = f"{enough(group.min_ready, group.replicas)} of {group.replicas}"
+    ready = f"{needed_replicas(group.min_ready, group.replicas)} of {group.replicas}"
     if group.external:
         return group.name, "by others", "-", "-", ready
     rules = group.restart

@@ -40,8 +40,8 @@ from replicas.linux.processes import die_with_parent, send_signal, signal_name
 from replicas.linux.scarce import naming_limits
 from replicas.status import WAIT_S
 from replicas.supervisor.operator import supervise
+from replicas.supervisor.scheduler_hooks import SchedulerHooks, invitation, on_cluster
 from replicas.supervisor.supervisor import Supervisor
-from replicas.supervisor.surroundings import Surroundings, invitation, on_cluster
 
 _START_S = 120.0
 """How long an agent waits for its supervisor to listen."""
@@ -169,7 +169,7 @@ class _InvitationFile:
 
 def _supervise(config: Config, task: Task) -> int:
     file = _InvitationFile(task.invitation(config))
-    surroundings = Surroundings(
+    surroundings = SchedulerHooks(
         adapt=lambda config: _on_job(config, task),
         preempting=frozenset([signal.SIGTERM]),
         opened=file.write,

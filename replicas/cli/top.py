@@ -79,7 +79,7 @@ def top(
     if not screen.is_terminal or screen.is_dumb_terminal:
         raise UsageError("top needs a terminal", hint="replicas status --watch prints to anything")
     seen = _Seen(place, place.status())
-    threads = [threading.Thread(target=one, daemon=True) for one in (lambda: seen.look(interval), seen.follow)]
+    threads = [threading.Thread(target=one, daemon=True) for one in (lambda: seen.poll_status(interval), seen.follow)]
     for thread in threads:
         thread.start()
     while _suspended(seen, screen):
@@ -93,7 +93,7 @@ def _suspended(seen: _Seen, screen: Screen) -> bool:
     suspends: list[int] = []
     frame = _Frame(seen, screen)
     with _signals(suspends), _keys() as keys, Live(console=screen, screen=True, auto_refresh=False) as live:
-        while not (seen.over or suspends) and all(frame.take(key) for key in keys(_TICK_S)):
+        while not (seen.over or suspends) and all(frame.handle_key(key) for key in keys(_TICK_S)):
             if frame.stale(screen.size):
                 live.update(frame, refresh=True)
     return bool(suspends)
@@ -110,7 +110,7 @@ class _Seen:
         self.changes = 0
         """Grows with each change."""
 
-    def look(self, interval_s: float) -> None:
+    def poll_status(self, interval_s: float) -> None:
         """Request the status in a loop, until the run is over."""
         while not self.over:
             time.sleep(interval_s)
@@ -153,7 +153,7 @@ class _Frame:
         self._first = self._page = self._lines = 0
         self._drawn: object = None
 
-    def take(self, key: bytes) -> bool:
+    def handle_key(self, key: bytes) -> bool:
         """Act on a key; return False if it ends the command."""
         before = self._first
         self._first += _KEYS.get(key, 0) + _PAGES.get(key, 0) * max(1, self._page - 1)

@@ -25,7 +25,7 @@ import sys
 import traceback
 from typing import Any, NoReturn
 
-from replicas.common.aside import Aside
+from replicas.common.background_queue import BackgroundQueue
 
 LAST_WORDS_S = 2.0
 _WHEN = ("created", "msecs", "relativeCreated", "process", "processName", "thread", "threadName", "taskName")
@@ -106,12 +106,12 @@ def _pass_on(record: logging.LogRecord) -> None:
             traceback.print_exc()
 
 
-_records: Aside[logging.LogRecord] = Aside("replicas-logs", _pass_on, _missing)
+_records: BackgroundQueue[logging.LogRecord] = BackgroundQueue("replicas-logs", _pass_on, _missing)
 
 
 def _after_fork_in_child() -> None:
     global _records
-    _records = Aside("replicas-logs", _pass_on, _missing)
+    _records = BackgroundQueue("replicas-logs", _pass_on, _missing)
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

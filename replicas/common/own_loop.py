@@ -14,7 +14,7 @@ from replicas import errors
 _coordinators: WeakKeyDictionary[asyncio.AbstractEventLoop, set[int]] = WeakKeyDictionary()
 
 
-def begin(coordinator: object) -> None:
+def register(coordinator: object) -> None:
     """Register that ``coordinator`` runs on this thread's loop from now on."""
     _coordinators.setdefault(asyncio.get_running_loop(), set()).add(id(coordinator))
 

@@ -5,8 +5,8 @@ messages may be unread, and the watched process may have been paused, too. So ti
 which the observer did not run does not count as a timeout. The rule: a look more than
 ``slack_s`` after it was due means a pause. Then a :class:`Patience` or :class:`Silence`
 starts again, and an owner of many deadlines extends them by the length that
-:meth:`PauseClock.look` returns. Times are of any one steady clock, in seconds. Standard
-library only.
+:meth:`PauseClock.pause_at` returns. Times are of any one steady clock, in seconds.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class PauseClock:
         self.due = due
         self._slack_s = slack_s
 
-    def look(self, now: float) -> float:
+    def pause_at(self, now: float) -> float:
         """Return the length of the pause that this look ends, or 0."""
         late_s = now - self.due
         return late_s if late_s > self._slack_s else 0.0
@@ -39,9 +39,9 @@ class Patience:
         self._interval_s = interval_s
         self._since: float | None = None
 
-    def lasts(self, now: float, so: bool) -> float:
+    def update_duration(self, now: float, so: bool) -> float:
         """Record the condition at this look; return how long it has been true."""
-        if self._since is None or not so or self._clock.look(now):
+        if self._since is None or not so or self._clock.pause_at(now):
             self._since = now if so else None
         self._clock.due = now + self._interval_s
         return 0.0 if self._since is None else now - self._since
@@ -80,6 +80,6 @@ class Silence:
 
     def lasts(self, now: float) -> float:
         """Look; return for how many seconds the answer is missing, 0 if none is due."""
-        if self._clock.look(now) and self._asked_at is not None:
+        if self._clock.pause_at(now) and self._asked_at is not None:
             self._asked_at = now
         return 0.0 if self._asked_at is None else now - self._asked_at

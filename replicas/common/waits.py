@@ -7,7 +7,7 @@ wherever our code is. Hence three rules for code that runs on the user's threads
 1. *User threads own nothing.* Slots, jobs and sessions belong to the session thread, on
    which no handler runs. A user's thread queues functions (one step: they are queued or
    not) and waits. Its slots are returned when it says so, when it fails, or when its
-   last reference to them is gone (:mod:`replicas.channel.session.holdings`).
+   last reference to them is gone (:mod:`replicas.channel.session.held_versions`).
 2. *No lock can be lost.* ``with lock:`` guarantees this for a lock that is written in C
    and for signal handlers. A tracer's exception may also come at the line of the
    ``with`` when the block is left, and the lock then stays locked; :func:`locked` has

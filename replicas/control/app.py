@@ -29,7 +29,7 @@ from replicas.control.commands import ORDERS, Commands
 from replicas.control.log_files import POLL_S, LogLine, LogReader, Selection, prefixed
 from replicas.control.orders_api import NO_STORE, json_bytes, json_response, order_routes, refusal, unauthorized
 from replicas.control.page_routes import file_response, page_routes, wants_page
-from replicas.core.lives.ordering import GOOD, enough
+from replicas.core.lives.ordering import GOOD, needed_replicas
 from replicas.status import RunStatus
 from replicas.telemetry.events import Record, encode
 
@@ -145,7 +145,7 @@ def readiness_checks(status: RunStatus) -> Iterator[tuple[bool, str]]:
     yield status.store.up, f"store: {'up' if status.store.up else 'down'}{at}"
     for group in status.groups:
         good = sum(replica.state in GOOD for replica in group.replicas)
-        needed = enough(group.min_ready, len(group.replicas))
+        needed = needed_replicas(group.min_ready, len(group.replicas))
         fewer = f", {needed} are enough" if needed < len(group.replicas) else ""
         yield good >= needed, f"group {group.name}: {good} of {len(group.replicas)} replicas{fewer}"
         for replica in group.replicas:

@@ -129,7 +129,7 @@ class _Stream:
         self._rest = b""
         self._at_end = False
 
-    def begin(self, selection: Selection, *, fresh: bool) -> None:
+    def choose_start(self, selection: Selection, *, fresh: bool) -> None:
         """Choose the start: that of the file if the log appeared later (``fresh``)."""
         parts = _parts(self.path)
         offset = 0
@@ -316,7 +316,7 @@ class LogFollower:
         for path, replica, generation, rank in self._find():
             if path not in self._streams:
                 stream = self._streams[path] = _Stream(path, replica, generation, rank)
-                stream.begin(self._selection, fresh=self._begun)
+                stream.choose_start(self._selection, fresh=self._begun)
         if not self._begun and not self._streams:
             raise self._nothing()
         self._begun = True

@@ -28,7 +28,7 @@ def _under_way(channel: ChannelState, publish: Publish, now: float) -> PublishSt
         ranks = channel.commits.publishes.unpacked(publish, world)
         names = [f"{publish.group}/{publish.replica}/{rank}" for rank in ranks]
     elif publish.transfer is not None:
-        names = [member.name for member in sorted(publish.transfer.laggards)]
+        names = [member.name for member in sorted(publish.transfer.awaited_members)]
     return PublishStatus(
         version=publish.version,
         publisher=f"{publish.group}/{publish.replica}",
@@ -44,7 +44,7 @@ def channel_waits(channels: Iterable[ChannelState], now: float) -> dict[str, str
     """Return, by name, what each channel and open publish waits for ("waits ...")."""
     found = dict[str, str]()
     for channel in channels:
-        what, left_s = channel.recovery.waits(now)
+        what, left_s = channel.recovery.wait_text(now)
         if left_s is not None:
             found[f"channel {channel.config.name}"] = f"{what}, {left_s:.0f} s at most"
         for one in (_under_way(channel, publish, now) for publish in channel.commits.publishes.open()):
@@ -59,7 +59,7 @@ def channel_status(channel: ChannelState, now: float) -> ChannelStatus:
     meta = commits.newest.meta if commits.latest == told.latest else None
     fell = commits.steps.fell
     digest = commits.decided if commits.latest == told.latest else told.digest  # it may be learned after the commit
-    waits, left_s = channel.recovery.waits(now)
+    waits, left_s = channel.recovery.wait_text(now)
     share_nbytes = INFOS_NBYTES // max(1, len(channel.roster))
     members = (
         MemberStatus(

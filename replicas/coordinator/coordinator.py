@@ -19,17 +19,17 @@ from replicas.common.tasks import cancelled
 from replicas.config.file import channels_from
 from replicas.config.structs import ChannelConfig
 from replicas.config.values import address, checked, folder, is_loopback, listen, path
+from replicas.coordinator.acceptor import Acceptor
 from replicas.coordinator.addresses import AllowedHosts
 from replicas.coordinator.channel_status import channel_status, channel_waits
 from replicas.coordinator.decisions import DecisionLog
-from replicas.coordinator.door import Door
 from replicas.coordinator.engine import Engine
 from replicas.coordinator.limits import REASONS
+from replicas.coordinator.port_connections import PortRules
 from replicas.coordinator.readiness import Readiness, ReadinessBook
 from replicas.coordinator.server import Server, bind_listener, session_route
 from replicas.coordinator.store import StoreWatcher
 from replicas.coordinator.threaded import LoopThread
-from replicas.coordinator.visits import PortRules
 from replicas.core.base.effects import Event
 from replicas.core.members.roster import GroupShape
 from replicas.linux import needs
@@ -187,8 +187,8 @@ class Coordinator:
                 self.engine.refused, lambda given: self.tokens.role(given) is not None, hosts, self._listens.live
             )
             tls = None if self._listens.key is None else self._listens.key.context
-            door = Door(listener, rules, tls=tls is not None)
-            self._server = Server(listener, routes, self.engine.refused, door=door, tls=tls)
+            acceptor = Acceptor(listener, rules, tls=tls is not None)
+            self._server = Server(listener, routes, self.engine.refused, acceptor=acceptor, tls=tls)
             self.engine.without_store()  # the store comes up later than the first members
             await self._store.resolve()  # before members come, who may be on other machines
             self._starting = asyncio.create_task(self._store.start())
@@ -204,7 +204,7 @@ class Coordinator:
         host, port = listener.getsockname()[:2]
         self.endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._tick = asyncio.create_task(self.engine.tick_forever())
-        own_loop.begin(self)
+        own_loop.register(self)
         return self
 
     async def store_started(self) -> None:
@@ -345,7 +345,7 @@ class Coordinator:
         For replicas that the supervisor does not start: members that left in good order
         are expected again, and a drain is over.
         """
-        self.engine.forget(group, replica)
+        self.engine.start_new_life(group, replica)
 
     def replica_ended(self, group: str, replica: int, generation: int, reason: str) -> None:
         """Lose the replica's members now, without waiting for their leases, because
@@ -378,7 +378,7 @@ class Coordinator:
         shape = self._shapes[arguments.name("group", group)] = _shape("shape", shape)
         for channel in self.engine.channels.values():
             channel.roster.groups[group] = shape
-            channel.marks.forget(group, shape.replicas)
+            channel.marks.drop_replicas(group, shape.replicas)
 
     def channel_statuses(self) -> tuple[ChannelStatus, ...]:
         """The state of each channel."""

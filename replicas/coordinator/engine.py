@@ -29,7 +29,7 @@ from replicas.common.tasks import kept
 from replicas.config.structs import ChannelConfig
 from replicas.coordinator.addresses import check_reach
 from replicas.coordinator.decisions import DecisionLog
-from replicas.coordinator.newcomers import Newcomers
+from replicas.coordinator.hello_checks import HelloChecks
 from replicas.coordinator.sessions import Encoded, MemberConnection, MemberSession
 from replicas.coordinator.store import StoreWatcher
 from replicas.coordinator.subscribers import Subscribers
@@ -41,7 +41,7 @@ from replicas.core.members.roster import GroupShape
 from replicas.core.moving.lanes import SECRET_NBYTES
 from replicas.core.versions.manifests import Joined, read
 from replicas.memory.beacon import own_beacon, own_process
-from replicas.memory.kept import MemoryHolder
+from replicas.memory.held_memory import MemoryHolder
 from replicas.messages.identity import Member
 
 log = Log("replicas.coordinator")
@@ -98,7 +98,7 @@ class Engine:
             for name, config in channels.items()
         }
         self._sessions: dict[Member, MemberSession] = {}
-        self.newcomers: Newcomers = Newcomers(run, self.channels, self._sessions, process)
+        self.hello_checks: HelloChecks = HelloChecks(run, self.channels, self._sessions, process)
         self._subscribers = Subscribers()
         self._outlets = {name: _Outlet() for name in channels}
         self._encoded = Encoded()
@@ -129,14 +129,14 @@ class Engine:
         :raises NotYet: the member must retry.
         """
         now = self._now()
-        channel = self.newcomers.channel(hello)
+        channel = self.hello_checks.channel(hello)
         self._break_silence(now)
         if hello.any_replica:
-            hello = msgspec.structs.replace(hello, replica=self.newcomers.replica(hello, channel), any_replica=False)
+            hello = msgspec.structs.replace(hello, replica=self.hello_checks.replica(hello, channel), any_replica=False)
         if hello.observe or not self.vouch(hello):
             hello = msgspec.structs.replace(hello, proof="")  # no supervisor vouches for it
         member = hello.member
-        self.newcomers.check_incarnation(hello, channel)
+        self.hello_checks.check_incarnation(hello, channel)
         session = self._sessions.get(member)
         state = channel.roster.get(member)
         if session is not None and state is not None and hello.resume_term == self.decisions.term:
@@ -148,8 +148,8 @@ class Engine:
         if session is not None:
             self.lose(member, "left")  # its Welcome never arrived, so it starts again
         store = self._store.address[0]
-        check_reach(hello, self.newcomers.process, address, seen_as or store, store)
-        watch = self.newcomers.watch(hello, member)
+        check_reach(hello, self.hello_checks.process, address, seen_as or store, store)
+        watch = self.hello_checks.watch(hello, member)
         session = MemberSession(member, channel)
         session.watch = watch
         self._sessions[member] = session
@@ -157,7 +157,7 @@ class Engine:
             state, older = channel.join(hello, address, now)
             state.granted_at = now
         except errors.ReplicasError:
-            self._forget(member)
+            self._close_session(member)
             raise
         self._attach(session, connection, 0, channel.welcome(state, 0))
         if older is not None:
@@ -197,9 +197,9 @@ class Engine:
         if session is not None:
             error = session.channel.roster.left_behind(hello, heard=True)
             session.send(wire.Refused(wire.WireError.of(error)))
-        self._forget(hello.member)
+        self._close_session(hello.member)
 
-    def _forget(self, member: Member) -> None:
+    def _close_session(self, member: Member) -> None:
         session = self._sessions.pop(member, None)
         if session is not None:
             session.close()
@@ -223,7 +223,7 @@ class Engine:
 
     def replica_ended(self, group: str, replica: int, generation: int, reason: str) -> None:
         for channel in self.channels.values():
-            channel.recovery.ended(group, replica, reason)
+            channel.recovery.stop_expecting(group, replica, reason)
             for state in channel.roster.replica(group, replica):
                 if state.hello.generation <= generation:  # a later one may be here already
                     channel.lose(state.member, reason, self._now())
@@ -234,9 +234,9 @@ class Engine:
             channel.set_draining(group, replica, generation, self._now())
             self._apply(channel)
 
-    def forget(self, group: str, replica: int) -> None:
+    def start_new_life(self, group: str, replica: int) -> None:
         for channel in self.channels.values():
-            channel.forget(group, replica, self._now())
+            channel.start_new_life(group, replica, self._now())
             self._apply(channel)
 
     def expel(self, session: MemberSession, error: errors.ReplicasError, reason: str) -> None:
@@ -395,7 +395,7 @@ class Engine:
                 hint="join again",
             )
             session.send(wire.Refused(wire.WireError.of(error)))
-        self._forget(event.member)
+        self._close_session(event.member)
 
     # ------------------------------------------------------------ time
 
@@ -432,7 +432,7 @@ class Engine:
             await asyncio.sleep(max(0.0, clock.due - self._now()))
             now = self._now()
             self.lag_s = max(now - clock.due, self.lag_s * 0.9)  # decays in a second or so
-            pause_s = clock.look(now)
+            pause_s = clock.pause_at(now)
             clock.due = now + (SETTLE_S if pause_s else TICK_S)
             if pause_s:
                 log.warning("extending all leases by %.1f s, in which this process did not run", pause_s)

@@ -1,10 +1,10 @@
 """Decide whether a replica is ready: joined with all ranks, serving the newest weights.
 
 A target that (re)starts is ready when all its ranks have loaded the version that was
-newest when the first of them asked (see :mod:`replicas.core.versions.rounds`). It stays
-ready when newer versions are committed (its lag is a metric): a target that loads more
-slowly than its trainer publishes never has the newest version, but serves as well as
-the others. Joining is enough before a channel's first commit, and when the newest
+newest when the first of them asked (see :mod:`replicas.core.versions.load_rounds`). It
+stays ready when newer versions are committed (its lag is a metric): a target that loads
+more slowly than its trainer publishes never has the newest version, but serves as well
+as the others. Joining is enough before a channel's first commit, and when the newest
 version was lost with all its holders, because a source may wait for its targets before
 it publishes again. With ``adopt_together`` a target that did not load the version of
 the others is not ready until it has. A rank that left in good order is not missing. But
@@ -98,7 +98,7 @@ class ReadinessBook:
             silent |= {m.member.rank for m in members if channel.roster.suspect(m, now)}
             steps.append(channel.marks.of(group, replica)[0])
             slots[config.name] = max((len(m.held) for m in members), default=0)
-            if opened := [now - m.granted_at for m in members if channel.rounds.has_open(m.member)]:
+            if opened := [now - m.granted_at for m in members if channel.load_rounds.has_open_update(m.member)]:
                 open_s[config.name] = max(opened)
             left = _left(channel, group, replica, None if external else generation)
             # where only leaders take part, the others need not join
@@ -109,7 +109,7 @@ class ReadinessBook:
                 if ranks:
                     reasons.append(f"{config.name}: rank {', '.join(map(str, sorted(ranks)))} {what}")
             if any(party.group == group for party in config.targets):
-                round_ = channel.rounds.of(group, replica)
+                round_ = channel.load_rounds.of(group, replica)
                 versions[config.name] = round_.loaded
                 partial = partial or round_.partial
                 failures += [f"{config.name}: {round_.failure}"] if round_.failure else []
@@ -138,12 +138,12 @@ class ReadinessBook:
 
     def _behind(self, channel: ChannelState, group: str, replica: int, generation: int) -> list[str]:
         key = (channel.config.name, group, replica)
-        latest, round_ = channel.told.latest, channel.rounds.of(group, replica)
+        latest, round_ = channel.told.latest, channel.load_rounds.of(group, replica)
         if round_.partial:
             self._was_ready.pop(key, None)
             return [f"{channel.config.name}: a part of a version may be in the memory of its ranks"]
-        if channel.adoption.is_behind(group, replica):
-            others = f"the others serve version {channel.adoption.served}"
+        if channel.lockstep.is_behind(group, replica):
+            others = f"the others serve version {channel.lockstep.served}"
             return [f"{channel.config.name}: has version {round_.loaded}, {others}"]
         if round_.loaded or not latest:
             self._was_ready[key] = generation
@@ -166,7 +166,7 @@ def _stranded(channel: ChannelState, ranks: Sequence[MemberState], now: float) -
     since = [
         at for name, (_, at) in channel.roster.history.left.items() if any(name.startswith(known) for known in names)
     ]
-    asking = [state for state in ranks if channel.rounds.wants(state.member, channel.commits.latest)]
+    asking = [state for state in ranks if channel.load_rounds.wants(state.member, channel.commits.latest)]
     if not asking or not since or now - max(since) < STRANDED_S:
         return ""
     waiting = ", ".join(str(state.member.rank) for state in asking)

@@ -1,13 +1,14 @@
 """The server of the control port, and its WebSocket route for sessions.
 
-A connection has limits before its request is known (:mod:`replicas.coordinator.door`),
-until it has shown a token (:mod:`replicas.coordinator.visits`), as a WebSocket
+A connection has limits before its request is known
+(:mod:`replicas.coordinator.acceptor`), until it has shown a token
+(:mod:`replicas.coordinator.port_connections`), as a WebSocket
 (:mod:`replicas.coordinator.websocket`), for each message
 (:mod:`replicas.coordinator.limits`), and here: a failed session is closed within a
-second, even if its peer does not read.
-After a transport error (malformed bytes, numbers out of order) only the connection is
-closed, and the member may reconnect: the network may have corrupted the data. A member
-that sends invalid values is lost, because it would repeat them; so is a member after
+second, even if its peer does not read. After a transport error (malformed bytes,
+numbers out of order) only the connection is closed, and the member may reconnect: the
+network may have corrupted the data. A member that sends invalid values is lost, because
+it would repeat them; so is a member after
 :data:`REFUSED_MAX` closed connections in a row.
 """
 
@@ -32,12 +33,19 @@ from replicas import errors
 from replicas.common.logs import Log
 from replicas.common.tasks import cancelled, kept
 from replicas.config.values import NAME_ONE
-from replicas.coordinator.door import Door
+from replicas.coordinator.acceptor import Acceptor
 from replicas.coordinator.engine import Engine
+from replicas.coordinator.hello_checks import NotYet
 from replicas.coordinator.limits import hello_problem, message_problem, size_problem
-from replicas.coordinator.newcomers import NotYet
+from replicas.coordinator.port_connections import (
+    KEY,
+    REQUEST_TIMEOUT_S,
+    STALL_TIMEOUT_S,
+    Pages,
+    PortConnection,
+    PortRules,
+)
 from replicas.coordinator.sessions import MemberSession
-from replicas.coordinator.visits import KEY, REQUEST_TIMEOUT_S, STALL_TIMEOUT_S, Pages, PortRules, Visit
 from replicas.coordinator.websocket import CLOSE_TIMEOUT_S, TOO_BIG, Ended, SocketRoute, WebSocket, quiet
 from replicas.linux.sockets import why_not
 from replicas.messages import Hello, MemberFrame, Refused, ServerFrame, WireError, decode_member_frame, encode
@@ -252,7 +260,8 @@ class Server:
     """Serves HTTP, sessions and agents on one socket.
 
     :param refused: called with the reason for each connection that is refused.
-    :param door: accepts the connections. If None, asyncio does, without token checks.
+    :param acceptor: accepts the connections. If None, asyncio does, without token
+    checks.
     :param turns_away: returns the answer that refuses a connection, or ``b""``.
     :param tls: context of the port, or None for plain HTTP.
     """
@@ -263,19 +272,19 @@ class Server:
         routes: Sequence[BaseRoute],
         refused: Callable[[str], None],
         *,
-        door: Door | None = None,
+        acceptor: Acceptor | None = None,
         turns_away: Callable[[asyncio.Transport], bytes] = lambda _: b"",
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._listener = listener
-        self._door = door
+        self._acceptor = acceptor
         self._tls = tls
-        self.rules: PortRules | None = None if door is None else door.rules
+        self.rules: PortRules | None = None if acceptor is None else acceptor.rules
         self.refused, self.turns_away = refused, turns_away
         self.sockets: Mapping[str, SocketRoute] = {
             route.path: route for route in routes if isinstance(route, SocketRoute)
         }
-        self.visits: set[Visit] = set()
+        self.connections: set[PortConnection] = set()
         """The open connections."""
         app = Starlette(routes=[route for route in routes if not isinstance(route, SocketRoute)])
         self._config = uvicorn.Config(
@@ -296,19 +305,21 @@ class Server:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        if self._door is not None:
-            self._door.open(self._admit)
+        if self._acceptor is not None:
+            self._acceptor.open(self._admit)
         else:
             loop = asyncio.get_running_loop()
-            self._accepting = await loop.create_server(lambda: Visit(self), sock=self._listener, backlog=BACKLOG)
+            self._accepting = await loop.create_server(
+                lambda: PortConnection(self), sock=self._listener, backlog=BACKLOG
+            )
 
     def _admit(self, sock: socket.socket, source: bytes, until: float) -> None:
-        visit = Visit(self, source, until)
-        visit.opening = self._begin(self._connect(sock, visit))
+        visit = PortConnection(self, source, until)
+        visit.opening = self._spawn(self._connect(sock, visit))
         if self._tls is not None and self.rules is not None:
             visit.count_in(self.rules.unproven)
 
-    async def _connect(self, sock: socket.socket, visit: Visit) -> None:
+    async def _connect(self, sock: socket.socket, visit: PortConnection) -> None:
         """Create the transport of an accepted socket, as asyncio's own server does."""
         sock.setblocking(False)
         times: dict[str, float] = {}
@@ -324,10 +335,10 @@ class Server:
                 sock.close()
                 visit.left()
 
-    def _begin(self, work: Any) -> asyncio.Task[None]:
+    def _spawn(self, work: Any) -> asyncio.Task[None]:
         return kept(asyncio.create_task(work), self._tasks)
 
-    def pages(self, visit: Visit) -> asyncio.Protocol:
+    def pages(self, visit: PortConnection) -> asyncio.Protocol:
         """Return uvicorn's protocol for one connection, as its own server makes it."""
         made = self._config.http_protocol_class(  # type: ignore[call-arg]  # any protocol, by its type
             config=self._config, server_state=self._uvicorn.server_state, app_state={KEY: visit}
@@ -337,7 +348,7 @@ class Server:
 
     def serve(self, route: SocketRoute, websocket: WebSocket) -> None:
         """Serve a WebSocket in its own task."""
-        self._begin(self._serve(route, websocket))
+        self._spawn(self._serve(route, websocket))
 
     async def _serve(self, route: SocketRoute, websocket: WebSocket) -> None:
         try:
@@ -346,11 +357,11 @@ class Server:
             websocket.close()
 
     async def aclose(self) -> None:
-        if self._door is not None:
-            self._door.close()
+        if self._acceptor is not None:
+            self._acceptor.close()
         if self._accepting is not None:
             self._accepting.close()
-        for visit in tuple(self.visits):  # cutting one changes the set
+        for visit in tuple(self.connections):  # cutting one changes the set
             visit.cut()
         await cancelled(*self._tasks, *self._uvicorn.server_state.tasks)
         self._listener.close()

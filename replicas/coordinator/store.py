@@ -191,7 +191,7 @@ class StoreWatcher:
             except ConnectionError:
                 return False
             except TimeoutError:
-                if clock.look(loop.time()):
+                if clock.pause_at(loop.time()):
                     continue
                 return False
             if reply.error:

@@ -174,9 +174,9 @@ class WebSocket(asyncio.BufferedProtocol):
         return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        self.take(bytes(self._buffer[:nbytes]))
+        self.feed_bytes(bytes(self._buffer[:nbytes]))
 
-    def take(self, data: bytes) -> None:
+    def feed_bytes(self, data: bytes) -> None:
         """Parse the bytes, queue whole messages, and charge the time."""
         began = time.perf_counter()
         self._conn.receive_data(data)

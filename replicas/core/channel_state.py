@@ -6,13 +6,13 @@ Theory of operation
 :class:`ChannelState` does no I/O: time comes in as an argument, actions go out as
 :mod:`replicas.core.base.effects`, in order. The engine applies the effects of one event
 before the next event, so that, for instance, a decision is on disk before any member
-learns of the commit. After every event :meth:`ChannelState._settle` takes every step
-that has become possible, so no handler needs to know which steps wait for it.
+learns of the commit. After every event :meth:`ChannelState._advance_all` takes every
+step that has become possible, so no handler needs to know which steps wait for it.
 
-*Cost.* A channel may have thousands of members. :meth:`ChannelState._settle` looks only
-at sets that are small when nothing is due (the roster's indices; the rounds that may
-advance; the members that are not live), so that a message costs the same at any number
-of members.
+*Cost.* A channel may have thousands of members. :meth:`ChannelState._advance_all` looks
+only at sets that are small when nothing is due (the roster's indices; the rounds that
+may advance; the members that are not live), so that a message costs the same at any
+number of members.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from replicas.core.members.member_state import MemberState
 from replicas.core.members.roster import GroupShape, Roster
 from replicas.core.members.servers import others_of_server, refusal, server_of
 from replicas.core.members.views import Views
-from replicas.core.moving.ground import Ground
+from replicas.core.moving.channel_context import ChannelContext
 from replicas.core.moving.lanes import Lanes
 from replicas.core.moving.links import Links
 from replicas.core.operations.running import Operations, Trials
-from replicas.core.versions.adoption import Adoption
 from replicas.core.versions.commits import Commits
+from replicas.core.versions.load_rounds import LoadRounds, ReplicaView
 from replicas.core.versions.load_watches import LoadWatches
+from replicas.core.versions.lockstep import Lockstep
 from replicas.core.versions.manifests import Joined
-from replicas.core.versions.recovery import Recovery, Told
-from replicas.core.versions.rounds import ReplicaView, Rounds
+from replicas.core.versions.recovery import RecordedState, Recovery
 from replicas.messages import FromMember
 from replicas.messages.bounds import REASON_LENGTH, text_of
 from replicas.messages.identity import Member
@@ -94,19 +94,19 @@ class ChannelState:
         self.lanes = Lanes(self.roster, self.out, run=run, term=term, store=store, secret=secret)
         self.links = Links(self.roster)
         shared = (self.roster, self.hosts, self.keeping, self.lanes, self.links, self.out)
-        self.ground = Ground(term, past, *shared, self.quarantine, self.others_wait)
-        self.rounds = Rounds(config.name, self.view, self.out)
-        self.roster.on_held = self.rounds.touch
-        self.adoption = Adoption(config, self.rounds, self.roster.history, self.out)
-        self.commits = Commits(self.ground)
-        self.told = Told(*past.decided)
-        self.operations = Operations(self.ground)
-        self.recovery = Recovery(self.ground, self.commits, self.operations.pairing)
-        self.trials = Trials(self.ground, self.operations.pairing)
-        self.drains = Drains(self.ground, self.commits, self.rounds, self.operations)
-        self.marks = self.ground.marks
+        self.context = ChannelContext(term, past, *shared, self.quarantine, self.others_wait)
+        self.load_rounds = LoadRounds(config.name, self.view, self.out)
+        self.roster.on_held = self.load_rounds.touch
+        self.lockstep = Lockstep(config, self.load_rounds, self.roster.history, self.out)
+        self.commits = Commits(self.context)
+        self.told = RecordedState(*past.decided)
+        self.operations = Operations(self.context)
+        self.recovery = Recovery(self.context, self.commits, self.operations.matching)
+        self.trials = Trials(self.context, self.operations.matching)
+        self.drains = Drains(self.context, self.commits, self.load_rounds, self.operations)
+        self.marks = self.context.marks
         self.views = Views(self.roster, self.out)
-        self.watches = LoadWatches(self.roster, self.rounds, self.adoption, self.out)
+        self.watches = LoadWatches(self.roster, self.load_rounds, self.lockstep, self.out)
 
     # ------------------------------------------------------------ calls of the engine
 
@@ -137,10 +137,10 @@ class ChannelState:
             self.commits.publishes.joined(member, hello.process, self.roster.life(member))
         self.hosts.joined(state, now)
         if state.from_before:
-            self.recovery.heard(state, now)
+            self.recovery.on_hello(state, now)
         if state.is_target:
-            self.rounds.joined(state)
-            self.adoption.joined(state)
+            self.load_rounds.joined(state)
+            self.lockstep.joined(state)
         self.out.append(MemberJoined(self.config.name, state.member))
         if self.commits.latest > self.told.latest:  # Welcome leaves out a commit that is still being recorded
             self.out.append(Send(member, self.commits.commit_message()))
@@ -148,7 +148,7 @@ class ChannelState:
             self.roster.isolate(state, why, now)
             state.told_from = now + QUARANTINE.after(self.roster.history.note_isolation(member.name, now) - 2)
             self.out.append(MemberQuarantined(self.config.name, member, why))
-        self._settle(now)
+        self._advance_all(now)
         return state, older
 
     def welcome(self, state: MemberState, received: int) -> wire.Welcome:
@@ -160,7 +160,7 @@ class ChannelState:
             address=state.address,
             replica=state.member.replica,
             latest=self.told.latest,
-            publishes=self.commits.publishes.made(state.member),
+            publishes=self.commits.publishes.last_number(state.member),
         )
 
     def lose(self, member: Member, reason: str, now: float) -> None:
@@ -176,21 +176,21 @@ class ChannelState:
         if state.observes:
             return
         if reason == "left":
-            half_loaded = state.is_target and self.rounds.of(member.group, member.replica).partial
+            half_loaded = state.is_target and self.load_rounds.of(member.group, member.replica).partial
             if not half_loaded:  # a rank that stops in the middle of a load has not left in order
                 self.roster.history.left[member.name] = (state.hello.generation, now)
         elif reason != "fenced":
             self.roster.history.note_loss(member.name, now)
         if state.is_peer:
             self.operations.lost(member, state.note, now)
-            self.trials.look(now)
+            self.trials.update_trials(now)
         self.commits.publishes.left(member, in_order=reason == "left")
         self.commits.lost(state, now, in_order=reason == "left")
         self.lanes.lost(member, now)
         if state.is_target:
-            self.rounds.lost(state, in_order=reason == "left")
-            self.adoption.lost(state)
-        self._settle(now)
+            self.load_rounds.lost(state, in_order=reason == "left")
+            self.lockstep.lost(state)
+        self._advance_all(now)
 
     def receive(self, member: Member, message: FromMember, now: float) -> None:
         """Handle a message of a member. Messages must come in the order of sending."""
@@ -200,7 +200,7 @@ class ChannelState:
         state.last_seen = now
         if self._handle(state, message, now):
             state.progressed_at = now
-        self._settle(now)
+        self._advance_all(now)
 
     def tick(self, now: float) -> None:
         """Check leases and deadlines; call it regularly."""
@@ -215,35 +215,35 @@ class ChannelState:
         self.hosts.release(self.commits.latest, now)
         if self.config.peers:
             self.operations.tick(now)
-            self.trials.look(now)
-        self._settle(now)
+            self.trials.update_trials(now)
+        self._advance_all(now)
 
     def read(self, effect: Read, found: Joined | errors.ReplicasError, now: float) -> None:
         """Take the result of a :class:`~replicas.core.base.effects.Read` effect."""
         self.commits.manifests.read(effect, found)
-        self._settle(now)
+        self._advance_all(now)
 
     def store_moved(self, now: float) -> None:
         """Restart the lanes that were forming over the store that was replaced."""
         self.lanes.store_moved(now)
-        self._settle(now)
+        self._advance_all(now)
 
     def waits(self, member: Member) -> bool:
         """Return True if a request of the member still waits for other members."""
-        return self.rounds.asks(member) or self.adoption.waits(member) or self.operations.pairing.waits(member)
+        return self.load_rounds.asks(member) or self.lockstep.waits(member) or self.operations.matching.waits(member)
 
     def set_draining(self, group: str, replica: int, generation: int, now: float) -> None:
         """Drain this generation: it gets no new work, and finishes its own."""
-        self.drains.begin(group, replica, generation)
-        self.adoption.touch((group, replica))
-        self._settle(now)
+        self.drains.start_drain(group, replica, generation)
+        self.lockstep.touch((group, replica))
+        self._advance_all(now)
 
-    def forget(self, group: str, replica: int, now: float) -> None:
+    def start_new_life(self, group: str, replica: int, now: float) -> None:
         """Begin a new life of a replica: expect all its ranks, and stop draining it."""
         self.roster.history.forget_left(group, replica)
         self.drains.end(group, replica)
-        self.adoption.touch((group, replica))
-        self._settle(now)
+        self.lockstep.touch((group, replica))
+        self._advance_all(now)
 
     # ----------------------------------------------------------- callbacks of the parts
 
@@ -258,7 +258,7 @@ class ChannelState:
             return
         why = text_of(why, REASON_LENGTH)
         self.roster.isolate(state, why, now + QUARANTINE.after(self.roster.history.note_isolation(member.name, now)))
-        self.operations.set_aside(member, why, now)
+        self.operations.leave_out_of_all(member, why, now)
         self.out.append(MemberQuarantined(self.config.name, member, why))
 
     def view(self, group: str, replica: int) -> ReplicaView:
@@ -270,17 +270,17 @@ class ChannelState:
 
     # ------------------------------------------------------------ after each event
 
-    def _settle(self, now: float) -> None:
+    def _advance_all(self, now: float) -> None:
         """Take every step that has become possible."""
         if self.recovery.active:  # decisions need all members
             return
         self.recovery.advance(now)
-        self.keeping.look(self.commits.latest)
+        self.keeping.update_keepers(self.commits.latest)
         self._admit(now)
         self.commits.advance(now)
-        newest = self.adoption.advance(self.commits.newest, now)
-        for group, replica in self.rounds.take_due(newest):
-            self.rounds.advance(group, replica, newest)
+        newest = self.lockstep.advance(self.commits.newest, now)
+        for group, replica in self.load_rounds.take_due(newest):
+            self.load_rounds.advance(group, replica, newest)
         if self.config.peers:
             self.operations.advance(now)
         self.drains.advance()
@@ -306,7 +306,7 @@ class ChannelState:
             case wire.Progress():
                 self.marks.note(member.group, member.replica, step=message.step)
             case wire.ManifestAsk():
-                commits.asked(state, message, now)
+                commits.send_manifest(state, message, now)
             case wire.ManifestPiece():
                 if not commits.piece(state, message, now):
                     self.recovery.undescribed(state)
@@ -324,25 +324,25 @@ class ChannelState:
             case wire.Located():
                 self.hosts.located(state, message)
             case wire.Dropped():
-                state.forget(message.version)
+                state.drop_version(message.version)
                 self.hosts.release(commits.latest, now, host=state.host)
             case wire.ReceiveAsk() if state.is_target and state.carries:  # other members are never granted one
-                self.rounds.ask(member, message)
-                self.adoption.asked(state, message)
+                self.load_rounds.ask(member, message)
+                self.lockstep.asked(state, message)
             case wire.ReceiveCancel():
-                self.rounds.cancel_ask(member, message.ask)
+                self.load_rounds.cancel_ask(member, message.ask)
             case wire.Loaded() if message.version <= commits.latest:  # a later version cannot have been loaded
                 state.load_s = message.load_s
                 self.marks.note(member.group, member.replica, version=message.version)
-                self.rounds.loaded(state, message.version)
+                self.load_rounds.loaded(state, message.version)
             case wire.CanLoad() if state.is_target and state.carries and message.version <= commits.latest:
-                self.adoption.can_load(state, message)
+                self.lockstep.can_load(state, message)
             case wire.LoadFailed():
                 version, why = min(message.version, commits.latest), text_of(message.error.message, REASON_LENGTH)
                 if state.is_target and state.carries:
                     self.roster.history.unloaded.setdefault(member.replica_name, f"version {version}: {why}")
-                    self.adoption.failed(state, version, why)
-                self.rounds.failed(state, version, why, kept=message.kept)
+                    self.lockstep.failed(state, version, why)
+                self.load_rounds.failed(state, version, why, kept=message.kept)
             case wire.WatchLoaded():
                 self.watches.answer()
                 self.watches.watch(member, message)
@@ -370,7 +370,7 @@ class ChannelState:
                 error = message.error.exception()
                 if isinstance(error, errors.NoCapacity):
                     error.members = (member.name,)
-                lane = self.lanes.failing(member, message.lane, error)
+                lane = self.lanes.reported_failed(member, message.lane, error)
                 if lane is not None:
                     if not state.is_peer:
                         known = {self.roster.address(one) for one in lane.members}
@@ -386,7 +386,7 @@ class ChannelState:
 
     def _post(self, state: MemberState, message: wire.OperationPost, now: float) -> None:
         if state.is_peer:
-            self.operations.pairing.post(state, message, now)
+            self.operations.matching.post(state, message, now)
             return
         error = errors.UsageError(
             f'channel "{self.config.name}" has no peers: {message.kind} needs a channel with peers = [...]',

@@ -13,22 +13,22 @@ from __future__ import annotations
 
 from replicas.core.base.effects import ReplicaIdle
 from replicas.core.members.member_state import MemberState
-from replicas.core.moving.ground import Ground
+from replicas.core.moving.channel_context import ChannelContext
 from replicas.core.operations.running import Operations
 from replicas.core.versions.commits import Commits
-from replicas.core.versions.rounds import Rounds
+from replicas.core.versions.load_rounds import LoadRounds
 
 
 class Drains:
-    def __init__(self, ground: Ground, commits: Commits, rounds: Rounds, operations: Operations) -> None:
-        self._ground = ground
+    def __init__(self, context: ChannelContext, commits: Commits, rounds: LoadRounds, operations: Operations) -> None:
+        self._context = context
         self._commits, self._rounds, self._operations = commits, rounds, operations
         self._waiting: dict[tuple[str, int], int] = {}
         """Generations that are still busy."""
         self._ending: dict[tuple[str, int], int] = {}
         """The last generation of each replica that was ended on request."""
 
-    def begin(self, group: str, replica: int, generation: int) -> None:
+    def start_drain(self, group: str, replica: int, generation: int) -> None:
         """Drain this generation and any before it."""
         self._ending[group, replica] = generation
         states = self._of(group, replica, generation)
@@ -41,7 +41,7 @@ class Drains:
         """End the drain: the replica's members, present and future, take part again."""
         self._ending.pop((group, replica), None)
         self._waiting.pop((group, replica), None)
-        for state in self._ground.roster.replica(group, replica):
+        for state in self._context.roster.replica(group, replica):
             state.draining = False
 
     def joined(self, state: MemberState) -> None:
@@ -56,12 +56,12 @@ class Drains:
                 del self._waiting[group, replica]
                 if states := self._of(group, replica, generation):
                     newest = max(state.hello.generation for state in states)
-                    self._ground.emit(ReplicaIdle(self._ground.config.name, group, replica, newest))
+                    self._context.emit(ReplicaIdle(self._context.config.name, group, replica, newest))
 
     def busy(self, group: str, replica: int) -> str:
         """Return the replica's work in progress as text; empty if none."""
-        name = self._ground.config.name
-        states = self._ground.roster.replica(group, replica)
+        name = self._context.config.name
+        states = self._context.roster.replica(group, replica)
         members = [state.member for state in states]
         if not members:
             return ""
@@ -74,10 +74,10 @@ class Drains:
                 return f"{name}: version {transfer.payload.version} is on its way"
         if self._rounds.loading(group, replica):
             return f"{name}: loads version {self._rounds.of(group, replica).version}"
-        if any(self._operations.pairing.may_run(state) for state in states):
+        if any(self._operations.matching.may_run(state) for state in states):
             return f"{name}: waits for the end of an operation"
         return ""
 
     def _of(self, group: str, replica: int, generation: int) -> list[MemberState]:
-        states = self._ground.roster.replica(group, replica)
+        states = self._context.roster.replica(group, replica)
         return [state for state in states if state.hello.generation <= generation]

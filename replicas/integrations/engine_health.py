@@ -129,12 +129,12 @@ class Vigil:
         elif answer == "dead":
             self._refused[path] += 1
 
-    def look(self, spent: Spent | None, now: float, scan_s: float = 0.0) -> str:
+    def reason_to_give_up(self, spent: Spent | None, now: float, scan_s: float = 0.0) -> str:
         """Return why to give the server up, or an empty text.
 
         :param scan_s: how long the measurement of ``spent`` took, until now.
         """
-        if self._clock.look(now - min(scan_s, SCAN_MAX_S)):  # this process was suspended, perhaps with the server
+        if self._clock.pause_at(now - min(scan_s, SCAN_MAX_S)):  # this process was suspended, perhaps with the server
             self._begin_anew(now)
         self._clock.due = now + EVERY_S
         self._note_work(spent, now)
@@ -239,7 +239,7 @@ class EngineHealth:
             began = time.monotonic()
             spent = self._spent()
             now = time.monotonic()
-            if reason := self._is_gone() or self._vigil.look(spent, now, now - began):
+            if reason := self._is_gone() or self._vigil.reason_to_give_up(spent, now, now - began):
                 self.reason = reason
                 self._server.give_up(reason)
                 return

@@ -81,7 +81,7 @@ class PublishCallback(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Join the channel, and publish the first weights."""
-        self._sync.begin(trainer.global_step, pl_module)
+        self._sync.begin_training(trainer.global_step, pl_module)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Publish if ``every`` steps have passed; log the figures."""

@@ -39,8 +39,8 @@ from replicas.config.structs import Config, GroupConfig
 from replicas.core.lives.lifecycle import Transition
 from replicas.integrations.ray_agent import RayAgent
 from replicas.supervisor.operator import supervise
+from replicas.supervisor.scheduler_hooks import SchedulerHooks, invitation, on_cluster
 from replicas.supervisor.supervisor import Supervisor
-from replicas.supervisor.surroundings import Surroundings, invitation, on_cluster
 from replicas.telemetry.events import Reloaded, Scaled
 
 __all__ = ["adapted", "bundle", "run", "slots"]
@@ -68,9 +68,9 @@ def run(config: Config, *, address: str | None = None) -> int:
 
         def opened(supervisor: Supervisor) -> None:
             bundles.append(_Bundles(supervisor))
-            bundles[0].begin()
+            bundles[0].request_bundles()
 
-        surroundings = Surroundings(adapt=lambda one: adapted(one, host), opened=opened, nodes=slots(config))
+        surroundings = SchedulerHooks(adapt=lambda one: adapted(one, host), opened=opened, nodes=slots(config))
         return supervise(config, surroundings)
     finally:
         ray.shutdown()  # also ends all actors and placement groups
@@ -158,7 +158,7 @@ class _Bundles:
         self._tasks: set[asyncio.Task[None]] = set()
         self._has_groups = False
 
-    def begin(self) -> None:
+    def request_bundles(self) -> None:
         """Request the bundles of the config, before groups exist; then follow the
         groups."""
         for group in self._supervisor.config.groups.values():

@@ -104,7 +104,7 @@ class PublishCallback(SyncCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Join the channel, and publish the first weights."""
-        self._steps.begin(state.global_step, model)
+        self._steps.begin_training(state.global_step, model)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Publish if ``every`` steps have passed."""

@@ -102,7 +102,7 @@ class WeightTransfer:
 
     def resume(self) -> None:
         """Wait as ``wait`` says."""
-        self._sync.settle()
+        self._sync.wait_for_last()
         self._log(self._sync.figures())
 
     def destroy(self) -> None:
@@ -232,7 +232,7 @@ def _client(theirs: type, sync: WeightSync, first: torch.nn.Module | None, dtype
             self, metadata: list[tuple[str, str, list[int]]], named_params: Iterator[tuple[str, torch.Tensor]]
         ) -> None:
             sync.publish(_Announced(metadata, named_params), dtype=dtype)
-            sync.settle()
+            sync.wait_for_last()
 
         def reset_prefix_cache(self) -> None:
             """Do nothing: each server resets its own cache with each load."""

@@ -100,7 +100,7 @@ class WeightSync:
         self._last = _Sync(pending, {"replicas/copied_seconds": time.monotonic() - began})
         self._open.append(self._last)
 
-    def settle(self) -> None:
+    def wait_for_last(self) -> None:
         """Wait for the last publish as ``wait`` says, at most for the deadline of each
         part."""
         if self.channel is None or self._last is None or self._wait is None:
@@ -196,7 +196,7 @@ class StepSync(WeightSync):
         self._published = -1
         self._begun = 0
 
-    def begin(self, step: int, model: Any) -> None:
+    def begin_training(self, step: int, model: Any) -> None:
         """Join, and publish or reserve memory: training begins or resumes at this step.
 
         :raises replicas.errors.UsageError: the model cannot be published as it is; the
@@ -243,7 +243,7 @@ class StepSync(WeightSync):
     def _sync(self, step: int, model: Any) -> None:
         self.publish(self._weights(model), dtype=self._dtype, meta={"step": step})
         self._published = step
-        self.settle()
+        self.wait_for_last()
 
 
 def newest(all_figures: list[dict[str, float]]) -> dict[str, float]:

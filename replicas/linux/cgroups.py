@@ -158,7 +158,7 @@ class RunCgroups:
 
     def _make(self, run: str, own: Path, *, limited: bool) -> None:
         own = _left.get(own, own)
-        self.limits = _hand_on(own) if limited else frozenset()
+        self.limits = _delegate_controllers(own) if limited else frozenset()
         _remove_those_of_the_dead(own)
         self.path = own / f"replicas-{run}-{os.getpid()}-{start_time(os.getpid())}-{_here()}"
         self.path.mkdir(exist_ok=True)  # an embedder may end a run and start it again
@@ -228,11 +228,11 @@ def prepare(*, limited: bool) -> Path:
     own = find_own()
     own = _left.get(own, own)
     if limited:
-        _hand_on(own)
+        _delegate_controllers(own)
     return own
 
 
-def _hand_on(own: Path) -> frozenset[str]:
+def _delegate_controllers(own: Path) -> frozenset[str]:
     """Delegate the limits' controllers to groups below ``own``, where possible."""
     there = set((own / "cgroup.controllers").read_text().split())
     control = own / "cgroup.subtree_control"

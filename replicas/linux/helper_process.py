@@ -77,7 +77,7 @@ class Pulse:
         self._silence.due = now + delay
         return delay
 
-    def look(self, now: float) -> Literal["ping", "wait", "frozen"]:
+    def next_action(self, now: float) -> Literal["ping", "wait", "frozen"]:
         """Return the action: send a ping (counts as sent), wait, or kill the helper."""
         if not self.asked:
             self._silence.ask(now)
@@ -141,7 +141,7 @@ class HelperProcess:
     def kill(self, reason: str = "killed") -> None:
         """Kill it. Pending requests raise ``died``; ``on_exit`` is not called."""
         self.on_exit = None
-        self._put_down(reason)
+        self._kill_and_fail(reason)
 
     async def wait_dead(self, timeout_s: float = 5.0) -> bool:
         """Return True if the process ends within ``timeout_s`` and frees its memory."""
@@ -204,23 +204,23 @@ class HelperProcess:
         except BlockingIOError:
             self._loop.add_writer(self._sock, self._flush)
         except OSError as error:
-            self._put_down(str(error))
+            self._kill_and_fail(str(error))
         else:
             self._loop.remove_writer(self._sock)
 
     def _next_look(self) -> asyncio.TimerHandle:
         delay = self._pulse.interval_s(self._loop.time(), busy=self.at_work)
-        return self._loop.call_later(delay, self._look)
+        return self._loop.call_later(delay, self._check_alive)
 
     def _look_soon(self) -> None:
         if not self._pulse.asked and not self._pulse.busy:
             self._timer.cancel()
             self._timer = self._next_look()
 
-    def _look(self) -> None:
-        match self._pulse.look(self._loop.time()):
+    def _check_alive(self) -> None:
+        match self._pulse.next_action(self._loop.time()):
             case "frozen":
-                self._put_down(f"it gave no sign of life for {SILENCE_S:g} s and was killed")
+                self._kill_and_fail(f"it gave no sign of life for {SILENCE_S:g} s and was killed")
                 return
             case "ping":
                 self._send(self.ping(next(self._numbers)))
@@ -233,13 +233,13 @@ class HelperProcess:
                 raise ConnectionError("it died")
             for body, fds in came:
                 frames.close_all(fds)  # replies carry no descriptors
-                self._take(self.decode(body))
+                self._handle_reply(self.decode(body))
         except OSError as error:
             self._loop.remove_reader(self._sock)
-            self._put_down(str(error))  # also a living process that has closed the channel
+            self._kill_and_fail(str(error))  # also a living process that has closed the channel
             self._sock.close()
 
-    def _take(self, reply: Any) -> None:
+    def _handle_reply(self, reply: Any) -> None:
         self._life.ready()
         if self._answers_ping(reply):
             self._pulse.answered()
@@ -248,7 +248,7 @@ class HelperProcess:
         if future is not None and not future.done():
             future.set_result(reply)
 
-    def _put_down(self, reason: str) -> None:
+    def _kill_and_fail(self, reason: str) -> None:
         """Kill it if it still lives, and fail all pending requests."""
         self._reason = self._reason or reason
         if self.usable:

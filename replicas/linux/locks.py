@@ -45,7 +45,7 @@ def hold_exclusive(fd: int) -> bool:
     return _flock(fd, fcntl.LOCK_EX)
 
 
-def let_go(fd: int) -> None:
+def unlock(fd: int) -> None:
     """Release either lock, for all processes that share the description."""
     fcntl.flock(fd, fcntl.LOCK_UN)
 

@@ -29,7 +29,7 @@ with it to the coordinator that the supervisor has started it, so it is a secret
 NO_MARK = "REPLICAS_NONE"
 """Internal: room in the environment of a process for the value of ``REPLICAS_SHIM``.
 
-A sidecar gets its rank's mark after the fork (:func:`bear_mark`).
+A sidecar gets its rank's mark after the fork (:func:`set_mark`).
 """
 _ROOM = "0" * 32  # as long as a nonce
 SHIM = "replicas.supervisor.shim.shim"
@@ -303,11 +303,11 @@ def name_process(name: str) -> None:
 
 
 def room_for_mark() -> dict[str, str]:
-    """Return variables that a process needs at its start for :func:`bear_mark`."""
+    """Return variables that a process needs at its start for :func:`set_mark`."""
     return {NO_MARK: _ROOM}
 
 
-def bear_mark(nonce: str) -> None:
+def set_mark(nonce: str) -> None:
     """Show the mark of a shim in this process's ``/proc/PID/environ``.
 
     The kernel reads that file from the memory of the environment at the start, which

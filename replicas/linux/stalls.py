@@ -33,11 +33,11 @@ class StallWatch:
         self._seen: tuple[str, ...] = ()
         self._stopped, self._idle = (Patience(now, LOOK_INTERVAL_S) for _ in range(2))
 
-    def look(self, now: float, *, starting: bool) -> str:
+    def reason_to_give_up(self, now: float, *, starting: bool) -> str:
         """Return why to give it up, or "". It must not be idle while ``starting``."""
         state, *done = work_of(self.pid)
         seen, self._seen = self._seen, tuple(done)
-        idle_s = self._idle.lasts(now, starting and state != "X" and seen == self._seen)
-        if self._stopped.lasts(now, state == "T") >= STOPPED_S:
+        idle_s = self._idle.update_duration(now, starting and state != "X" and seen == self._seen)
+        if self._stopped.update_duration(now, state == "T") >= STOPPED_S:
             return f"was stopped for {STOPPED_S:g} s"
         return f"did nothing for {STARTING_S:g} s" if idle_s >= STARTING_S else ""

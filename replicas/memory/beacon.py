@@ -4,8 +4,8 @@ Each process that joins has a *beacon*: a memfd that contains a random nonce. It
 names its pid, descriptor and nonce. A process that opens ``/proc/PID/fd/FD`` and reads
 that nonce is on the same host and may map the other's memory. From another pid
 namespace it opens the beacon through the other's door
-(:mod:`replicas.memory.memory_door`), which proves the same. Names, addresses and boot
-ids prove nothing: network namespaces share a kernel, containers share names.
+(:mod:`replicas.memory.descriptor_server`), which proves the same. Names, addresses and
+boot ids prove nothing: network namespaces share a kernel, containers share names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from replicas.linux.files import open_plain
 from replicas.linux.processes import START_TIME, boot_id, namespace, stat_fields
-from replicas.memory.memory_door import ANSWER_S, MemoryDoor, fetch
+from replicas.memory.descriptor_server import ANSWER_S, DescriptorServer, fetch
 from replicas.messages import Beacon
 from replicas.messages.identity import ProcessIdentity
 
@@ -43,7 +43,7 @@ def own_beacon() -> Beacon:
         fd = os.memfd_create("replicas-beacon", os.MFD_CLOEXEC)
         os.write(fd, nonce.encode())
         try:
-            door = str(MemoryDoor().address)
+            door = str(DescriptorServer().address)
         except (OSError, RuntimeError):  # without a door other namespaces count as other hosts
             door = ""
         _beacon = Beacon(os.getpid(), fd, nonce, os.geteuid(), door)

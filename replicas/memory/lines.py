@@ -70,7 +70,7 @@ class Lines:
             np.bitwise_or.at(self.words, numbers // 64, np.uint64(1) << (numbers % 64).astype(np.uint64))
 
 
-def changed(
+def find_changed(
     run: Bytes, base: Bytes, words: npt.NDArray[np.uint64] | None, first: int, last: int, width: int, most: int
 ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[Any]] | None:
     """Find the elements that differ in bytes ``first`` to ``last``: indices and xors.
@@ -94,7 +94,7 @@ def changed(
     return (numbers[:count], xors[:count]) if count <= most else None
 
 
-def change(run: Bytes, numbers: npt.NDArray[np.uint32], xors: npt.NDArray[Any]) -> None:
+def apply_xors(run: Bytes, numbers: npt.NDArray[np.uint32], xors: npt.NDArray[Any]) -> None:
     """Reverse :func:`changed`: xor these elements of ``run``, which must exist."""
     if _library is None:
         run.view(xors.dtype)[numbers] ^= xors

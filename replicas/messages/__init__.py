@@ -49,7 +49,7 @@ all ranks of the replica. In between the coordinator moves the version with *tra
 same for all ranks of the replica; the other ranks get :class:`Assigned`, so that they
 keep the slot. Then :class:`Loaded` or :class:`LoadFailed`. On a channel with
 ``adopt_together`` :class:`CanLoad` → :class:`LoadDecided` come before the load: the
-same decision for all targets (:mod:`replicas.core.versions.adoption`).
+same decision for all targets (:mod:`replicas.core.versions.lockstep`).
 
 **Operations** (collectives between peers). :class:`OperationPost` (``post`` numbers a
 member's own operations) → when all participants have posted, :class:`OperationGo` →

@@ -127,7 +127,7 @@ class Live:
         """Return the document as it is now: JSON, compressed by gzip."""
         now = asyncio.get_running_loop().time()
         if self._history is None or (self._looking is None and now - self._looked_at >= INTERVAL_S):
-            await self._look()
+            await self._refresh()
         if self._looking is None:
             self._forget_later()
         async with self._lock:
@@ -199,7 +199,7 @@ class Live:
         over: asyncio.Task[None] | None = asyncio.create_task(self._over())
         try:
             while True:
-                cost_s = await self._look()
+                cost_s = await self._refresh()
                 interval_s = min(INTERVAL_MAX_S, max(INTERVAL_S, cost_s / SHARE))
                 if over is None:
                     await asyncio.sleep(interval_s)
@@ -214,7 +214,7 @@ class Live:
         async for _ in self._source.events(self._source.last_event):
             pass
 
-    async def _look(self) -> float:
+    async def _refresh(self) -> float:
         """Update the document. Return the seconds of loop time that this took."""
         async with self._lock:
             if self._forgetting is not None:
@@ -279,9 +279,9 @@ class Live:
     def _forget_later(self) -> None:
         if self._forgetting is not None:
             self._forgetting.cancel()
-        self._forgetting = asyncio.get_running_loop().call_later(LINGER_S, self._forget)
+        self._forgetting = asyncio.get_running_loop().call_later(LINGER_S, self._drop_history)
 
-    def _forget(self) -> None:
+    def _drop_history(self) -> None:
         self._forgetting = None
         if not self.viewers:
             self._history, self._document = None, {}

@@ -34,9 +34,9 @@ class Past:
         self.at = 0.0
         """Time of the newest event."""
         self._tally = Tally()
-        self._begin(events.RunStarted(run="", pid=0, version=""))
+        self._begin_run(events.RunStarted(run="", pid=0, version=""))
 
-    def _begin(self, event: events.RunStarted) -> None:
+    def _begin_run(self, event: events.RunStarted) -> None:
         self._began_at = self.at
         self._started = event
         self._ended: events.RunEnded | None = None
@@ -54,7 +54,7 @@ class Past:
         self._tally.count(event, record.at)
         match event:
             case events.RunStarted(resumed=False):
-                self._begin(event)
+                self._begin_run(event)
             case events.RunStarted():
                 self._started, self._ended, self._draining = event, None, False
             case events.RunEnded():

@@ -9,10 +9,10 @@ The process loads torch once, without touching CUDA, stays single-threaded, and 
 sidecar for each request. With ``--listener`` it serves every process of the same user
 that connects to this inherited socket and presents its secret
 (:class:`replicas.linux.sockets.SocketAddress`): all ranks of a node. A sidecar gets the
-environment, output and cgroup of its rank (:mod:`replicas.linux.place`). A death signal
-ends the forkserver with its parent. With ``--fd`` it serves only its starter, at the
-other end of that socket, and ends with it. It never blocks on a client: a client that
-does not read its messages is dropped.
+environment, output and cgroup of its rank (:mod:`replicas.linux.rank_environment`). A
+death signal ends the forkserver with its parent. With ``--fd`` it serves only its
+starter, at the other end of that socket, and ends with it. It never blocks on a client:
+a client that does not read its messages is dropped.
 
 No sidecar outlives its owner. The forkserver kills a client's sidecars when the
 client's connection ends or its process (pidfd) is dead; the sidecars watch both, too;
@@ -41,7 +41,7 @@ from pathlib import Path
 
 from replicas import __version__, environ
 from replicas.common.logs import end_process
-from replicas.linux import frames, inherited, place
+from replicas.linux import frames, inherited, rank_environment
 from replicas.linux.processes import die_with_parent, name_process, send_signal
 from replicas.linux.scarce import naming_limits
 from replicas.linux.sockets import SocketAddress, peer_uid
@@ -153,7 +153,7 @@ class ForkServer:
             die_with_parent(server)
             name_process("replica-spare")
             if client.place:
-                place.take(client.pidfd, *client.place)
+                rank_environment.join_place(client.pidfd, *client.place)
                 _set_variables()
             self._forget_everything(keep={0, 1, 2, channel, client.pidfd})
             self._run_sidecar(socket.socket(fileno=channel), client.pidfd)

@@ -153,7 +153,7 @@ class CollectiveGroup(ABC):
         """Return True if the backend works on this memory directly."""
 
     @abstractmethod
-    def _near(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
+    def _staging_for(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
         """Return staging memory like ``tensor``, and a function to free it."""
 
     def _run(
@@ -173,7 +173,7 @@ class CollectiveGroup(ABC):
             return StartedWork(start(tensor), deadline, wait_for=self._wait_for)
         device = self._device
         assert device is not None
-        near, give_back = self._near(tensor)
+        near, give_back = self._staging_for(tensor)
         if read:
             device.copy([near], [tensor])
             device.synchronize()
@@ -213,7 +213,7 @@ class GlooGroup(CollectiveGroup):
         device = self._device
         return device is None or device.group_backend == "gloo" or not device.owns(tensor)
 
-    def _near(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
+    def _staging_for(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
         assert self._device is not None
         if tensor.nbytes > PINNED_NBYTES:
             near = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
@@ -244,7 +244,7 @@ class NcclGroup(CollectiveGroup):
     def _in_place(self, tensor: torch.Tensor) -> bool:
         return self._device is not None and self._device.owns(tensor)
 
-    def _near(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
+    def _staging_for(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
         return torch.empty_like(tensor, device=self._where), lambda: None
 
     def _exchange(self, tensor: torch.Tensor, to: Sequence[int], sources: Sequence[int]) -> list[Any]:

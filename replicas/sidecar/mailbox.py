@@ -58,7 +58,7 @@ class PackingProgress:
     def __init__(self) -> None:
         self._nbytes: dict[int, int] = {}
 
-    def tell(self, transfer: int, nbytes: int) -> None:
+    def report_packed(self, transfer: int, nbytes: int) -> None:
         """Record that the first ``nbytes`` are packed; ignore smaller late reports."""
         self._nbytes[transfer] = max(nbytes, self._nbytes.pop(transfer, 0))
         while len(self._nbytes) > KEPT_TRANSFERS:
@@ -67,7 +67,7 @@ class PackingProgress:
     def of(self, transfer: int) -> int:
         return self._nbytes.get(transfer, 0)
 
-    def forget(self, transfer: int) -> None:
+    def drop_transfer(self, transfer: int) -> None:
         self._nbytes.pop(transfer, None)
 
 
@@ -91,7 +91,7 @@ class Mailbox:
         self._working = threading.Event()
         self._busy_since: float | None = None
         self._poller = self._new_poller()
-        threading.Thread(target=self._or_end, args=(self._look,), name="mailbox", daemon=True).start()
+        threading.Thread(target=self._or_end, args=(self._watch_for_interrupt,), name="mailbox", daemon=True).start()
 
     def get(self) -> tuple[wire.Request, list[int]]:
         """Wait for the next request; the caller owns its descriptors."""
@@ -153,9 +153,9 @@ class Mailbox:
                 raise ConnectionError(f"a {type(request).__name__} came with {len(fds)} descriptors")
             match request:
                 case wire.Ping(id=number):
-                    self.reply(wire.Pong(number, self.traffic.look()))
+                    self.reply(wire.Pong(number, self.traffic.progress()))
                 case wire.TransferProgress(transfer=transfer, nbytes=nbytes):
-                    self.progress.tell(transfer, nbytes)
+                    self.progress.report_packed(transfer, nbytes)
                 case _:
                     self._requests.put((request, fds))
 
@@ -172,7 +172,7 @@ class Mailbox:
             if code:
                 end_process(code)
 
-    def _look(self) -> None:
+    def _watch_for_interrupt(self) -> None:
         poller = self._new_poller()
         poller.register(self._interrupt, select.POLLIN)
         ticker = select.poll()  # polls nothing: a timer

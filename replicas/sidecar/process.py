@@ -121,9 +121,9 @@ class SidecarProcess:
                 self._began = True
                 with mailbox.traffic.of_request():
                     result = run_transfer(group, spec, manifest, memory, wait_packed, gpu, mailbox.traffic.worked)
-                    self._settle(buffer)
+                    self._synchronize_gpu(buffer)
         finally:
-            mailbox.progress.forget(spec.transfer)
+            mailbox.progress.drop_transfer(spec.transfer)
         return wire.Transferred(request.id, result)
 
     def _collective(self, request: wire.RunCollective) -> wire.Reply:
@@ -137,7 +137,7 @@ class SidecarProcess:
             self._began = True
             with self._mailbox.traffic.of_request() if group.backend == "gloo" else nullcontext():
                 run_collective(group, spec, inputs, outputs)
-                self._settle(*buffers)
+                self._synchronize_gpu(*buffers)
         return wire.Collected(request.id, time.monotonic() - started)
 
     def _probe(self, request: wire.ProbeBuffer) -> wire.Reply:
@@ -183,9 +183,9 @@ class SidecarProcess:
         """Wait for the rank's pending work on the buffers."""
         for buffer in buffers:
             buffer.wait_for_write()
-        self._settle(*buffers)
+        self._synchronize_gpu(*buffers)
 
-    def _settle(self, *buffers: Buffer) -> None:
+    def _synchronize_gpu(self, *buffers: Buffer) -> None:
         """Wait for the sidecar's own pending work on the buffers."""
         if self._gpu is not None and any(buffer.device for buffer in buffers):
             self._gpu.synchronize(self._uuid)

@@ -68,11 +68,11 @@ class SignedStore(_c10d.Store):  # type: ignore[misc]  # torch leaves its stores
 
     def get(self, key: str) -> bytes:
         """Wait for the key as :meth:`wait` does, and return its value."""
-        return self._opened(key, self._patiently(lambda: self._inner.get(key), self._timeout))
+        return self._verified_value(key, self._patiently(lambda: self._inner.get(key), self._timeout))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         values = self._patiently(lambda: self._inner.multi_get(list(keys)), self._timeout)
-        return [self._opened(key, value) for key, value in zip(keys, values, strict=True)]
+        return [self._verified_value(key, value) for key, value in zip(keys, values, strict=True)]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         for key, value in zip(keys, values, strict=True):
@@ -136,7 +136,7 @@ class SignedStore(_c10d.Store):  # type: ignore[misc]  # torch leaves its stores
             if value != self._mine[key]:
                 self._found(f'the key "{key}" that this member wrote was overwritten')
 
-    def _opened(self, key: str, value: bytes) -> bytes:
+    def _verified_value(self, key: str, value: bytes) -> bytes:
         data = value[TAG_NBYTES:]
         if value[:TAG_NBYTES] != self._tag(key, data):
             self._found(f'the value of "{key}" was not written by a member')

@@ -107,7 +107,7 @@ class Traffic:
         """Count ``nbytes`` as moved outside TCP, or processed."""
         self._worked += nbytes  # not atomic: losing a count does not hide progress
 
-    def look(self) -> Moved | None:
+    def progress(self) -> Moved | None:
         """Read the counts; return the progress so far, or None without TCP traffic."""
         with self._lock:
             if not self._active:

@@ -129,10 +129,10 @@ class _Checker:
         self._image = self._digest()
         self._parts: dict[int, Digest | DeviceDigest] = {}
 
-    def begin(self) -> None:
+    def digest_fixed(self) -> None:
         """Digest the bytes that no bucket will change."""
         with self._stream():
-            self._settle(0)
+            self._digest_up_to(0)
 
     def receive(self, flight: _Flight) -> None:
         with self._stream():
@@ -142,7 +142,7 @@ class _Checker:
                 scatter(flight.tensor, flight.bucket, self.data, self.manifest)
                 if self.device is not None:
                     self.device.synchronize()  # the staging memory is reused
-            self._settle(flight.number + 1)
+            self._digest_up_to(flight.number + 1)
 
     def send(self, flight: _Flight) -> None:
         with self._stream():
@@ -170,7 +170,7 @@ class _Checker:
     def _part(self, owner: int) -> Digest | DeviceDigest:
         return self._parts.setdefault(owner, self._digest())
 
-    def _settle(self, number: int) -> None:
+    def _digest_up_to(self, number: int) -> None:
         end = self.plan.settled[number]
         while (start := self._image.nbytes) < end:
             self._image.update(self.data[start : min(end, start + DIGEST_NBYTES)])
@@ -218,10 +218,10 @@ class _Mover:
     def run(self, thread: ThreadPoolExecutor) -> None:
         """Move all buckets; ``thread`` may still be digesting on return."""
         if self._receives:
-            self._checks.append(thread.submit(self.checker.begin))
+            self._checks.append(thread.submit(self.checker.digest_fixed))
         arriving: deque[_Flight] = deque()
         for number, bucket in enumerate(self._plan.buckets):
-            arriving.append(self._take(number, bucket))
+            arriving.append(self._start_bucket(number, bucket))
             if len(arriving) > WINDOW:
                 self._pass_on(arriving.popleft(), thread)
         while arriving:
@@ -235,7 +235,7 @@ class _Mover:
         while self._checks and (all_bytes or self._checks[0].done()):
             self._checks.popleft().result()
 
-    def _take(self, number: int, bucket: Bucket) -> _Flight:
+    def _start_bucket(self, number: int, bucket: Bucket) -> _Flight:
         """Start to receive another member's bucket, or to spread this member's own."""
         flight = _Flight(number, bucket, *self._place(bucket))
         if self._group.spreads:

@@ -137,7 +137,7 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
     """First packet, answered by :class:`Attached`. The sidecars of a rank die with it.
 
     Descriptors: a pidfd of the rank; unless the rank started the forkserver, also those
-    of :func:`replicas.linux.place.describe`.
+    of :func:`replicas.linux.rank_environment.describe_own_place`.
 
     :param secret: of the forkserver's
         :class:`replicas.linux.sockets.SocketAddress`; empty on the rank's own socket.

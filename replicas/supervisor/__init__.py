@@ -1,7 +1,12 @@
-"""The asyncio shell of the pure core: start, watch, restart and end replicas via shims.
+"""The supervisor of a run: start, watch, restart and end its replicas.
 
-``Supervisor`` is imported on first use: the shim and the launcher live in this package,
-too, and must stay small.
+:class:`Supervisor` (orders, status) -> ``fleet`` (groups, replicas, nodes) -> ``agent``
+(a process on each node) -> ``shim`` (a process for each part) -> the user's programs;
+reports and logs come back the same way. ``state`` and ``cleanup`` cover a kill.
+
+It does not import torch, and does not move weights: the coordinator and the ranks do.
+``Supervisor`` is imported on first use, because the shim and the launcher live in this
+package, too, and must stay small.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Write human-readable lines to stderr from a thread, never blocking the event loop.
 
 A stopped terminal (Ctrl-S, the scroll mode of tmux), a paused pager or a stalled
-journal can block a writer for any length of time. So a thread writes, from a bounded
-queue. Lines that do not fit are dropped and counted, and the count is printed once
-there is room. The events have all of it.
+journal can block a writer indefinitely. So a thread writes, from a bounded queue. Lines
+that do not fit are dropped and counted, and the count is printed when there is room.
+The event file is complete.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from replicas.common import logs
-from replicas.common.aside import Aside
+from replicas.common.background_queue import BackgroundQueue
 from replicas.common.foreign import hanging, lines
 
 
 class Console:
-    """Line output to a descriptor, whose mode stays as it is: others share it."""
+    """Line output to a descriptor, whose mode is not changed, as others share it."""
 
     def __init__(self, descriptor: int = 2) -> None:
         self._descriptor = descriptor
-        self._lines: Aside[str] = Aside("console", self._show, self._missing)
+        self._lines: BackgroundQueue[str] = BackgroundQueue("console", self._show, self._missing)
 
     def say(self, text: str) -> None:
-        """Print a line with the time of day; indents its further lines. Never waits."""
+        """Print text with the time of day; indent its further lines. Never waits."""
         self.write(f"{time.strftime('%H:%M:%S')} replicas: {hanging(text)}")
 
     def write(self, text: str) -> None:
@@ -36,12 +36,12 @@ class Console:
         self._lines.put(text)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait up to ``timeout_s`` until all is written; False: something is left."""
+        """Wait up to ``timeout_s`` until all lines are written. Return True if so."""
         return self._lines.flush(timeout_s)
 
     @contextmanager
     def logging(self) -> Iterator[None]:
-        """Show log records here, unless this process has set up logging otherwise."""
+        """Context manager: show log records here, unless logging is configured."""
         root = logging.getLogger()
         handler = _Handler(self) if not root.handlers else None
         if handler is not None:
@@ -59,11 +59,11 @@ class Console:
     def _show(self, text: str) -> None:
         with suppress(
             OSError
-        ):  # the terminal is gone, or its disk is full: the run goes on, and the events are on disk
+        ):  # the terminal is gone, or its disk is full: the run continues, and the events are on disk
             self._put(f"{lines(text)}\n".encode())
 
     def _put(self, data: bytes) -> None:
-        """Write past :data:`sys.stderr`: a hang in it breaks the interpreter's end."""
+        """Write without :data:`sys.stderr`, as a hang in it blocks the exit."""
         while data:
             try:
                 data = data[os.write(self._descriptor, data) :]
@@ -74,7 +74,7 @@ class Console:
 
 
 class _Handler(logging.Handler):
-    """Warnings and errors, in the form of all other lines."""
+    """Prints warnings and errors like all other lines."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(logging.WARNING)

@@ -1,4 +1,4 @@
-"""Work in a thread, which a cancellation waits for."""
+"""Run work in a thread, so that a cancellation waits for its end."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ T = TypeVar("T")
 async def finish_in_thread(
     work: Callable[[], T], *, given_up: Callable[[], None] = lambda: None, undo: Callable[[], None] = lambda: None
 ) -> T:
-    """Run ``work`` in a thread; a cancellation waits until the thread has ended.
+    """Run ``work`` in a thread and return its result.
 
-    It would go on while the caller undoes what it did. ``given_up`` is called at a
-    cancellation, ``undo`` after it if the work was done nevertheless.
+    A cancellation calls ``given_up``, waits for the end of the thread, and calls
+    ``undo`` if the work succeeded: the thread must not run while its caller cleans up.
     """
     own_loop.require("a supervisor")
     task = asyncio.ensure_future(anyio.to_thread.run_sync(work))

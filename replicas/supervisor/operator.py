@@ -1,20 +1,20 @@
-"""Supervise one run in this process: obey its operator's signals, report to systemd.
+"""Supervise one run in this process: handle signals, report to systemd.
 
-TERM and INT drain the run; a second one kills what is left at once. USR1 is the notice
-of a preemption: drain, and exit with 75. HUP reads the config file again; but if the
-terminal is gone it drains, unless the process was started by nohup. A drain or
-preemption during the start gives up the start.
+TERM and INT drain the run; a second one kills the remaining processes. USR1 announces a
+preemption: drain, and exit with 75. HUP reloads the config file; but if the terminal is
+gone it drains, unless the process was started by nohup. A drain or preemption during
+the start cancels the start.
 
 :class:`Notifier` speaks the protocol of sd_notify(3): one datagram of ``NAME=value``
-lines per message. It never waits: fields that the receiver's full buffer does not take
-are sent with the next message.
+lines per message. It never waits: if the receiver's buffer is full, the fields are sent
+with the next message.
 
-:class:`Watcher` reports for the supervisor. ``READY=1`` is sent when the control port
-answers and the replicas are being started; whether they are ready is in ``STATUS`` and
-``/readyz``: a start must not fail because a model loads for longer than systemd waits.
-A drain sends ``EXTEND_TIMEOUT_USEC`` as long as it goes on; its own deadlines bound it.
-``WATCHDOG=1`` is sent only if the control loop has run since the last one: systemd
-kills a hung supervisor, and the shims then end their processes.
+:class:`Watcher` sends ``READY=1`` when the control port answers and replicas are being
+started. Their readiness is in ``STATUS`` and ``/readyz``, because a start must not fail
+if a model loads for longer than systemd waits. During a drain it sends
+``EXTEND_TIMEOUT_USEC``; the drain has its own deadlines. ``WATCHDOG=1`` is sent only if
+the control loop has run since the last one: systemd kills a hung supervisor, and the
+shims then end their processes.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from replicas.linux import inherited
 from replicas.linux.scarce import naming_limits
 from replicas.status import RunStatus
 from replicas.supervisor.console import Console
+from replicas.supervisor.scheduler_hooks import SchedulerHooks
 from replicas.supervisor.state.state import AlreadySupervised
 from replicas.supervisor.supervisor import Supervisor
-from replicas.supervisor.surroundings import Surroundings
 from replicas.telemetry.events import Reloaded
 
 log = Log("replicas.supervisor")
@@ -61,16 +61,16 @@ _LINE_CHARACTERS = 900
 """Limit of each value: systemd ignores a datagram above 4096 bytes."""
 
 
-def supervise(config: Config, surroundings: Surroundings = Surroundings()) -> int:
+def supervise(config: Config, surroundings: SchedulerHooks = SchedulerHooks()) -> int:
     """Run ``config`` to its end in this process, with human-readable lines on stderr.
 
     :return: one of :mod:`replicas.control.exit_codes`: ``DONE``, ``FAILED``, ``USAGE``,
         ``SUPERVISED`` or ``PREEMPTED``.
-    :raises replicas.errors.UsageError: the run cannot be started so; a BadConfig if its
-        plan does not fit the machine.
+    :raises replicas.errors.UsageError: the run cannot be started with this config (a
+        BadConfig if its plan does not fit the machine).
     """
     inherited.put_in_order()
-    # Each replica needs some open files; 1024 is common, and children inherit it.
+    # Each replica needs several open files; 1024 is a common limit.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _FILES)), hard))
     faulthandler.enable()  # systemd's watchdog ends a hung supervisor with SIGABRT: the journal then has its stacks
@@ -88,9 +88,9 @@ def supervise(config: Config, surroundings: Surroundings = Surroundings()) -> in
         console.flush(_LAST_WORDS_S)
 
 
-async def _supervise(config: Config, console: Console, surroundings: Surroundings) -> int:
+async def _supervise(config: Config, console: Console, surroundings: SchedulerHooks) -> int:
     say = console.say
-    notifier = Notifier.take(os.environ)
+    notifier = Notifier.from_environ(os.environ)
     supervisor = Supervisor(surroundings.adapt(config), report=say)
     supervisor.reloading.adapt = surroundings.adapt
     supervisor.on_open = lambda: surroundings.opened(supervisor)
@@ -124,7 +124,7 @@ async def _supervise(config: Config, console: Console, surroundings: Surrounding
 
 
 def _invitations(supervisor: Supervisor) -> Iterator[str]:
-    """How programs that others start join, one line for each of their groups."""
+    """Yield, for each external group, a line that says how its programs join."""
     for group in supervisor.config.groups.values():
         if group.external:
             variables = {
@@ -134,20 +134,20 @@ def _invitations(supervisor: Supervisor) -> Iterator[str]:
                 environ.REPLICA: "auto" if group.world_size == 1 else "N",
             }
             listed = " ".join(f"{name}={shlex.quote(str(value))}" for name, value in variables.items())
-            yield f"{group.name}: its programs, which others start, join with {listed}"
+            yield f"{group.name}: start its programs yourself; they join with {listed}"
 
 
 def _named(config: Config) -> str:
-    """The config as an argument of a command in this folder."""
+    """Return the config's path as an argument of a command in this folder."""
     source = config.source
     if source is None:
         return ""
-    here = Path(source.name)  # this folder may be gone: then no path in it exists
+    here = Path(source.name)  # this folder may be gone
     return f" {shlex.quote(source.name if here.exists() and here.samefile(source) else str(source))}"
 
 
 class _Terminal:
-    """The terminal of this process, if the run is to end with it."""
+    """The terminal of this process, with which the run ends unless it has nohup."""
 
     def __init__(self) -> None:
         stays = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # nohup
@@ -156,7 +156,7 @@ class _Terminal:
 
     @property
     def gone(self) -> bool:
-        """Return True if the terminal was there and is gone; stderr may be a pipe."""
+        """True if the process had a terminal and it is gone; stderr may be a pipe."""
         return (self._controls and not self._is_controlled()) or (self._shown and not os.isatty(2))
 
     @staticmethod
@@ -169,6 +169,8 @@ class _Terminal:
 
 
 class _Operator:
+    """Carries out the operator's signals, each in its own task."""
+
     def __init__(
         self,
         supervisor: Supervisor,
@@ -188,7 +190,7 @@ class _Operator:
         self._reload_again = False
         self._reloading: asyncio.Task[None] | None = None
         self._changing: set[asyncio.Task[None]] = set()
-        """Reloads that are not carried out yet."""
+        """Reloads in progress."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     @contextmanager
@@ -210,8 +212,8 @@ class _Operator:
         try:
             yield
         finally:
-            # The run is over: nothing may replace its exit code. (A handler of the
-            # loop could not be removed without a moment in which the signal kills.)
+            # The run is over, and a signal must not replace its exit code. (Removing
+            # a handler of the loop leaves a moment in which the signal kills.)
             for signum in signals:
                 signal.signal(signum, signal.SIG_IGN)
 
@@ -222,7 +224,7 @@ class _Operator:
         await asyncio.gather(*self._tasks, return_exceptions=True)  # each has reported its own error
 
     async def entered(self, stack: AsyncExitStack) -> bool:
-        """Start the supervisor; False: the start was given up and undone."""
+        """Start the supervisor. Return False if the start was cancelled and undone."""
         entered = False
         self._starting = asyncio.current_task()
         try:
@@ -244,26 +246,26 @@ class _Operator:
     def _give_up(self, name: str) -> bool:
         if self._starting is None:
             return False
-        self._say(f"{name}: giving up the start")
+        self._say(f"{name}: cancelling the start")
         self._starting.cancel()
         return True
 
     def _drain(self, name: str) -> None:
         if self._ending:
-            self._say(f"{name}: killing what is left")
+            self._say(f"{name}: killing the remaining processes")
         elif not self._give_up(name):
-            self._say(f"{name}: draining; once more to kill at once")
+            self._say(f"{name}: draining; repeat the signal to kill immediately")
         self.spawn(self._end(hurry=self._ending))
         self._ending = True
         self._watcher.stopping()
 
     def _preempt(self, name: str) -> None:
         if self._ending:
-            self._say(f"{name}: draining already")
+            self._say(f"{name}: already draining")
             return
         self._ending = self.preempted = True
         if not self._give_up(name):
-            self._say(f"{name}: this machine is about to be taken away; draining")
+            self._say(f"{name}: draining, because this machine is about to be taken away")
         self.spawn(self._end(preempted=True))
         self._watcher.stopping()
 
@@ -276,22 +278,22 @@ class _Operator:
             if not self._ending:
                 self._drain(f"{name} of a terminal that is gone")
         elif self._ending:
-            self._say(f"{name}: draining; the config is not read again")
+            self._say(f"{name}: ignored while draining")
         elif self._reloading is not None and not self._reloading.done():
             self._reload_again = True
         else:
             self._reloading = self.spawn(self._reload(name))
 
     async def _reload(self, name: str) -> None:
-        """Read the config until it is in use or refused, and again if asked meanwhile.
+        """Reload the config until it is in use or refused; repeat if asked meanwhile.
 
-        Its changes may take long or never end; another config may be read by then.
+        Does not wait for its changes, which may take long or never end.
         """
         await self.started.wait()
         self._reload_again = True
         while self._reload_again:
             self._reload_again = False
-            self._say(f"{name}: reading {self._supervisor.config.source} again")
+            self._say(f"{name}: reloading {self._supervisor.config.source}")
             decided = asyncio.Event()
             kept(self.spawn(self._change(name, decided)), self._changing)
             with self._notifier.reloading():
@@ -315,7 +317,7 @@ class _Operator:
         return kept(asyncio.create_task(self._reporting(work)), self._tasks)
 
     async def _reporting(self, work: Coroutine[object, object, object]) -> None:
-        """Report the work's error at once: nothing awaits it before the run's end."""
+        """Report the work's error now: its task is awaited only at the run's end."""
         try:
             await work
         except errors.ReplicasError as error:
@@ -326,7 +328,7 @@ class _Operator:
 
 
 class Notifier:
-    """Sender of sd_notify messages to a datagram socket, or with "" to none."""
+    """Sends sd_notify messages to a datagram socket, if it has an address."""
 
     def __init__(self, address: str = "", watchdog_s: float | None = None) -> None:
         self.watchdog_s = watchdog_s
@@ -336,8 +338,9 @@ class Notifier:
         self._failed = False
 
     @classmethod
-    def take(cls, environ: MutableMapping[str, str]) -> Notifier:
-        """Make it from variables of ``environ``, which replicas then do not inherit."""
+    def from_environ(cls, environ: MutableMapping[str, str]) -> Notifier:
+        """Create it from variables in ``environ``; remove those, so that replicas do
+        not inherit them."""
         address = environ.pop("NOTIFY_SOCKET", "")
         usec, pid = environ.pop("WATCHDOG_USEC", ""), environ.pop("WATCHDOG_PID", "")
         ours = not pid or pid == str(os.getpid())
@@ -349,7 +352,7 @@ class Notifier:
         return self._socket is not None
 
     def send(self, **fields: str) -> bool:
-        """Send these fields and those not sent before; return True if it worked."""
+        """Send these fields and those not sent before. Return True if it worked."""
         if self._socket is None:
             return False
         self._unsent.update(fields)
@@ -369,7 +372,7 @@ class Notifier:
 
     @contextmanager
     def reloading(self) -> Iterator[None]:
-        """Report a reload around the block, refused or not."""
+        """Context manager: report a reload."""
         self.send(RELOADING="1", MONOTONIC_USEC=str(time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000))
         try:
             yield
@@ -396,23 +399,23 @@ class Watcher:
         self._loop_at: float | None = None
 
     async def run(self) -> None:
-        """Send ``READY=1``, then look every second, or more often for the watchdog."""
+        """Send ``READY=1``, then changes every second; more often for a watchdog."""
         if not self._notifier.wanted:
             return
         watchdog_s = self._notifier.watchdog_s
         interval_s = LOOK_INTERVAL_S if watchdog_s is None else min(LOOK_INTERVAL_S, watchdog_s / _WATCHDOG_SHARE)
-        self.look(time.monotonic(), READY="1")
+        self.send_changes(time.monotonic(), READY="1")
         while True:
             await asyncio.sleep(interval_s)
-            self.look(time.monotonic())
+            self.send_changes(time.monotonic())
 
     def stopping(self) -> None:
         if not self._stopping:
             self._stopping = True
             self._notifier.send(STOPPING="1")
 
-    def look(self, now: float, **fields: str) -> None:
-        """Send what has changed by ``now``, and ``fields``."""
+    def send_changes(self, now: float, **fields: str) -> None:
+        """Send the changes since the last call, and ``fields``."""
         status = self._supervisor.status()
         line = status_line(status)
         if line != self._status:
@@ -432,7 +435,7 @@ class Watcher:
 
 
 def status_line(status: RunStatus) -> str:
-    """Text of ``STATUS``: ``rollout 3/4, trainer 1/1 ready; policy at version 17``."""
+    """Return ``STATUS``: ``rollout 3/4, trainer 1/1 ready; policy at version 17``."""
     groups = ", ".join(
         f"{group.name} {sum(one.state in ('ready', 'finished') for one in group.replicas)}/{len(group.replicas)}"
         for group in status.groups

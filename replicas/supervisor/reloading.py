@@ -1,15 +1,15 @@
-"""Reload the config of a running run: validate it first, then change only what differs.
+"""Reload the config of a running run: validate it, then apply the differences.
 
-A config that is invalid, or changes what cannot change while the run lives, is refused
-as a whole. New groups start; removed groups drain; groups whose processes would be
-started differently restart, rolling, and so do single replicas on this machine when it
-has the labels no more that they need; sizes change; all other settings apply from now
-on. These steps run side by side: one that fails does not stop the others.
+A config that is invalid, or changes a setting that is fixed for the run, is refused as
+a whole. New groups start; removed groups drain; groups whose processes would be started
+differently restart, rolling, and so do single replicas on this machine if it has lost
+labels that they need; sizes change; all other settings apply immediately. These steps
+run concurrently: one that fails does not stop the others.
 
-Configs are accepted one after the other, but the changes of one may take long, or never
-end (replicas that do not become ready). So the next reload does not wait for them: it
-cancels the rolling restarts of the groups that it restarts or removes, and the reload
-that began those raises an error. A group that is added again waits for its own removal.
+Configs are accepted one at a time, but the changes of one may never end (replicas that
+do not become ready). So the next reload does not wait for them: it cancels the rolling
+restarts of the groups that it restarts or removes, and the reload that began those
+raises an error. A group that is added again waits for its own removal.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ _MISPLACED = Cause("reload", "the labels of its node have changed")
 class Reloading:
     """The reloads of a run.
 
-    :param fleet: returns the groups of the run. UsageError: it is being started.
-    :param check_plan: looks up this machine. BadConfig: the plan does not fit it.
+    :param fleet: returns the groups of the run, or raises UsageError during the start.
+    :param check_plan: returns this machine, or raises BadConfig if the plan does not
+        fit it.
     """
 
     def __init__(
@@ -57,9 +58,9 @@ class Reloading:
         self._rolls: dict[str, tuple[Cause, asyncio.Task[None]]] = {}
         self._removals: dict[str, asyncio.Task[None]] = {}
         self._sizes: dict[str, int] = {}
-        """New sizes of groups that have not been scaled to them yet."""
+        """New sizes to which groups have not been scaled yet."""
         self.adapt: Callable[[Config], Config] = lambda config: config
-        """Turns each config that is read into the config to use."""
+        """Returns the config to use for each config that is read."""
 
     async def reload(
         self,
@@ -79,7 +80,7 @@ class Reloading:
                 found = diff(context.config, config)
                 if found.refused:
                     raise errors.BadConfig(found.refused, source=str(config.source or "config"))
-                # Groups whose size it does not change count with their present one.
+                # Groups whose size does not change count with their present size.
                 kept = config.groups.keys() - found.resized.keys() - self._sizes.keys()
                 sizes = {name: group.size for name, group in fleet.groups.items() if name in kept}
                 machine = await self._check_plan(with_sizes(config, sizes))
@@ -96,14 +97,14 @@ class Reloading:
             fleet.refuse_while_draining()
             context.resources.plan(config, machine)
             rolls = self._rolls_for(config, found)
-            reloaded = self._begin(config, found, rolls)
+            reloaded = self._apply_config(config, found, rolls)
             accepted(reloaded)
         await self._carry_out(found, rolls)
         return reloaded
 
     async def catch_up(self, outdated: Mapping[str, Sequence[Replica]]) -> None:
-        """Restart replicas whose config has changed while no supervisor was there, or
-        that an earlier one had not come to yet."""
+        """Restart replicas that still run with an older config, because it changed
+        without a supervisor, or because an earlier supervisor did not finish."""
         for name, replicas in outdated.items():
             group = self._fleet().groups.get(name)
             if group is None:
@@ -116,7 +117,7 @@ class Reloading:
     def _rolls_for(self, new: Config, found: ConfigDiff) -> dict[str, tuple[Cause, frozenset[int]]]:
         """Return the replicas to restart, and why, by the name of their group.
 
-        All, if an earlier reload may not have restarted each of them yet.
+        All of a group, if the restart of an earlier reload is still in progress.
         """
         rolls: dict[str, tuple[Cause, frozenset[int]]] = {}
         groups, resources = self._fleet().groups, self._context.resources
@@ -129,8 +130,8 @@ class Reloading:
                 rolls[name] = _MISPLACED, moved
         return rolls
 
-    def _begin(self, new: Config, found: ConfigDiff, rolls: Iterable[str]) -> Reloaded:
-        """Put the config in use and take the steps that need no waiting."""
+    def _apply_config(self, new: Config, found: ConfigDiff, rolls: Iterable[str]) -> Reloaded:
+        """Use the config, and take the steps that do not wait."""
         context, fleet = self._context, self._fleet()
         for name in (*rolls, *found.removed):
             if name in self._rolls:
@@ -148,7 +149,7 @@ class Reloading:
         reloaded = Reloaded(changed=changed, added=found.added, removed=found.removed)
         context.emit(reloaded)
         fleet.save(order=True)
-        context.look()
+        context.wake_monitor()
         return reloaded
 
     async def _carry_out(self, found: ConfigDiff, rolls: Mapping[str, tuple[Cause, frozenset[int]]]) -> None:
@@ -160,14 +161,14 @@ class Reloading:
                 raise ended
 
     async def _remove(self, name: str) -> None:
-        """Drain and forget the group, to the end even when the caller is cancelled."""
+        """Drain and remove the group, even if the caller is cancelled meanwhile."""
         fleet = self._fleet()
         task = self._removals[name] = asyncio.create_task(fleet.scale(fleet.groups[name], 0, reason="reloaded"))
         task.add_done_callback(lambda _: self._removals.pop(name))
         await asyncio.shield(task)
 
     async def _restart_and_scale(self, name: str, cause: Cause, indices: frozenset[int]) -> None:
-        """Restart these of the present replicas, then scale: none is started twice."""
+        """Restart these replicas, then scale, so that none starts twice."""
         fleet = self._fleet()
         group = fleet.groups[name]
         if indices:
@@ -191,5 +192,5 @@ class Reloading:
                 del self._rolls[name]
             task.cancel()
         if superseded and task.cancelled():
-            raise errors.WorldError(f"group {name}: a newer reload has taken the place of this one")
+            raise errors.WorldError(f"group {name}: a newer reload has replaced this one")
         task.result()

@@ -1,8 +1,8 @@
-"""What a run tells others: its events, lines for people, and metrics.
+"""Report a run: events, lines for people, metrics and traces.
 
-Every event of the run goes through :meth:`Reporting.emit`: to the file of events, its
-followers and the counters. The last one says how the run ended, and each Prometheus
-that comes regularly sees that before the control port closes.
+Every event of the run goes through :meth:`Reporting.emit`: to the event file, its
+followers and the counters. The last event gives the end of the run; the control port
+stays open until each regular Prometheus has scraped it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = Log("replicas.supervisor")
 
 _REFUSALS_INTERVAL_S = 10.0
 _LAST_SCRAPE_S = 10.0
-"""How long at most an end waits for a Prometheus that has come regularly until then."""
+"""Longest time for which the end of a run waits for a last regular scrape."""
 
 
 class Reporting:
@@ -41,8 +41,8 @@ class Reporting:
 
     :param report: called with each line for people.
     :param status: the status of the run, for the metrics.
-    :ivar events: those of the run, in its file once that is open.
-    :ivar ended: the run's last event, once it is over.
+    :ivar events: the event log, in memory until :meth:`open`.
+    :ivar ended: the run's last event, or None while it runs.
     """
 
     def __init__(self, report: Callable[[str], None], status: Callable[[], RunStatus]) -> None:
@@ -55,12 +55,12 @@ class Reporting:
         self._scrapes = Scrapes()
         self._traces: Traces | None = None
         self._seen_off = asyncio.Event()
-        """Set when the metrics have told all how the run ended, or a hurry began."""
+        """Set when each Prometheus has scraped the end, or at :meth:`hurry`."""
 
     def open(self, stack: AsyncExitStack, events: EventLog, run: str) -> EventLog:
-        """Take the events in their file, until the stack ends; export syncs as spans.
+        """Use this event log until the stack ends, and return it.
 
-        That is, where the environment says so, which costs nothing else.
+        Export syncs as OpenTelemetry spans if the environment names an exporter.
         """
         self.events = events
         stack.callback(events.close)
@@ -70,10 +70,10 @@ class Reporting:
         return events
 
     def say(self, text: str) -> None:
-        """Pass a line to people."""
+        """Pass a line for people to ``report``; log its errors."""
         try:
             self._report(text)
-        except BaseException:  # code of the program that embeds this: the run goes on
+        except BaseException:  # code of the program that embeds this: the run continues
             log.exception("report() failed on %s", text)
 
     def emit(self, event: Event) -> None:
@@ -85,33 +85,33 @@ class Reporting:
             self.say(text)
 
     def tell_of_leases(self, unseen: Collection[Lease]) -> None:
-        """Say why no replica starts yet, if any lease keeps all from starting."""
+        """Emit an event if leases of unknown processes keep all replicas waiting."""
         if unseen:
             nodes = tuple(dict.fromkeys(one.node for one in unseen))
             seconds = lost_after_s(max(one.lease_s for one in unseen))
             self.emit(LeasesAwaited(nodes=nodes, seconds=seconds))
 
     def count_refused(self, refused: Mapping[str, int], now: float | None = None) -> None:
-        """Emit the refused connections since the last look, one event per reason.
+        """Emit the connections refused since the last call, one event per reason.
 
-        At most every 10 s where ``now`` is given: neither a flood of connections nor
-        one of page requests can push older events out of the file.
+        If ``now`` is given, at most every 10 s, so that floods of connections or page
+        requests do not displace older events in the file.
         """
         for reason, count in self._refusals.since(refused, now):
             self.emit(ConnectionsRefused(reason=reason, count=count))
 
     def conclude(self, ended: RunEnded) -> None:
-        """Write the run's last event, and end all who follow the events."""
+        """Write the run's last event, and end the streams of events."""
         self.ended = ended
         self.emit(ended)
         self.events.finish()
 
     def hurry(self) -> None:
-        """Let the end of the run wait for no scrape."""
+        """Do not wait for scrapes at the end of the run."""
         self._seen_off.set()
 
     async def last_scrape(self) -> None:
-        """Let each Prometheus that comes regularly see how the run has ended."""
+        """Wait until each regular Prometheus has scraped the end of the run."""
         if due_s := self._scrapes.due_s(time.monotonic()):
             wait_s = min(due_s, _LAST_SCRAPE_S)
             text = f"waiting for a last scrape by Prometheus, {wait_s:.0f} s at most"
@@ -121,7 +121,7 @@ class Reporting:
     def scrape(self, accept: str, client: str) -> tuple[bytes, str]:
         """See :meth:`replicas.Supervisor.scrape`."""
         now, over = time.monotonic(), self.ended is not None
-        self._scrapes.came(client, now, over=over)
+        self._scrapes.note_scrape(client, now, over=over)
         if over and not self._scrapes.due_s(now):
             self._seen_off.set()
         return self.metrics.render(accept)

@@ -1,4 +1,4 @@
-"""Writes the state that must survive when the supervisor is killed."""
+"""Write the state that survives a kill of the supervisor (state.json)."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Saving:
         self._helpers: dict[int, ProcessRecord] = {}
 
     def save(self, fleet: Fleet, events: EventLog, draining: str, *, sync: bool) -> bool:
-        """Write the state of now; False: the disk does not take it.
+        """Write the present state. Return False if writing fails.
 
-        :param draining: why the whole run is being drained; empty: it is not.
-        :param sync: it survives a crash of the machine, too.
+        :param draining: why the whole run is being drained, or "".
+        :param sync: make it survive a crash of the machine, too.
         """
         state, wall = self._context.state, time.time()
         return state.run_state.save(
@@ -49,13 +49,13 @@ class Saving:
         )
 
     def _helper_records(self) -> tuple[ProcessRecord, ...]:
-        """Records of the store and the agent; looks up new processes only."""
+        """Return records of the store and the agent; look up only new processes."""
         known, self._helpers = self._helpers, {}
         for pid in filter(None, (self._context.coordinator.store_pid, self._nodes.agent_pid)):
             try:
                 found = known.get(pid) or process_record(pid)
             except OSError as error:  # e.g. this process has no descriptor left
-                log.warning("process %d of the run cannot be looked up, and is not in the saved state: %s", pid, error)
+                log.warning("saving the state without process %d, which cannot be looked up: %s", pid, error)
                 continue
             if found is not None:
                 self._helpers[pid] = found

@@ -1,18 +1,17 @@
 """The supervisor of a run: groups of replicas, their coordinator, commands and status.
 
 One asyncio loop. :class:`Supervisor` takes the state folder's lock, opens the events,
-the coordinator (store, sessions, control port) and the control socket, and gives the
-groups to a :class:`~replicas.supervisor.fleet.fleet.Fleet`. All commands arrive here:
+the coordinator (store, sessions, control port) and the control socket, and passes the
+groups to a :class:`~replicas.supervisor.fleet.fleet.Fleet`. All commands arrive here,
 from an embedding program, the control port, the socket or a signal.
 
 Every event goes through :meth:`Supervisor.emit` (:mod:`replicas.supervisor.reporting`).
 State that must survive a kill is written (:mod:`replicas.supervisor.saving`) before it
-takes effect. At the end the replicas end first, then the events close, then the agents
-end, and the coordinator and its port close last, so that ranks can leave in order.
-torch is never imported in this process.
+takes effect. At the end of the run the replicas end first, then the events close, then
+the agents end, and the coordinator and its port close last, so that ranks can leave in
+order. This process never imports torch.
 
-The class has a method for each order and each look at a run, as an embedding program
-calls them: therefore it has more of them than others.
+The class has many methods, because an embedding program calls each order and query.
 """
 
 from __future__ import annotations
@@ -126,14 +125,14 @@ class Supervisor:
         self._started_at = time.monotonic()
         self._preempted = False
         self._crashed = False
-        """True if a task of this supervisor has failed, and ended it."""
+        """True if a task of this supervisor failed and ended it."""
         self.detached: bool = False
-        """True if the run goes on without this supervisor (:meth:`detach`)."""
+        """True if the run continues without this supervisor (:meth:`detach`)."""
         self._saving = Saving(self._context, self._nodes)
 
     @property
     def resources(self) -> Resources:
-        """The nodes, and who has which GPUs and memory of them."""
+        """The ledger of nodes, GPUs and memory."""
         return self._context.resources
 
     @property
@@ -171,7 +170,7 @@ class Supervisor:
     def _vouch(self, hello: Hello) -> bool:
         """Return True if the member belongs to a replica that this supervisor runs.
 
-        :raises replicas.errors.Fenced: it claims to, and does not.
+        :raises replicas.errors.Fenced: its claim to belong to one is false.
         """
         config, saved = self.config.groups.get(hello.group), self.state.saved
         shims = saved.shims if saved is not None else ()  # members of a run that is taken over come back first
@@ -186,9 +185,9 @@ class Supervisor:
     # ------------------------------------------------------------ from start to end
 
     async def __aenter__(self) -> Self:
-        """Take the run, open its ports, end leftovers, and start the replicas.
+        """Lock the run, open its ports, end leftovers, and start the replicas.
 
-        No replica is waited for.
+        Does not wait for replicas.
 
         :raises replicas.supervisor.state.state.AlreadySupervised: another supervisor
             has the run.
@@ -207,10 +206,10 @@ class Supervisor:
         except BaseException as error:
             crashed = self._tasks is not None and self._tasks.cancel_scope.cancel_called
             if (crashed or isinstance(error, Exception)) and config.run.adopt_s and self.state.saved is not None:
-                self._leave("the start failed")  # what runs waits for the next one
+                self._leave("the start failed")  # replicas wait for the next supervisor
             if self._tasks is not None:
                 self._tasks.cancel_scope.cancel()
-            await stack.aclose()  # without the error, which must not be raised in a group
+            await stack.aclose()  # without the error, which a task group would wrap
             raise
         self._stack = stack
         return self
@@ -224,8 +223,8 @@ class Supervisor:
         self.state.tokens.check(coordinator.tokens.key)
         for change in self.state.tokens.changes:
             events.emit(change)
-        coordinator.keep_decisions = self.state.saved is not None  # a start that fails is closed as if in order
-        coordinator.wait_for_store = False  # those that come back to a new supervisor may not have so much time
+        coordinator.keep_decisions = self.state.saved is not None  # in case the start fails
+        coordinator.wait_for_store = False  # members that reconnect may not have the time to wait for it
         await stack.enter_async_context(coordinator)
         coordinator.subscribe(self._on_channel_event)
         routes = [self._nodes.route(None, self._refused), *control_routes(self)]
@@ -235,7 +234,7 @@ class Supervisor:
         await self._nodes.joined()
         await coordinator.store_started()
         helpers = [pid for pid in (coordinator.store_pid, self._nodes.agent_pid) if pid is not None]
-        with telling(self.say, "waiting up to 5 s for processes that an earlier supervisor has left to end"):
+        with telling(self.say, "waiting up to 5 s for leftover processes of an earlier supervisor to end"):
             for leftover in await finish_in_thread(lambda: self.state.sweep(helpers, self._nodes.kept)):
                 events.emit(leftover)
         self._tasks = await stack.enter_async_context(anyio.create_task_group())
@@ -243,22 +242,22 @@ class Supervisor:
         groups = fitting(saved.groups, config, self.resources.machine, self.say) if saved is not None else None
         self._fleet = Fleet(self._context, saved=groups, wall=time.time())
         self._fleet.start(self._nodes.adopted(config))
-        if saved is not None:  # else older events may be missing
+        if saved is not None:  # without it older events may be missing
             coordinator.expect(events.tally.members, events.tally)
         events.on_rotate = self.save
         self.state.write(endpoint=coordinator.endpoint, tokens=coordinator.tokens, socket=self._context.door)
         self.spawn(self._nodes.tend)
-        self.spawn(self.run_until_done)  # a program that only follows the events waits for their end
+        self.spawn(self.run_until_done)  # for programs that only wait for the end of the events
         self._nodes.go_on()
         if saved is not None and self._nodes.adopting:
             self._resume(saved)
         self.save()
 
     def _resume(self, saved: Saved) -> None:
-        """Go on with what an earlier supervisor had begun; apply a changed config.
+        """Continue a drain of an earlier supervisor, or apply a changed config.
 
-        A preemption concerns the machine on which it was announced: what an agent of
-        this machine has outlived goes on with it, and a job that runs again does not.
+        A preemption concerns one machine: it is continued if this machine's agent is
+        still the same, and not in a job that runs again.
         """
         preempted = saved.draining == "preempted"
         if saved.draining and self.config.run.adopt_s and (self.state.heritage.known is not None or not preempted):
@@ -269,7 +268,7 @@ class Supervisor:
             self.spawn(lambda: self.reloading.catch_up(outdated))
 
     def _outdated(self, group: Group) -> list[Replica]:
-        """Replicas that the present config would start otherwise, or elsewhere."""
+        """Return replicas that the config would start differently or elsewhere."""
         misplaced = self.resources.misplaced
         moved = [one for one in group.replicas.values() if one.life.alive and misplaced(group.config, one.index)]
         return list(dict.fromkeys((*group.outdated, *moved)))
@@ -292,11 +291,11 @@ class Supervisor:
             if self._tasks is not None:
                 self._tasks.cancel_scope.cancel()
             self.coordinator.keep_decisions = self._goes_on
-            # without the block's error, which must be raised as it is: not in a group
+            # without the block's error, which a task group would wrap
             await self._stack.__aexit__(None, None, None)
 
     def _conclude(self) -> None:
-        """Write the run's last event, once, and end all who follow the events."""
+        """Write the run's last event, once, and end the streams of events."""
         if self._reporting.events.finished:
             return
         self._reporting.count_refused(self.coordinator.refused())
@@ -319,7 +318,7 @@ class Supervisor:
 
     @staticmethod
     async def check_plan(config: Config) -> Machine:
-        """Look up this machine, and check that the plan fits it.
+        """Return this machine, after a check that the plan fits it.
 
         :raises replicas.errors.BadConfig: it does not fit.
         """
@@ -330,10 +329,10 @@ class Supervisor:
     # ------------------------------------------------------------ commands
 
     async def run_until_done(self) -> int:
-        """Wait until the run is over, drained or left, and what still runs has ended.
+        """Wait until the run is over and its processes have ended, or :meth:`detach`.
 
-        :return: the exit code: 0, 1 for a failure, 4 if processes were killed as they
-            had not ended in time or were left behind, 75 after a preemption.
+        :return: the exit code: 0, 1 for a failure, 4 if processes did not end in time
+            and were killed or left behind, 75 after a preemption.
         """
         await self.fleet.over.wait()
         if self.detached:
@@ -345,7 +344,7 @@ class Supervisor:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of the run, by what is known now."""
+        """The exit code of the run as far as known now."""
         if self._preempted:
             return PREEMPTED
         fleet = self._fleet
@@ -355,8 +354,7 @@ class Supervisor:
         """Wait until all replicas of ``group`` are ready or have finished.
 
         :param group: default: all groups.
-        :param timeout: seconds; the default waits as long as the groups' start timeouts
-            let it.
+        :param timeout: seconds; default: limited only by the groups' start timeouts.
         :raises TimeoutError: not ready in time.
         :raises replicas.errors.WorldError: a replica failed, or the run ended.
         """
@@ -368,12 +366,12 @@ class Supervisor:
     async def scale(self, group: str, replicas: int) -> None:
         """Scale ``group`` to ``replicas``: start more, or drain the highest.
 
-        New replicas are not waited for; the end of drained ones is.
+        Waits for the end of drained replicas, not for new ones.
 
         :raises replicas.errors.UsageError: no such group, a negative number, or the run
             is being drained.
-        :raises replicas.errors.BadConfig: so many replicas do not fit this machine.
-        :raises replicas.errors.WorldError: the disk does not take the new size.
+        :raises replicas.errors.BadConfig: the replicas do not fit this machine.
+        :raises replicas.errors.WorldError: writing the new size failed.
         """
         fleet = self.fleet
         scaled = fleet.group(group)
@@ -387,31 +385,31 @@ class Supervisor:
     async def restart(self, target: str, *, rolling: bool = False) -> None:
         """Restart a replica (``group/index``) or all of a ``group`` after their sync.
 
-        Spends no budget. Waits until the next generations are being started.
+        Does not use the restart budget. Waits until the next generations are starting.
 
-        :param rolling: only ``max_unavailable`` replicas at a time; waits until all are
+        :param rolling: ``max_unavailable`` replicas at a time; wait until all are
             ready.
         :raises replicas.errors.UsageError: no such group or replica, or it is being
             stopped.
         :raises replicas.errors.WorldError: a replica failed in a rolling restart, which
-            has stopped there; or the disk takes no state, and nothing is restarted.
+            stops there; or writing the state failed, and no replicas are restarted.
         """
         target = arguments.text("restart: target", target)
         await self.fleet.restart(target, rolling=arguments.flag("restart: rolling", rolling))
 
     async def drain(self, target: str | None = None, *, hurry: bool = False) -> None:
-        """End replicas after their sync, and wait until no process of them is left.
+        """End replicas after their sync, and wait until their processes are gone.
 
-        :param target: a group, or a replica (``group/index``), which then rests until
-            it is restarted. Default: the whole run, dependent groups first; the run is
-            then over.
-        :param hurry: SIGKILL at once; also hurries a drain that is under way.
+        :param target: a group, or a replica (``group/index``), which stays stopped
+            until it is restarted. Default: the whole run, dependent groups first; the
+            run is then over.
+        :param hurry: SIGKILL immediately, also in a drain that is in progress.
         :raises replicas.errors.UsageError: no such group or replica.
-        :raises replicas.errors.WorldError: the disk does not take note of a target's
-            end, and nothing is ended. The whole run ends whatever the disk says.
+        :raises replicas.errors.WorldError: writing the state failed, and the target is
+            not drained. A drain of the whole run does not depend on that.
         """
         if self.detached:
-            raise errors.UsageError("this supervisor has left the run", hint="drain it by the next one")
+            raise errors.UsageError("this supervisor has left the run", hint="use the next supervisor to drain it")
         if arguments.flag("drain: hurry", hurry):
             self._reporting.hurry()
         await self.fleet.drain(target, hurry=hurry)
@@ -419,32 +417,32 @@ class Supervisor:
     async def preempt(self) -> None:
         """Drain the run because its machine is about to be taken away; exit code 75.
 
-        Budgets, sizes and version numbers are kept for the next supervisor, and no
-        budget is spent. Does nothing when the run is over.
+        Keeps budgets, sizes and version numbers for the next supervisor, and does not
+        use the restart budget. Does nothing when the run is over.
         """
         if not self.fleet.over.is_set():
             self._preempted = True
             await self.fleet.drain(reason="preempted")
 
     async def detach(self) -> None:
-        """Leave the run as it is to the next supervisor, which takes it over.
+        """Leave the run to the next supervisor, which takes it over.
 
-        Agents and replicas go on; they end if none has come within ``run.adopt``. Leave
-        the block then: :meth:`run_until_done` returns 0.
+        Agents and replicas continue, and end if no supervisor comes within
+        ``run.adopt``. Leave the block then: :meth:`run_until_done` returns 0.
 
         :raises replicas.errors.UsageError: ``run.adopt`` is not set, or the run is
             being drained or is over.
-        :raises replicas.errors.WorldError: the disk does not take the state; nothing
-            has changed.
+        :raises replicas.errors.WorldError: writing the state failed; the supervisor
+            keeps the run.
         """
         fleet = self.fleet
         if not self.config.run.adopt_s:
-            text = "without run.adopt everything of the run ends with its supervisor"
+            text = "without run.adopt a run ends with its supervisor"
             raise errors.UsageError(text, hint='drain the run, and start it again with run.adopt = "2m" in its config')
         fleet.refuse_while_draining()
         if fleet.over.is_set():
             raise errors.UsageError("the run is over")
-        self.save(order=True)  # else nobody could follow
+        self.save(order=True)  # the next supervisor needs it
         self._leave("as ordered")
         fleet.over.set()
 
@@ -454,40 +452,40 @@ class Supervisor:
         self.say(f"{why}: leaving the run to the next supervisor, which has {self.config.run.adopt_s:g} s to come")
 
     async def drain_node(self, node: str, *, undo: bool = False) -> None:
-        """Move a node's replicas elsewhere, after their sync, and let none start there.
+        """Move a node's replicas elsewhere after their sync; start none there.
 
-        Spends no budget. Waits until nothing of them is left on the node; its agent
-        then ends, but for that of the supervisor's own machine. Replicas that fit
+        Does not use the restart budget. Waits until their processes have left the node;
+        its agent then ends, except on the supervisor's own machine. Replicas that fit
         nowhere else wait.
 
-        :param undo: let replicas start there again; its replicas stay where they are.
+        :param undo: let replicas start there again; its present ones stay.
         :raises replicas.errors.UsageError: no such node.
         """
         await self._nodes.drain(arguments.text("drain: node", node), undo=arguments.flag("drain: undo", undo))
 
     async def reset_failed(self, target: str | None = None) -> tuple[str, ...]:
-        """Start replicas that failed or are in backoff at once, with a full budget.
+        """Start replicas that failed or are in backoff now, with a full budget.
 
-        For use when the cause of the failures is mended.
+        Use it when the cause of the failures is fixed.
 
         :return: names of the replicas that start.
         """
         return self.fleet.reset_failed(target)
 
     async def reload(self, config: Config | Path | str | Mapping[str, Any] | None = None) -> Reloaded:
-        """Replace the config: it is validated first, and a bad one changes nothing.
+        """Replace the config. An invalid one is refused without any change.
 
         New groups start, removed groups drain, and groups whose processes would be
-        started differently restart, rolling; all others are left alone.
+        started differently restart, rolling; all others continue.
 
-        :param config: default: the file of the present one, read again.
-        :raises replicas.errors.BadConfig: it is invalid, or changes what cannot change
-            while the run lives.
+        :param config: default: read the file of the present one again.
+        :raises replicas.errors.BadConfig: it is invalid, or changes a setting that is
+            fixed for the run.
         """
         return await self.reloading.reload(config)
 
     async def stacks(self, target: str | None = None) -> dict[str, str]:
-        """Stacks of the ranks of a group, of a replica (``group/index``), or of all.
+        """Return stacks of the ranks of a group or replica (``group/index``), or all.
 
         :return: texts by ``group/replica/rank``.
         """
@@ -497,7 +495,7 @@ class Supervisor:
         return found
 
     async def doctor(self, node: str | None = None) -> tuple[Finding, ...]:
-        """What ``replicas doctor`` finds on nodes: leftovers, GPUs, limits, disk.
+        """Return findings of ``replicas doctor``: leftovers, GPUs, limits, disk.
 
         A node that is away, or does not answer within 40 s, is a problem.
 
@@ -509,22 +507,22 @@ class Supervisor:
     async def tokens(
         self, role: Role | None = None, *, rotate: bool = False, revoke_old: bool = False, force: bool = False
     ) -> dict[str, dict[str, Any]]:
-        """The run's present join tokens, by role; make a new one, or end the old.
+        """Return the run's join tokens, by role; create new ones, or revoke old ones.
 
         :param role: ``"member"`` (may join channels) or ``"operator"`` (may also give
             orders and read output); default: both.
-        :param rotate: replace it. The one before stays valid until the next time, and
-            members read the new one from their file as they reconnect.
-        :param revoke_old: only the present one stays valid. Connections that showed the
-            other end.
-        :param force: also while nodes are away, which could not come back then: their
-            replicas would end with their lease.
+        :param rotate: replace it. The previous token stays valid until the next
+            rotation; members read the new one from their file when they reconnect.
+        :param revoke_old: keep only the present token valid, and close connections that
+            used the old one.
+        :param force: also while nodes are away, which then cannot come back: their
+            replicas end with their lease.
         :return: ``{"member": {"token": "...", "old_is_valid": False}, ...}``.
         :raises replicas.errors.UsageError: no such role; or the config names a file for
-            it, which has no new token; or a node that is away may have no other token
-            than the one that would end.
-        :raises replicas.errors.WorldError: the state folder cannot be written; the
-            tokens of that role are as they were.
+            it, which has no new token; or a node that is away may have only the token
+            that would be revoked.
+        :raises replicas.errors.WorldError: writing the state folder failed; the tokens
+            of that role are unchanged.
         """
         chosen = (arguments.one_of("tokens: role", role, ROLES),) if role is not None else ROLES
         rotate, revoke_old = arguments.flag("tokens: rotate", rotate), arguments.flag("tokens: revoke_old", revoke_old)
@@ -545,7 +543,7 @@ class Supervisor:
         return {one: {"token": found.text(one), "old_is_valid": found.both_valid(one)} for one in chosen}
 
     def events(self, after: int | None = None) -> AsyncIterator[Record]:
-        """Follow all events until the run is over and no process of it is left.
+        """Follow all events until the run is over and its processes are gone.
 
         :param after: begin after the :class:`~replicas.telemetry.events.Record` with
             this number, as far back as the file of events goes; 0: with the oldest.
@@ -573,7 +571,7 @@ class Supervisor:
         return self.state.logs
 
     def read_logs(self, selection: Selection) -> LogReader:
-        """Read logs of ranks, on whichever node they are."""
+        """Read logs of ranks, on all nodes."""
         return self._nodes.read_logs(self.state.logs, selection)
 
     @property
@@ -589,12 +587,12 @@ class Supervisor:
     @property
     def fleet(self) -> Fleet:
         """The groups of the run, while the supervisor is entered."""
-        if self._fleet is None:  # before it is entered there is no endpoint, and so another error
+        if self._fleet is None:  # before it is entered, self.endpoint raises its own error
             raise errors.UsageError(f"the run starts at {self.endpoint}", hint="its log says what its start waits for")
         return self._fleet
 
     def status(self) -> RunStatus:
-        """The state of the run now; its counters are those of the events."""
+        """Return the present state of the run; its counters come from the events."""
         coordinator, fleet = self.coordinator, self.fleet
         store, ended = coordinator.store_status(), self._reporting.ended
         self._reporting.count_refused(coordinator.refused(), time.monotonic())
@@ -626,22 +624,22 @@ class Supervisor:
         return self.fleet.looked_at
 
     def metrics_text(self) -> bytes:
-        """The metrics in Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         return self.metrics.render()[0]
 
     def scrape(self, accept: str, client: str = "") -> tuple[bytes, str]:
-        """The metrics in a format that ``accept`` asks for, and its Content-Type.
+        """Return the metrics in the format for ``accept``, and its Content-Type.
 
-        :param client: the address of who asks: the end of the run waits up to 10 s
-            until each address that comes regularly has seen it.
+        :param client: address of the scraper: the end of the run waits up to 10 s for a
+            last scrape by each regular one.
         """
         return self._reporting.scrape(accept, client)
 
     def live(self) -> bool:
-        """True if the store is up, and the event loop lags by less than 10 s."""
+        """Return True if the store is up and the event loop lags by less than 10 s."""
         return self.coordinator.store_up and self.coordinator.loop_lag_s < _STUCK_LOOP_S
 
-    # ------------------------------------------------------------ what its parts ask
+    # ------------------------------------------------------------ called by its parts
 
     def spawn(self, work: Callable[[], Coroutine[Any, Any, object]]) -> None:
         assert self._tasks is not None, "the supervisor has not been entered"
@@ -651,34 +649,33 @@ class Supervisor:
         self._reporting.say(text)
 
     def emit(self, event: Event) -> None:
-        """Pass an event, as all of the run, to the file, its followers and counters."""
+        """Pass an event of the run to the file, its followers and the counters."""
         self._reporting.emit(event)
-        self._context.look()
+        self._context.wake_monitor()
 
     def save(self, *, order: bool = False) -> bool:
-        """Write the state that must survive when this process is killed.
+        """Write the state that survives a kill. Return False if that fails.
 
-        :param order: for one that is acknowledged then: it survives a crash of the
-            machine, too.
-        :return: False: the disk does not take it.
-        :raises replicas.errors.WorldError: that, for an order.
+        :param order: for an order that is acknowledged then: make it survive a crash of
+            the machine, too.
+        :raises replicas.errors.WorldError: writing failed for an order.
         """
         if self._reporting.ended is not None and not self._goes_on:
-            return True  # a state behind the last event would hide it, and the next start repeat the run
+            return True  # a state after the last event would hide it, and the next start would repeat the run
         if (fleet := self._fleet) is None:
             return True
         ends = "preempted" if self._preempted else "requested" if fleet.draining else ""
         draining = "" if fleet.over.is_set() else ends
         saved = self._saving.save(fleet, self._reporting.events, draining, sync=order)
         if order and not saved:
-            text = f"the order is refused, as the state cannot be written: {self.state.run_state.problem}"
-            raise errors.WorldError(text, hint="make room on its disk; what runs goes on")
+            text = f"the order is refused, because the state cannot be written: {self.state.run_state.problem}"
+            raise errors.WorldError(text, hint="make room on its disk; the run continues")
         return saved
 
     def _on_channel_event(self, event: ChannelEvent) -> None:
         self.emit(event)
         if self._fleet is None:
-            return  # members come back to a run that is being started
+            return  # members reconnect while the run is being started
         if isinstance(event, MemberLost) and not event.observes:
             if replica := self.fleet.replica(event.member.group, event.member.replica):
                 replica.member_lost(event.member.rank, event.reason)

@@ -35,7 +35,7 @@ from prometheus_client.utils import floatToGoString
 import replicas
 from replicas import errors
 from replicas.core.lives.lifecycle import RestartReason
-from replicas.core.lives.ordering import enough, is_good
+from replicas.core.lives.ordering import is_good, needed_replicas
 from replicas.messages.carried import OperationKind
 from replicas.status import PHASES, ChannelStatus, GroupStatus, NodeStatus, ReplicaState, ReplicaStatus, RunStatus
 from replicas.telemetry.tally import START_BUCKETS, SYNC_BUCKETS, Histogram, Tally
@@ -199,7 +199,7 @@ def _needed(group: GroupStatus) -> int:
     All expected replicas of an external group count.
     """
     expected = group.size if group.launcher == "external" else len(group.replicas)
-    return enough(group.min_ready, expected)
+    return needed_replicas(group.min_ready, expected)
 
 
 def _behind(replica: ReplicaStatus, channel: ChannelStatus) -> int | None:

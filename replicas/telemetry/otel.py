@@ -18,7 +18,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 import replicas
-from replicas.common.aside import Aside
+from replicas.common.background_queue import BackgroundQueue
 from replicas.common.logs import Log
 from replicas.telemetry.events import Record
 from replicas.telemetry.spans import Spans
@@ -62,22 +62,24 @@ class Traces:
         self._spans = Spans(most=_SYNCS)
         self._writer: _Writer | None = None
         self._useless = False
-        self._aside: Aside[Record | None] = Aside("replicas-otel", self._take, self._missed, _QUEUE)
+        self._queue: BackgroundQueue[Record | None] = BackgroundQueue(
+            "replicas-otel", self._export_record, self._missed, _QUEUE
+        )
 
     def put(self, record: Record) -> None:
         """Take the next event; never waits."""
-        self._aside.put(record)
+        self._queue.put(record)
 
     def close(self, timeout_s: float = 3.0) -> None:
         """Export what is left, for at most ``timeout_s``. Blocks."""
-        self._aside.put(None)
-        if not self._aside.flush(timeout_s):
+        self._queue.put(None)
+        if not self._queue.flush(timeout_s):
             log.warning("the last spans were not exported within %g s", timeout_s)
 
     def _missed(self, count: int) -> None:
         log.warning("%d events were not exported as spans: the collector does not keep up", count)
 
-    def _take(self, record: Record | None) -> None:
+    def _export_record(self, record: Record | None) -> None:
         """Export the spans that an event has ended, or for None all that are left."""
         if self._useless:
             return

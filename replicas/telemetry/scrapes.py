@@ -19,7 +19,7 @@ class Scrapes:
         self._times: dict[str, tuple[float, float]] = {}
         self._told: set[str] = set()
 
-    def came(self, client: str, now: float, *, over: bool = False) -> None:
+    def note_scrape(self, client: str, now: float, *, over: bool = False) -> None:
         """Note a scrape.
 
         :param client: its address. :param over: it shows how the run ended.

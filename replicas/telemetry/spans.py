@@ -108,9 +108,9 @@ class Spans:
     def __init__(self, most: int = MOST) -> None:
         self._most = most
         self.seq, self.at = 0, 0.0
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self.run = ""
         self.folded: dict[tuple[str, str], Folded] = {}
         self._kept: dict[tuple[str, str], deque[Span]] = {}
@@ -183,13 +183,13 @@ class Spans:
                 between = self._between(event.pulled, event.moved_to, "")
                 names = [member.name for member in event.members]
                 facts = {"version": event.version, "members": names, "pulled": event.pulled, "between": between}
-                self._past(f"catch-up {event.version}", "catch_up", event.channel, event.seconds, facts)
+                self._add_ended_span(f"catch-up {event.version}", "catch_up", event.channel, event.seconds, facts)
             case effects.OperationEnded():
-                self._past(event.kind, "operation", event.channel, event.seconds, {"outcome": event.outcome})
+                self._add_ended_span(event.kind, "operation", event.channel, event.seconds, {"outcome": event.outcome})
             case events.NodeChanged():
                 self._node_changed(event)
             case events.Draining():
-                self._begin(track_of(event), "drain", event.reason, hurry=event.hurry)
+                self._open_span(track_of(event), "drain", event.reason, hurry=event.hurry)
             case events.Drained():
                 self._finish(track_of(event), "drain")
             case events.RunEnded():
@@ -200,7 +200,7 @@ class Spans:
     def _run_started(self, record: events.Record, event: events.RunStarted) -> None:
         before, self.seq = self._open.get(("run", "supervisor", "")), record.seq
         if not event.resumed:
-            self._forget()
+            self._reset()
         elif before is not None:
             before.attributes["died"] = True
             self._finish("run", "supervisor", at=self.at)
@@ -208,7 +208,7 @@ class Spans:
             gap.end = max(self.at, record.at)
             self._keep(gap)
         self.run, self.at, self._doubt_at = event.run, record.at, record.at
-        self._begin("run", "supervisor", f"process {event.pid}", version=event.version, resumed=event.resumed)
+        self._open_span("run", "supervisor", f"process {event.pid}", version=event.version, resumed=event.resumed)
 
     def _check_order(self, record: events.Record) -> None:
         """Mark a gap in the numbers, and a clock that was set back."""
@@ -236,13 +236,13 @@ class Spans:
             self._touch(state)
         elif not (adopted and state is not None and state.name == "starting"):
             if state is not None and state.name != event.before and not adopted:
-                self._lose(track, "state")
+                self._close_without_end(track, "state")
                 state = None
             about: dict[str, Any] = {"event": str(event.event), "reason": event.reason, "generation": event.generation}
             if state is None and self.unknown and event.before != "pending" and not adopted:
                 about |= {"before": event.before, "before_since": self.unknown[-1][1]}
             parent = life.id if life and event.after in ALIVE else None
-            self._begin(track, "state", event.after, parent=parent, ago=event.silent_s or 0.0, **about)
+            self._open_span(track, "state", event.after, parent=parent, ago=event.silent_s or 0.0, **about)
         if life is not None:
             told = {"start_s": event.start_s, "recovery_s": event.recovery_s, "restart_reason": event.restart_reason}
             life.attributes |= {name: value for name, value in told.items() if value is not None}
@@ -257,10 +257,10 @@ class Spans:
             before.attributes["adopted"] = before.attributes.get("adopted", 0) + 1
             return before
         if before is not None:
-            self._lose(track, "generation")
+            self._close_without_end(track, "generation")
             self._end_versions(track, lost=True)
         more: dict[str, Any] = {"adopted": 1} if adopted else {}
-        return self._begin(track, "generation", name, number=event.generation, nodes=event.nodes, **more)
+        return self._open_span(track, "generation", name, number=event.generation, nodes=event.nodes, **more)
 
     def _exited(self, event: events.ReplicaExited) -> None:
         track = track_of(event)
@@ -282,7 +282,7 @@ class Spans:
         sync = self._syncs.get((channel, version))
         about: dict[str, Any] = {"channel": channel, "version": version, "load_s": event.load_s}
         parent = sync.id if sync is not None else None
-        self._begin(track, "version", f"version {version}", key=channel, parent=parent, **about)
+        self._open_span(track, "version", f"version {version}", key=channel, parent=parent, **about)
         if sync is not None and sync.end is not None:
             after_s = max(0.0, self.at - sync.end)
             sync.attributes |= {"loads": sync.attributes.get("loads", 0) + 1}
@@ -292,7 +292,7 @@ class Spans:
     def _synced(self, channel: str, sync: SyncRecord) -> None:
         facts = {name: value for name, value in msgspec.structs.asdict(sync).items() if value or name == "version"}
         facts["between"] = self._between(sync.pulled, sync.moved_to, sync.publisher)
-        span = self._past(f"sync {sync.version}", "sync", channel, sync.seconds, facts)
+        span = self._add_ended_span(f"sync {sync.version}", "sync", channel, sync.seconds, facts)
         if sync.outcome == "committed":
             self._syncs[channel, sync.version] = span
 
@@ -322,7 +322,7 @@ class Spans:
         track = track_of(event)
         known = self._open.get((track, "node", ""))
         if known is None or known.name != event.after:
-            self._begin(track, "node", event.after, reason=event.reason, address=event.address)
+            self._open_span(track, "node", event.after, reason=event.reason, address=event.address)
 
     def _run_ended(self, event: events.RunEnded) -> None:
         if (own := self._open.get(("run", "supervisor", ""))) is not None:
@@ -332,7 +332,7 @@ class Spans:
 
     # ------------------------------------------------------------ what is kept
 
-    def _begin(
+    def _open_span(
         self, track: str, kind: str, name: str, *, key: str = "", parent: int | None = None, ago: float = 0, **more: Any
     ) -> Span:
         """Begin a span ``ago`` seconds before now; end the open one of its kind."""
@@ -342,7 +342,7 @@ class Spans:
         self._open[track, kind, key] = span
         return self._keep(span)
 
-    def _past(self, name: str, kind: str, channel: str, seconds: float, about: dict[str, Any]) -> Span:
+    def _add_ended_span(self, name: str, kind: str, channel: str, seconds: float, about: dict[str, Any]) -> Span:
         track, start = f"channel {channel}", self.at - seconds
         span = Span(id=self.seq, track=track, kind=kind, name=name, start=start, end=self.at, attributes=about)
         return self._keep(span)
@@ -353,14 +353,14 @@ class Spans:
             self._touch(span)
         return span
 
-    def _lose(self, track: str, kind: str, key: str = "") -> None:
+    def _close_without_end(self, track: str, kind: str, key: str = "") -> None:
         """Close a span whose end event is missing."""
         if (span := self._finish(track, kind, key, at=self._doubt_at)) is not None:
             span.attributes["unknown_end"] = True
 
     def _end_versions(self, track: str, *, lost: bool = False) -> None:
         for one, kind, channel in [key for key in self._open if key[:2] == (track, "version")]:
-            (self._lose if lost else self._finish)(one, kind, channel)
+            (self._close_without_end if lost else self._finish)(one, kind, channel)
 
     def _keep(self, span: Span) -> Span:
         kept = self._kept.setdefault((span.track, span.kind), deque())

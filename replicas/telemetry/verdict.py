@@ -14,7 +14,7 @@ import msgspec
 
 from replicas.common.sizes import count_text, some
 from replicas.core.lives.lifecycle import SETTLED
-from replicas.core.lives.ordering import GOOD, enough
+from replicas.core.lives.ordering import GOOD, needed_replicas
 from replicas.status import WAIT_S, ChannelStatus, GroupStatus, ReplicaState, ReplicaStatus, RunStatus
 
 Level = Literal["bad", "warn", "note"]
@@ -113,7 +113,7 @@ def _of_group(group: GroupStatus, away: set[str], now: float) -> Iterator[Troubl
         found = [(one, one.state_age_s) for one in replicas if one.state == state]
         yield from _alike(found, level, *words, now=now)
     good = sum(one.state in GOOD for one in group.replicas)
-    if group.min_ready is not None and good < (needed := enough(group.min_ready, len(group.replicas))):
+    if group.min_ready is not None and good < (needed := needed_replicas(group.min_ready, len(group.replicas))):
         text = f"Group {group.name} has {good} of the {needed} ready replicas that it needs."
         yield Trouble(level="bad", about=f"group {group.name}", text=text)
     if group.restart_budget_remaining_ratio < 0.5:

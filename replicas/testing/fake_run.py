@@ -151,7 +151,7 @@ class FakeRun:
         return {
             environ.ENDPOINT: self.endpoint,
             environ.TOKEN_FILE: f"/proc/{os.getpid()}/fd/{self._token_fd}",
-            environ.RUN: self._coordinator.engine.newcomers.run,
+            environ.RUN: self._coordinator.engine.hello_checks.run,
             environ.GROUP: group,
             environ.REPLICA: str(replica),
             "RANK": str(rank),

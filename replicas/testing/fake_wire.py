@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from replicas import errors
 from replicas import messages as protocol
 from replicas.coordinator.engine import Engine
-from replicas.coordinator.newcomers import NotYet
+from replicas.coordinator.hello_checks import NotYet
 from replicas.coordinator.sessions import MemberSession
 from replicas.messages.identity import Member
 

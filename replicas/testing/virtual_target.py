@@ -39,12 +39,12 @@ class VirtualTarget:
     def _run(self) -> None:
         try:
             while True:
-                self._take(self.channel.receive().wait())
+                self._load_update(self.channel.receive().wait())
         except errors.ReplicasError as error:
             if not self._over:
                 self.error = error
 
-    def _take(self, update: Update) -> None:
+    def _load_update(self, update: Update) -> None:
         try:
             update.adopt().wait()
             self._load(update)

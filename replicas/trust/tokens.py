@@ -129,12 +129,12 @@ class Tokens:
         )
 
     def copy(self) -> Tokens:
-        """Return a copy, to be changed and saved before :meth:`become`."""
+        """Return a copy, to be changed and saved before :meth:`replace_by`."""
         made = Tokens.restored(self.saved())
         made.key = self.key
         return made
 
-    def become(self, changed: Tokens) -> None:
+    def replace_by(self, changed: Tokens) -> None:
         """Take over a changed copy's secrets; end connections with other secrets."""
         old = [one for role in ROLES for one in self._secrets[role] if one not in changed._secrets[role]]
         self._secrets = {role: [*changed._secrets[role]] for role in ROLES}

@@ -28,7 +28,7 @@ import numpy.typing as npt
 import torch
 
 from replicas.core.base.manifest import Manifest
-from replicas.memory.lines import Lines, changed
+from replicas.memory.lines import Lines, find_changed
 from replicas.weights.copies.copy_pool import helpers_for
 from replicas.weights.copies.tensors import torch_dtype, typed
 from replicas.weights.layout import places_of
@@ -165,7 +165,7 @@ class Difference:
         for start in range(begin, end, _RUN_NBYTES):
             stop = min(start + _RUN_NBYTES, end)
             data = self._run, self._old, self._lines.words, start, stop
-            if (some := changed(*data, width, (stop - start) // width // share)) is None:
+            if (some := find_changed(*data, width, (stop - start) // width // share)) is None:
                 return None
             parts.append(some[0].astype(np.int64) + (start - begin) // width)
         return np.concatenate(parts)

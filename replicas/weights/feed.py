@@ -281,7 +281,7 @@ class Feed:
 
     def _gather(self, name: str, value: DTensor) -> torch.Tensor:
         """Gather by a collective of the user's group; errors count as the user's."""
-        why, value = _standing_in(value)
+        why, value = _gatherable(value)
         try:
             with torch.no_grad():
                 gathered = _full(value)
@@ -366,7 +366,7 @@ def _extents(name: str, shape: object) -> tuple[int, ...]:
         raise ManifestMismatch(error.message, hint="") from error
 
 
-def _standing_in(value: DTensor) -> tuple[str, DTensor]:
+def _gatherable(value: DTensor) -> tuple[str, DTensor]:
     """Return why ``value`` cannot be gathered, or "", and a DTensor that can.
 
     A local tensor without memory would end the process in torch's collective, while the

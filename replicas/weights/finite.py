@@ -39,7 +39,7 @@ def overflows(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     return any(bool((chunk.isfinite() & chunk.to(dtype).isinf()).any()) for chunk in _chunks(tensor))
 
 
-def in_words(found: dict[str, int]) -> str:
+def counts_text(found: dict[str, int]) -> str:
     """Name the first tensors of :func:`not_finite` with their counts, for an error."""
     return some([f"{name!r} ({count:,})" for name, count in found.items()], NAMED)
 

@@ -127,7 +127,7 @@ def load_image(
     """
     check_modes("load_into")
     targets = _destinations(model)
-    served = _served(targets, [spec.name for spec in manifest.tensors], manifest.aliases)
+    served = _match_names(targets, [spec.name for spec in manifest.tensors], manifest.aliases)
     plain = _plain(targets, served, image, manifest)
     if plain is not None:
         run_host(plain.copies, plain.places.cuts, manifest.data_nbytes, sharing)
@@ -178,7 +178,7 @@ def load_changes(
     """
     check_modes("load_into")
     targets = _destinations(model)
-    served = _served(targets, [spec.name for spec in manifest.tensors], manifest.aliases)
+    served = _match_names(targets, [spec.name for spec in manifest.tensors], manifest.aliases)
     plain = _plain(targets, served, image, manifest)
     if plain is None:
         names, sources, pairs = _pairs(targets, views(image, manifest), manifest.aliases)
@@ -223,7 +223,7 @@ def _pairs(
     aliases: Sequence[tuple[str, str]],
 ) -> tuple[list[str], list[str], list[tuple[torch.Tensor, torch.Tensor]]]:
     """Return the targets' names, the tensors' names, and both as checked pairs."""
-    served = _served(targets, list(tensors), aliases)
+    served = _match_names(targets, list(tensors), aliases)
     names, sources = list(served), list(served.values())
     pairs = [_checked(name, targets[name], tensors[source]) for name, source in served.items()]
     check_shared(pairs, names)
@@ -287,7 +287,7 @@ def _plain(
         return None
     dtypes = [value.dtype for value in values]  # type: ignore[attr-defined]  # PLAIN holds tensors only
     kinds = places.kinds if dtypes == places.dtypes else Kinds(places.shapes, dtypes, places.dtypes)
-    found = kinds.look(values)  # type: ignore[arg-type]  # PLAIN holds tensors only
+    found = kinds.find_memory(values)  # type: ignore[arg-type]  # PLAIN holds tensors only
     if found is None or found.elsewhere is not None:
         return None
     data = image[manifest.data_offset :]
@@ -307,7 +307,9 @@ def _plain(
     return _Plain(copies, places, placed, pair, np.append(found.runs, False))
 
 
-def _served(targets: Mapping[str, object], names: Sequence[str], aliases: Sequence[tuple[str, str]]) -> dict[str, str]:
+def _match_names(
+    targets: Mapping[str, object], names: Sequence[str], aliases: Sequence[tuple[str, str]]
+) -> dict[str, str]:
     """Return the name of each target to write, and of the tensor that it gets.
 
     Tied targets are returned once for each tensor that they get.

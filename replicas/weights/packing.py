@@ -14,8 +14,8 @@ them *at once*, in the order of their bytes, in large steps
 (:mod:`replicas.weights.copies.copying`). A :class:`Packer` remembers the layout of the
 last publish (:class:`Planned`) and the views of each slot. Bytes that are copied at
 once may be sent meanwhile, since no user code can run in between
-(:meth:`Packer.knows`). All other weights are copied tensor by tensor, each before the
-walk continues.
+(:meth:`Packer.copies_at_once`). All other weights are copied tensor by tensor, each
+before the walk continues.
 
 Another thread computes the digest beside the copy. The caller's thread only enqueues
 copies from or to a device (:mod:`replicas.weights.devices.device_copies`).
@@ -176,14 +176,14 @@ class Planned:
             [one.dtype for one in own_tensors],
             [published[number] for number in self._picks[: len(own_tensors)]],
         )
-        self._usable = tensors is not None and self._look(tensors) is not None
+        self._usable = tensors is not None and self._find_memory(tensors) is not None
 
     def first_sources(self, entries: Sequence[Entry]) -> Found | None:
         """Return the tensors of the planned ``entries``; None if some need a gather."""
         if self._gathers:
             return None
         tensors = [entries[number].tensor for number in self._picks]
-        return self.kinds.look([one for one in tensors if one is not None])
+        return self.kinds.find_memory([one for one in tensors if one is not None])
 
     def sources(self, feed: Feed) -> Found | None:
         """Return the tensors to copy, in the bytes' order; None for another layout."""
@@ -196,7 +196,7 @@ class Planned:
         if any(_form(values[number]) != form for number, form in self._special):
             return None
         tensors = self._tensors(values)
-        found = None if tensors is None else self._look(tensors)
+        found = None if tensors is None else self._find_memory(tensors)
         if found is None:
             return None
         if found.elsewhere is not None:
@@ -216,9 +216,9 @@ class Planned:
                 found.append(tensor)
         return found
 
-    def _look(self, tensors: Sequence[torch.Tensor]) -> Found | None:
+    def _find_memory(self, tensors: Sequence[torch.Tensor]) -> Found | None:
         """Find the tensors' memory; return None if shapes, dtypes or ties differ."""
-        found = self._kinds.look(tensors)
+        found = self._kinds.find_memory(tensors)
         return found if found is not None and self._tied_alike(tensors, found.addresses) else None
 
     def _tied_alike(self, tensors: Sequence[torch.Tensor], addresses: Addresses) -> bool:
@@ -278,7 +278,7 @@ class Packer:
         feed.sources = self._planned.sources(feed) or self._planned.first_sources(entries)
         return manifest
 
-    def knows(self, feed: Feed, manifest: PartManifest) -> bool:
+    def copies_at_once(self, feed: Feed, manifest: PartManifest) -> bool:
         """Return True if :meth:`pack` will copy at once, running no user code."""
         return feed.sources is not None and self._planned is not None and manifest is self._planned.manifest
 
@@ -302,7 +302,7 @@ class Packer:
             drained.
         """
         options = CopyOptions(slot.buffer, hold, begun)
-        known = self.knows(feed, manifest)
+        known = self.copies_at_once(feed, manifest)
         sources, feed.sources = feed.sources, None  # the feed must not keep the tensors alive
         try:
             if not known or sources is None or self._planned is None:
@@ -370,7 +370,7 @@ class Staged:
         tensors = [one.tensor for one in self.entries if one.alias_of is None and (one.box is not None or not full)]
         sources = [tensor for tensor in (tensors[number] for number in places.order) if tensor is not None]
         if (device := _device_for(sources, options)) is None:
-            found = places.kinds.look(sources)
+            found = places.kinds.find_memory(sources)
             assert found is not None  # private copies
             host = HostCopies(
                 *(found, places.kinds, places.addresses(data), places.starts, places.views(data).__getitem__),

@@ -41,7 +41,7 @@ class _Shim:
         self.dies_s = 0.0
         """From SIGKILL to its end."""
         self.name = f"{spec['group']}/{spec['replica']}"
-        self.state = UNKNOWN.of_part(PartSpec.of(spec))._replace(pid=7)
+        self.state = UNKNOWN.with_identity_of(PartSpec.of(spec))._replace(pid=7)
         self.loop = asyncio.get_running_loop()
         self.loop.call_later(life.start_s, self._started)
         if life.ends_s is not None:
@@ -116,7 +116,7 @@ class FakeAgent:
                 if not self._connected and not self.cut:
                     self._join(now)
                 if self._connected:
-                    self.tell(wire.Beat(self._tenancy.beat(now)))
+                    self.tell(wire.Beat(self._tenancy.next_beat(now)))
                 if self._tenancy.over(now):
                     for shim in self.shims.values():
                         self._loop.call_later(min(END_S, shim.life.stop_s or END_S), shim.end, ExitReport("stopped"))
@@ -157,7 +157,7 @@ class FakeAgent:
             case wire.NewToken(operator=operator):
                 self.token = operator
             case wire.Heard(number):
-                self._tenancy.heard(number)
+                self._tenancy.extend_lease(number)
             case wire.Start():
                 name = f"{order.spec['group']}/{order.spec['replica']}"
                 if order.spec["nonce"] not in self.shims:

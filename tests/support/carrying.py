@@ -109,7 +109,7 @@ class Host:
             fd, OFFSET, len(data), full=filled is None, data=memoryview(memory)[OFFSET:] if self._encrypt else None
         )
         if filled:
-            image.fill(0, filled)
+            image.mark_present(0, filled)
         deltas = None if base is None else Deltas(len(data), memoryview(base), memoryview(memory)[OFFSET:])
         self.server.offer(NUMBER, image, SECRET, deltas, encrypt=self._encrypt)
         return image
@@ -120,9 +120,9 @@ class Host:
         binding = b""
         if self.certificate is not None:
             sock = tls.wrap(sock, tls.client_context())
-            tls.meet(sock, self.certificate.hash)
+            tls.do_handshake(sock, self.certificate.hash)
             binding = bytes.fromhex(self.certificate.hash)
-        greeting.greet(sock, NUMBER, SECRET, binding)
+        greeting.prove_as_puller(sock, NUMBER, SECRET, binding)
         return sock
 
 
@@ -143,7 +143,7 @@ class FalseHost:
         binding = b""
         if self.certificate is not None:
             sock, binding = self.certificate.wrap(sock), bytes.fromhex(self.certificate.hash)
-        greeting.answer(sock, lambda transfer: SECRET, binding)
+        greeting.prove_as_server(sock, lambda transfer: SECRET, binding)
         return sock
 
 

@@ -772,7 +772,7 @@ class World:
             unadopted=max((*sim.unadopted, *sim.told_no), default=0),
             publishes=sim.publishes,
         )
-        served = self.state.adoption.served
+        served = self.state.lockstep.served
         state, older = self.state.join(hello, sim.address, self.now)
         self.adoptions.joined(state, served)
         if older is not None:
@@ -813,7 +813,7 @@ class World:
         return self._add(hello, nonce, machine, address)
 
     def _add(self, hello: wire.Hello, nonce: int, machine: str, address: str) -> SimMember:
-        served = self.state.adoption.served
+        served = self.state.lockstep.served
         state, older = self.state.join(hello, address, self.now)
         self.adoptions.joined(state, served)
         if older is not None:

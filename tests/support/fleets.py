@@ -65,7 +65,7 @@ class SimShim:
 
     def __init__(self, yard: Yard, spec: PartSpec, changed: Callable[[], None], life: Life) -> None:
         self.spec, self.life = spec, life
-        self.state = UNKNOWN.of_part(spec)
+        self.state = UNKNOWN.with_identity_of(spec)
         self.losses: list[LogLoss] = []
         self.told: list[tuple[float, float]] = []
         self._yard = yard
@@ -152,9 +152,9 @@ class FakeLeases:
         self.written: tuple[Lease, ...] = ()
         self.problem = ""
 
-    def reserve(self, generation: int) -> None: ...
+    def reserve_generation(self, generation: int) -> None: ...
 
-    def count(self) -> None: ...
+    def write_starts(self) -> None: ...
 
     def write(self, leases: Sequence[Lease]) -> None:
         if self.problem:
@@ -290,7 +290,7 @@ class Yard:
         members.pop(int(index), None)
         if incarnations:
             members[int(index)] = frozenset(incarnations)
-        self.context.look()
+        self.context.wake_monitor()
 
     def forget(self, group: str, replica: int) -> None:
         self.forgotten.append(f"{group}/{replica}")

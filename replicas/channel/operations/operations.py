@@ -77,13 +77,13 @@ class RankOperations(Part):
         job = Job(operation, deadline_s, self._hub.pending(operation.kind))
         if operation.inputs:
             segments, scratch = operation.segments, self._scratch(operation)
-            job.inputs = scratch.take(segment_layout(segments)[1])
+            job.inputs = scratch.take_buffer(segment_layout(segments)[1])
             try:
                 write_segments(job.inputs, segments, operation.inputs, operation.gpu)
             except BaseException:
                 scratch.give(job.inputs)
                 raise
-        operation.begin()
+        operation.note_stream()
         self._hub.call(self._post, job)
         return job.pending
 
@@ -105,7 +105,7 @@ class RankOperations(Part):
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
         return {
-            wire.OperationGo: self._go,
+            wire.OperationGo: self._start_attempt,
             wire.OperationEnd: self._ended,
             wire.OperationSettled: self._unknown.settled,
         }
@@ -158,7 +158,7 @@ class RankOperations(Part):
         except errors.UsageError as error:  # more tensors than one message can describe
             self._end(job, error)
 
-    def _go(self, go: wire.OperationGo) -> None:
+    def _start_attempt(self, go: wire.OperationGo) -> None:
         job, member = self._jobs.get(go.post), self._hub.member
         earlier = job.attempt if job is not None else None
         if job is None or (earlier is not None and go.attempt <= earlier.go.attempt):
@@ -205,7 +205,7 @@ class RankOperations(Part):
         if nbytes:
             scratch = self._scratch(operation)
             # a new buffer takes long to allocate
-            attempt.outputs = scratch.take_idle(nbytes) or await asyncio.to_thread(scratch.take, nbytes)
+            attempt.outputs = scratch.take_idle(nbytes) or await asyncio.to_thread(scratch.take_buffer, nbytes)
         if lane.ended or lane.sidecar is None:
             raise self._hub.error(errors.Gone, f"lane {lane.name} is gone", phase="form", hint="")
         spec = CollectiveSpec(
@@ -235,10 +235,10 @@ class RankOperations(Part):
             if message.error is None:
                 raise errors.InternalError("OperationEnd without a verdict", channel=self._hub.name)
             if message.error.kind == "Gone":
-                self._unknown.heard(job.unsettled)
+                self._unknown.mark_told(job.unsettled)
             self._end(job, message.error.exception())
             return
-        self._forget(job)
+        self._remove_job(job)
         if job.ref:
             self._applied.append(job.ref)
         if job.attempt is not None and job.operation.quick:
@@ -273,7 +273,7 @@ class RankOperations(Part):
         return found
 
     def _overdue(self, job: Job) -> None:
-        error = self._hub.no_answer(f"the {job.operation.kind}", job.deadline_s)
+        error = self._hub.overdue_error(f"the {job.operation.kind}", job.deadline_s)
         self._end_without_verdict(job, error, error.message)
 
     def _end_without_verdict(self, job: Job, error: errors.ReplicasError, text: str) -> None:
@@ -283,13 +283,13 @@ class RankOperations(Part):
             error = self._hub.error(errors.OutcomeUnknown, text, phase="commit")
         self._end(job, error)
 
-    def _forget(self, job: Job) -> None:
+    def _remove_job(self, job: Job) -> None:
         self._jobs.pop(job.post, None)
         if job.timer is not None:
             job.timer.cancel()
 
     def _end(self, job: Job, outcome: Receipt | errors.ReplicasError) -> None:
-        self._forget(job)
+        self._remove_job(job)
         job.over = True
         if isinstance(outcome, Receipt):
             job.pending.resolve(outcome)

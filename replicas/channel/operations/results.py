@@ -102,7 +102,7 @@ class OperationCall:
             case _:
                 return self.targets or ()
 
-    def begin(self) -> None:
+    def note_stream(self) -> None:
         """Caller's thread: order writes of results behind its stream's queued work."""
         if self.gpu:
             self.called.append(call_point(self.gpu))
@@ -305,7 +305,7 @@ class Unknown:
             job.pending.abandon(error)
             self._let_go(job)
 
-    def heard(self, refs: tuple[str, ...]) -> None:
+    def mark_told(self, refs: tuple[str, ...]) -> None:
         """Record that the caller knows that these operations succeeded."""
         for job in self._kept:
             job.told = job.told or job.ref in refs
@@ -313,7 +313,7 @@ class Unknown:
     def late_verdict(self, post: int, receipt: ReceiptData | None, error: WireError | None) -> None:
         for job in self._kept:
             if job.post == post:
-                self._settle(job, receipt, error)
+                self._apply_outcome(job, receipt, error)
 
     def settled(self, message: OperationSettled) -> None:
         job = next((job for job in self._kept if job.ref == message.ref), None)
@@ -322,18 +322,18 @@ class Unknown:
         if message.applied:
             seconds = time.monotonic() - job.began
             receipt = ReceiptData(self._hub.epoch, job.attempt.go.participants, (), 0, seconds, {})
-            self._settle(job, receipt, None)
+            self._apply_outcome(job, receipt, None)
         else:
             text = f"the {job.operation.kind} did not happen: its coordinator was lost before it had sent a verdict"
             error = self._hub.error(errors.SyncError, text, phase="commit", hint="call it again")
-            self._settle(job, None, WireError.of(error))
+            self._apply_outcome(job, None, WireError.of(error))
 
-    def _settle(self, job: Job, receipt: ReceiptData | None, error: WireError | None) -> None:
+    def _apply_outcome(self, job: Job, receipt: ReceiptData | None, error: WireError | None) -> None:
         if job.attempt is not None and receipt is not None:
             if job.pending.settle_by(partial(self._collect, job, job.attempt, receipt)):
                 self._applied(job.ref)
         elif error is not None:
-            job.pending.settle(error.exception())
+            job.pending.replace_unknown(error.exception())
             self._let_go(job)
 
     def _collect(self, job: Job, attempt: OperationAttempt, data: ReceiptData) -> Receipt:

@@ -44,7 +44,7 @@ class Scratch:
         self._idle: list[Buffer] = []
         self._closed = False
 
-    def take(self, nbytes: int) -> Buffer:
+    def take_buffer(self, nbytes: int) -> Buffer:
         """Return a buffer of at least ``nbytes``; raise NoCapacity without memory."""
         found = self.take_idle(nbytes)
         if found is not None:

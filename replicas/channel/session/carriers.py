@@ -29,13 +29,13 @@ class Carriers(Part):
         self._told: Carrier | None = None
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
-        return {LaneAhead: self._ahead}
+        return {LaneAhead: self._handle_lane_ahead}
 
     def new_term(self) -> None:
         if self._told is not None and self._told.usable:
-            self._tell(self._told)
+            self._announce(self._told)
 
-    def _ahead(self, message: LaneAhead) -> None:
+    def _handle_lane_ahead(self, message: LaneAhead) -> None:
         self._hub.several_hosts = True
         settings = self._hub.settings
         if settings.role == "source" and settings.source_ranks != "all" and not self._hub.leader:
@@ -59,10 +59,10 @@ class Carriers(Part):
         hub = self._hub
         carrier = await hub.loop.carrier(hub.address, hub.settings.carry_port, encrypt=hub.settings.encrypt)
         if carrier is not self._told:
-            self._tell(carrier)
+            self._announce(carrier)
         return carrier
 
-    def _tell(self, carrier: Carrier) -> None:
+    def _announce(self, carrier: Carrier) -> None:
         if carrier is not self._told:
             carrier.ends.append(partial(self._hub.call, self._ended, carrier))
         self._told = carrier

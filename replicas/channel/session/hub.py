@@ -33,7 +33,7 @@ import torch
 from replicas import errors
 from replicas import messages as wire
 from replicas.carry.rank_side import PullFailed
-from replicas.channel.session.holdings import Holdings, Loans
+from replicas.channel.session.held_versions import HeldVersions, Loans
 from replicas.channel.session.loop import SessionLoop
 from replicas.channel.session.pending import Failures, Promise
 from replicas.channel.session.session import Session
@@ -118,7 +118,7 @@ class Hub:
         self._told_apart = False
         self._locates = 0
         """Number of Locate messages so far; replies are not numbered."""
-        self.holdings = Holdings(name, self.call, self._dropped)
+        self.held_versions = HeldVersions(name, self.call, self._dropped)
         self.loans = Loans(self.after)
         self.failures = Failures(name)
         self.loaded = 0
@@ -148,11 +148,11 @@ class Hub:
 
     @property
     def arena(self) -> Arena:
-        return self.holdings.arena
+        return self.held_versions.arena
 
     @property
     def latest(self) -> int:
-        return self.holdings.latest
+        return self.held_versions.latest
 
     @property
     def leader(self) -> bool:
@@ -182,7 +182,7 @@ class Hub:
     def error(self, kind: type[errors.ReplicasError], message: str, **fields: Any) -> errors.ReplicasError:
         return kind(message, channel=self.name, **fields)
 
-    def no_answer(self, what: str, deadline_s: float) -> errors.ReplicasError:
+    def overdue_error(self, what: str, deadline_s: float) -> errors.ReplicasError:
         """Return the error of ``what``, which has not ended by its deadline."""
         if not self.session.connected:
             down_s = time.monotonic() - self.down_since
@@ -212,9 +212,9 @@ class Hub:
     def _dropped(self, version: int) -> None:
         self.send(wire.Dropped(version))
 
-    def introduce(self, hello: wire.Hello) -> wire.Hello:
+    def update_hello(self, hello: wire.Hello) -> wire.Hello:
         """Return ``hello`` with the current state of this member, and remember it."""
-        known = self.holdings
+        known = self.held_versions
         self._introduced = msgspec.structs.replace(
             hello,
             replica=self.member.replica,
@@ -229,7 +229,7 @@ class Hub:
         return self._introduced
 
     def _loaded_version(self) -> int:
-        return self.loaded if self.holdings.opened and self.settings.role in ("target", "both") else 0
+        return self.loaded if self.held_versions.opened and self.settings.role in ("target", "both") else 0
 
     def before_heartbeat(self) -> None:
         if self._step != self._step_sent:
@@ -241,7 +241,7 @@ class Hub:
         self._step = step
 
     def welcomed(self, welcome: wire.Welcome, resumed: bool) -> None:
-        first = not self.holdings.opened
+        first = not self.held_versions.opened
         if not first and welcome.settings.staging != self.settings.staging:
             now = welcome.settings.staging
             text = f'the slots of this member do not fit the new staging = "{now}" of the coordinator'
@@ -258,7 +258,7 @@ class Hub:
             self.publishes_made = welcome.publishes
             if welcome.settings.staging == "device":
                 self.device = self.gpu
-            self.holdings.open(self.settings.slots, self.device)
+            self.held_versions.open(self.settings.slots, self.device)
         elif not resumed:
             self._guarded(self._new_coordinator)
         self._newest(welcome.latest, "")  # a Welcome names no digest
@@ -267,9 +267,9 @@ class Hub:
         logger.warning("%s: reconnected to a restarted coordinator; reporting unfinished operations", self.name)
         self._step_sent = 0  # so that the next heartbeat sends it again
         self._locates += 1  # the new coordinator must not get an answer to the old one's Locate
-        self.holdings.doubt()
+        self.held_versions.mark_doubtful()
         # changes since the Hello: messages since then were discarded
-        held = {found.version for found in self.holdings.held()}
+        held = {found.version for found in self.held_versions.held()}
         for told in self._introduced.held:
             if told.version not in held:
                 self._dropped(told.version)
@@ -278,7 +278,7 @@ class Hub:
             self.send(wire.Loaded(loaded, 0.0))
         for part in self._parts:
             part.new_term()
-        self.holdings.protect()
+        self.held_versions.protect()
         self.send(wire.Resumed())  # last: it ends the announcement
 
     def handle(self, message: wire.FromCoordinator) -> None:
@@ -307,7 +307,7 @@ class Hub:
             self._down_timer.cancel()
         self.loop.users.discard(self._loop_broken)
         ends: list[Callable[[], None]] = [partial(part.fail_all, error) for part in self._parts]
-        for end in (*ends, self.holdings.close):
+        for end in (*ends, self.held_versions.close):
             try:
                 end()
             except Exception:  # the other parts must still end
@@ -316,7 +316,7 @@ class Hub:
     def _down_long(self) -> None:
         self._down_timer = self.after(DOWN_S, self._down_long)  # again: more waits may begin
         for part in self._parts:
-            part.session_down(self.no_answer("the wait", DOWN_S))
+            part.session_down(self.overdue_error("the wait", DOWN_S))
 
     def _view(self, message: wire.View) -> None:
         if message.since:
@@ -327,43 +327,43 @@ class Hub:
         self.epoch = message.epoch
 
     def _newest(self, version: int, digest: str) -> None:
-        if self.holdings.committed(version, digest):
+        if self.held_versions.committed(version, digest):
             for part in self._parts:
                 part.latest_grown()
 
     def _commit(self, message: wire.Commit) -> None:
         version, digest = message.version, message.digest
         if digest and version in self.arena.images():
-            ours = self.holdings.digest(version)
-            if not ours and version in self.holdings.doubtful:
+            ours = self.held_versions.digest(version)
+            if not ours and version in self.held_versions.doubtful:
                 self.spawn(self._compare(version, digest), f"digest of version {version}")
             elif ours and ours != digest:
-                self._wrong(version)
+                self._release_wrong_digest(version)
             else:
-                self.holdings.note(version, digest=digest)
+                self.held_versions.record_facts(version, digest=digest)
         self._newest(version, digest)
         for part in self._parts:
             part.settled(version, True)
 
     async def _compare(self, version: int, digest: str) -> None:
-        if not await self.holdings.compare(version, digest):
-            self._wrong(version)
+        if not await self.held_versions.verify_doubtful(version, digest):
+            self._release_wrong_digest(version)
 
-    def _wrong(self, version: int) -> None:
+    def _release_wrong_digest(self, version: int) -> None:
         logger.warning("%s: releasing version %d: its digest is not that of the commit", self.name, version)
-        self.holdings.release(version)
+        self.held_versions.release(version)
         self._dropped(version)
 
     def _handle(self, message: wire.FromCoordinator) -> None:
         match message:
             case wire.Assigned():
-                self.assign(message.version)
+                self.set_assigned(message.version)
             case wire.Describe():
-                self.send(self.holdings.describe(message.version))
+                self.send(self.held_versions.describe(message.version))
             case wire.Discard():
                 for part in self._parts:
                     part.settled(message.version, False)
-                self.holdings.release(message.version)
+                self.held_versions.release(message.version)
             case wire.Locate():
                 self._locates += 1
                 self.spawn(self._locate(message.beacons, self._locates), "host")
@@ -383,10 +383,10 @@ class Hub:
             self._told_apart = True
             logger.warning("%s: %s", self.name, _APART)
 
-    def assign(self, version: int) -> None:
+    def set_assigned(self, version: int) -> None:
         """Session thread: record the version that this replica is to load, or 0."""
-        self.holdings.assigned = version
-        self.holdings.protect()
+        self.held_versions.assigned = version
+        self.held_versions.protect()
 
     def _guarded(self, function: Callable[..., object], *args: Any) -> None:
         try:

@@ -100,7 +100,7 @@ class SessionLoop:
         self.loop.slow_callback_duration = math.inf  # asyncio's own logger has handlers of the program
         self._thread = threading.Thread(target=self._run, name="replicas-session", daemon=True)
 
-    def begin(self) -> SessionLoop:
+    def start_thread(self) -> SessionLoop:
         """Start the thread. (In the constructor, an interrupt would lose it.)"""
         try:
             with naming_limits():
@@ -123,7 +123,7 @@ class SessionLoop:
                     error = raised
                 if self._stopping:
                     return
-                self._ended_unasked(error)
+                self._handle_unexpected_end(error)
                 if isinstance(error, OSError):  # the loop's descriptors were closed: the numbers may be other files now
                     _abandoned.append(self)
                     return
@@ -132,7 +132,7 @@ class SessionLoop:
             self._over = True
             self.end.set()
 
-    def _ended_unasked(self, error: BaseException | None) -> None:
+    def _handle_unexpected_end(self, error: BaseException | None) -> None:
         self._ends += 1
         self.end.error = _loop_ended(error)
         logger.critical("%s", self.end.error.message, exc_info=error)
@@ -165,14 +165,14 @@ class SessionLoop:
         pending: Promise[T] = Promise("a call", self.end)
         tasks: list[asyncio.Task[None]] = []
         try:
-            self.call(lambda: tasks.append(self.spawn(self._into(pending, make), "a call")))
+            self.call(lambda: tasks.append(self.spawn(self._resolve_from(pending, make), "a call")))
             return pending.wait_for_session(timeout_s)
         except BaseException:
             self.call(lambda: [task.cancel() for task in tasks])
             raise
 
     @staticmethod
-    async def _into(pending: Promise[T], make: Callable[[], Coroutine[Any, Any, T]]) -> None:
+    async def _resolve_from(pending: Promise[T], make: Callable[[], Coroutine[Any, Any, T]]) -> None:
         try:
             pending.resolve(await make())
         except asyncio.CancelledError:
@@ -316,7 +316,7 @@ def _session_loop() -> SessionLoop:
     global _current
     if _current is None or not _current.alive:
         _current = SessionLoop()
-        _current.begin()
+        _current.start_thread()
     return _current
 
 

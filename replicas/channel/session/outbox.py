@@ -32,7 +32,7 @@ class Outbox:
                 self._sent = number
                 yield number, body
 
-    def forget(self, acked: int) -> None:
+    def drop_acked(self, acked: int) -> None:
         self.acked = max(self.acked, acked)
         while self._queue and self._queue[0][0] <= acked:
             self._queue.popleft()

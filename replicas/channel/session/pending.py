@@ -14,9 +14,10 @@ A Promise is one object, not two that refer to each other: a dropped update is n
 at once only if nothing but the caller's reference keeps it.
 
 **Settling.** An end with :class:`~replicas.errors.OutcomeUnknown` may be replaced once,
-when the outcome becomes known: by a value or another error (:meth:`Promise.settle`), or
-by work that makes the value (:meth:`Promise.settle_by`). Such work writes into the
-caller's tensors, so it runs only on the first thread that waits again.
+when the outcome becomes known: by a value or another error
+(:meth:`Promise.replace_unknown`), or by work that makes the value
+(:meth:`Promise.settle_by`). Such work writes into the caller's tensors, so it runs only
+on the first thread that waits again.
 
 **Every wait ends.** Only the session thread ends a Promise. If that thread ends for any
 reason (:class:`SessionEnd`), all Promises fail with its error, also those that had not
@@ -174,11 +175,14 @@ class Pending(Generic[T]):
         timeout_s = arguments.patience("wait: timeout", timeout)
         self._check_process()
         until = None if timeout_s is None else time.monotonic() + timeout_s
-        while not self._look():
+        while not self._observe_outcome():
             if timeout_s != 0:
                 own_loop.must_not_block("wait()", awaitable=True)
             # it may have ended at the last moment
-            if not self._wait_ended(None if until is None else until - time.monotonic()) and not self._look():
+            if (
+                not self._wait_ended(None if until is None else until - time.monotonic())
+                and not self._observe_outcome()
+            ):
                 raise TimeoutError(f"{self._what} has not ended within {timeout} s; it continues")
         return self._outcome()
 
@@ -195,7 +199,7 @@ class Pending(Generic[T]):
 
     async def _wait_async(self) -> T:
         self._check_process()
-        while not self._look():
+        while not self._observe_outcome():
             event, waker = _event_of_this_library()
             fail = partial(self.done)  # as in _wait_ended()
             self._ended.add(waker)
@@ -214,7 +218,7 @@ class Pending(Generic[T]):
                 hint="wait in the process that called it, or join in this one",
             )
 
-    def _look(self) -> bool:
+    def _observe_outcome(self) -> bool:
         """Return True if there is an outcome, which then counts as observed."""
         return self.done() and locked(self._ending, self._observe)
 
@@ -247,7 +251,7 @@ class Pending(Generic[T]):
         error = self._error
         try:
             if error is not None:
-                raise afresh(error)
+                raise copy_error(error)
             return cast("T", self._value)
         finally:  # last: after an earlier interrupt the failure is raised again
             self._told = True
@@ -271,7 +275,7 @@ class Promise(Pending[T]):
         """True once an outcome is about to be handed to a waiter."""
         return self._observed
 
-    def tell(self) -> None:
+    def mark_reported(self) -> None:
         """Record that the caller knows of the failure without a wait."""
         self._told = True
 
@@ -303,7 +307,7 @@ class Promise(Pending[T]):
             self._value, self._ended.is_set = None, False
             return True
 
-    def settle(self, outcome: T | BaseException) -> bool:
+    def replace_unknown(self, outcome: T | BaseException) -> bool:
         """Replace an OutcomeUnknown, once; return False if there is none to replace."""
         with self._ending:
             if not self.unknown:
@@ -316,7 +320,7 @@ class Promise(Pending[T]):
         return True
 
     def settle_by(self, work: Callable[[], T]) -> bool:
-        """Like :meth:`settle`, by work that runs on the first thread to wait again."""
+        """Like :meth:`replace_unknown`, by work on the next thread that waits."""
         with self._ending:
             if not self.unknown:
                 return False
@@ -359,7 +363,7 @@ class Failures:
         known = (known for known in self._known if known.untold_error() is not None)
         self._known = (*known, failed)
 
-    def take(self) -> BaseException | None:
+    def take_unreported(self) -> BaseException | None:
         """Any thread: return the oldest untold failure, to raise it; log the others.
 
         All count as told then.
@@ -367,14 +371,14 @@ class Failures:
         found = None
         for promise in self._known:
             error = promise.untold_error()
-            promise.tell()
+            promise.mark_reported()
             if error is not None and found is not None:
                 logger.warning("%s: dropping an earlier failure that no caller waited for: %s", self._name, error)
             found = found or error
         return found
 
 
-def afresh(error: BaseException) -> BaseException:
+def copy_error(error: BaseException) -> BaseException:
     """Return a copy of a kept error, to raise it.
 
     A raised error refers to the frames that it passes. A kept one would keep all that

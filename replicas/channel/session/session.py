@@ -82,7 +82,7 @@ _fruitless = wait_random_exponential(multiplier=0.05, max=FRUITLESS_PAUSE_S)
 class SessionHandler(Protocol):
     """Callbacks of a session to its channel. On the session thread; must not block."""
 
-    def introduce(self, hello: wire.Hello) -> wire.Hello: ...  # add the member's current state
+    def update_hello(self, hello: wire.Hello) -> wire.Hello: ...  # add the member's current state
 
     def before_heartbeat(self) -> None: ...
 
@@ -287,7 +287,7 @@ class Session:
             return connection
 
     async def _shake_hands(self, connection: FrameConnection) -> None:
-        known = self._handler.introduce(self._hello)
+        known = self._handler.update_hello(self._hello)
         hello = msgspec.structs.replace(known, resume_term=self.term, received=self._received)
         await connection.send(wire.encode(wire.MemberFrame(0, self._received, hello)))
         body = self._decode(await connection.recv()).body
@@ -297,7 +297,7 @@ class Session:
             raise InvalidHandshake(f"the coordinator answered {type(body).__name__} instead of Welcome")
         resumed = self.term != 0 and body.term == self.term
         if resumed:
-            self._outbox.forget(body.received)
+            self._outbox.drop_acked(body.received)
             self._outbox.rewind()
         else:
             self._outbox, self._received = Outbox(), 0
@@ -308,7 +308,7 @@ class Session:
         self._wake.set()
 
     async def _serve(self, connection: FrameConnection) -> None:
-        self._look_at(time.monotonic())
+        self._reset_silence(time.monotonic())
         work = (self._read, self._write, self._listen)
         tasks = [asyncio.create_task(part(connection), name=f"session {part.__name__}") for part in work]
         try:
@@ -323,7 +323,7 @@ class Session:
     async def _read(self, connection: FrameConnection) -> None:
         while True:
             frame = self._decode(await connection.recv())
-            self._outbox.forget(frame.ack)
+            self._outbox.drop_acked(frame.ack)
             if isinstance(frame.body, wire.Refused):
                 raise _Over(frame.body.error.exception())
             if frame.seq == 0 or frame.seq <= self._received:  # no number, or handled before the reconnect
@@ -371,14 +371,14 @@ class Session:
             if silence_s > patience_s:
                 raise TimeoutError(f"no bytes came for {silence_s:.1f} s")
 
-    def _look_at(self, now: float) -> None:
+    def _reset_silence(self, now: float) -> None:
         """Measure silence, and suspensions of this process, from ``now``."""
         self._heard, self._clock.due = now, now + self.heartbeat_interval_s / 2
 
     def _note_pause(self) -> None:
         now = time.monotonic()
-        if self._clock.look(now):
-            self._look_at(now)  # first read what arrived meanwhile
+        if self._clock.pause_at(now):
+            self._reset_silence(now)  # first read what arrived meanwhile
             self._handler.paused()
 
     def _decode(self, data: str | bytes) -> wire.ServerFrame:

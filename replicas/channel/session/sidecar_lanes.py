@@ -165,9 +165,9 @@ class SidecarLanes(Part):
         if lane is None:
             return
         lane.end()
-        kept(self._hub.spawn(self._bury(lane), f"lane {lane.name} ends"), self._ending)
+        kept(self._hub.spawn(self._confirm_death(lane), f"lane {lane.name} ends"), self._ending)
 
-    async def _bury(self, lane: SidecarLane) -> None:
+    async def _confirm_death(self, lane: SidecarLane) -> None:
         gone = await lane.gone()
         if lane.sidecar is not None:
             self._hub.loop.inherited.discard(lane.sidecar)

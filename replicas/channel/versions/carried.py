@@ -153,7 +153,7 @@ class Transfer:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.offer.deadline_s):
                 while slot.state == "filling" and not self.cancelled:
-                    await hub.holdings.changed.wait()
+                    await hub.held_versions.changed.wait()
         return slot.state in ("held", "leaving") and not self.cancelled
 
     def carry(

@@ -16,9 +16,9 @@ from typing import Any, Literal
 import torch
 
 from replicas import errors
-from replicas.channel.session.holdings import Holder
+from replicas.channel.session.held_versions import Holder
 from replicas.channel.session.hub import Hub, as_wire_error
-from replicas.channel.session.pending import Promise, Receipt, SessionEnd, afresh
+from replicas.channel.session.pending import Promise, Receipt, SessionEnd, copy_error
 from replicas.common import own_loop
 from replicas.common.tasks import is_set_within
 from replicas.core.base.manifest import Manifest, PartManifest, check_size
@@ -226,12 +226,12 @@ class Filling:
         check_size(manifest)
         if feed.device != "cpu" and not self._hub.device:
             self._hub.arena.pool.pinning = True  # preallocated memory is then for copies from a GPU
-        slot = _fetched(self._hub, partial(self._find, job, partial(self._free_slot, job, manifest)))
+        slot = _wait_for_slot(self._hub, partial(self._find, job, partial(self._free_slot, job, manifest)))
         if staged is not None:
             return manifest, staged.write(slot.data, CopyOptions(slot.buffer, begun=begun))
         progress = None
         at_once = feed.mode == "image" and job.late_meta is None  # receivers get the meta first
-        if self._hub.several_hosts and at_once and self._packer.knows(feed, manifest):
+        if self._hub.several_hosts and at_once and self._packer.copies_at_once(feed, manifest):
             self._hub.call(self._streaming, job, manifest, self.device(feed))
             progress = partial(self._hub.call, self._grown, job)
         return manifest, self._packer.pack(feed, manifest, slot, progress, hold=job.hold, begun=begun)
@@ -258,7 +258,7 @@ class Filling:
         check_size(written.manifest)
         written.check_open()
         feed.take_known()
-        _fetched(self._hub, partial(self._find, job, partial(self._take, job, written)))
+        _wait_for_slot(self._hub, partial(self._find, job, partial(self._adopt_written_slot, job, written)))
         written.taken()
         return written.manifest, written.digest(begun)
 
@@ -276,7 +276,7 @@ class Filling:
         check = partial(self._check, job)
         return await free_slot(self._hub, job.version, manifest, until=job.deadline, check=check, text=text)
 
-    async def _take(self, job: PublishJob, written: WritableSlot) -> Slot:
+    async def _adopt_written_slot(self, job: PublishJob, written: WritableSlot) -> Slot:
         self._check(job)
         if not (isinstance(written.holder, Holder) and self._hub.loans.keep(written.holder)):
             text = "publish: this slot belongs to another channel, or to an earlier session of this channel"
@@ -292,7 +292,7 @@ class Filling:
             raise self._hub.error(errors.Gone, "the publish was interrupted", hint="")
 
 
-def _fetched(hub: Hub, find: Callable[[], Coroutine[Any, Any, Slot]]) -> Slot:
+def _wait_for_slot(hub: Hub, find: Callable[[], Coroutine[Any, Any, Slot]]) -> Slot:
     """Have the session thread find a slot, and wait for it.
 
     ``find`` gives the slot an owner before it returns, so an interrupt loses no slot.
@@ -328,7 +328,7 @@ async def free_slot(
     """
     nbytes = manifest.nbytes if isinstance(manifest, PartManifest) else manifest.image_nbytes
     while True:
-        changed = hub.holdings.changed
+        changed = hub.held_versions.changed
         check()
         hub.loans.sweep()
         hub.arena.release(version)
@@ -367,7 +367,7 @@ def arena_like(hub: Hub, weights: object, dtype: torch.dtype | None, mode: Mode,
     refusal = _refusal_to_wait()
     until = time.monotonic() + (deadline_s if refusal is None else 0.0)
     try:
-        slot = _fetched(hub, partial(_lent, hub, weakref.ref(holder), manifest, until))
+        slot = _wait_for_slot(hub, partial(_lend_slot, hub, weakref.ref(holder), manifest, until))
     except errors.Busy:
         if refusal is not None:
             raise refusal from None
@@ -403,12 +403,12 @@ def _refusal_to_wait() -> errors.ReplicasError | None:
     return None
 
 
-async def _lent(hub: Hub, wanted: weakref.ref[Holder], manifest: PartManifest, until: float) -> Slot:
+async def _lend_slot(hub: Hub, wanted: weakref.ref[Holder], manifest: PartManifest, until: float) -> Slot:
     """Session thread: wait for a slot and lend it to the caller, if it still waits."""
 
     def check() -> None:
         if hub.over is not None:
-            raise afresh(hub.over)
+            raise copy_error(hub.over)
         if wanted() is None:
             raise hub.error(errors.Gone, "the caller no longer waits for the slot", hint="")
 

@@ -72,7 +72,7 @@ class ManifestExchange(Part):
         """Return the encoded manifest if it is known here, else None."""
         known = self._encoded.get(manifest_hash)
         if known is None:
-            images = self._hub.holdings.arena.images().values()
+            images = self._hub.held_versions.arena.images().values()
             held = next((image for image in images if image.hash == manifest_hash), None)
             known = held.encode() if held is not None else self._published(manifest_hash)
             if known is not None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from replicas.channel.session.holdings import Holder
-from replicas.channel.versions.adopting import Adopting
+from replicas.channel.session.held_versions import Holder
+from replicas.channel.versions.lockstep_wait import LockstepWait
 from replicas.core.base.manifest import Manifest
 from replicas.errors import ReplicasError
 from replicas.messages import SlotPlace
@@ -25,7 +25,7 @@ class UpdateOwner(Protocol):
     """Receives the reports of an update."""
 
     @property
-    def adopting(self) -> Adopting: ...
+    def lockstep(self) -> LockstepWait: ...
 
     def loaded(self, version: int, load_s: float, base: Base | None) -> None: ...
 

@@ -56,7 +56,7 @@ from functools import partial
 from typing import Any
 
 from replicas import errors
-from replicas.channel.session.holdings import Holder
+from replicas.channel.session.held_versions import Holder
 from replicas.channel.session.hub import GRACE_S, Hub, Part, as_wire_error
 from replicas.channel.session.pending import Promise, Receipt
 from replicas.channel.versions.filling import Filling, PublishJob
@@ -64,7 +64,7 @@ from replicas.core.base.manifest import PartManifest
 from replicas.messages import Filled, Packed, PackFailed, PublishAdmitted, PublishEnd
 from replicas.messages.bounds import SECONDS_MAX, text_of
 from replicas.weights.feed import Feed, Mode
-from replicas.weights.finite import in_words, not_finite
+from replicas.weights.finite import counts_text, not_finite
 from replicas.weights.memory.arena import Slot
 from replicas.weights.packing import Packing
 
@@ -102,12 +102,12 @@ class Publisher(Part):
             users = feed.user_failed or not isinstance(error, Exception)
             self._hub.call(self._fill_failed, job, self._as_error(job, error, users=users))
             if users or not isinstance(error, Exception):
-                job.pending.tell()
+                job.pending.mark_reported()
                 raise
             try:
                 feed.drain()
             except BaseException:
-                job.pending.tell()
+                job.pending.mark_reported()
                 raise
             verdict = self._verdict(job, error)
             if verdict is error:
@@ -119,7 +119,7 @@ class Publisher(Part):
 
     def _fill(self, job: PublishJob, feed: Feed) -> None:
         hub = self._hub
-        if hub.leader and (earlier := hub.failures.take()) is not None:
+        if hub.leader and (earlier := hub.failures.take_unreported()) is not None:
             raise earlier
         started = time.monotonic()
         if not (hub.leader or feed.mode == "parts"):
@@ -173,7 +173,7 @@ class Publisher(Part):
     def fail_all(self, error: errors.ReplicasError) -> None:
         for job in list(self._jobs.values()):
             if job.unsettled:
-                self._settle(job, None)
+                self._end_unknown(job, None)
             else:
                 self._fail(job, error)
 
@@ -191,7 +191,7 @@ class Publisher(Part):
             job.pending.fail(error)
             return
         self._walking = job
-        hub.loans.lend(walk, partial(self._walk_over, job))
+        hub.loans.lend(walk, partial(self._end_walk, job))
         job.number = hub.publishes_made + 1
         try:
             hub.send(job.begin_message(job.left_s))
@@ -202,11 +202,11 @@ class Publisher(Part):
         self._jobs[job.number] = job
         job.timer = hub.after(job.deadline + GRACE_S - time.monotonic(), self._overdue, job)
 
-    def _walk_over(self, job: PublishJob) -> None:
+    def _end_walk(self, job: PublishJob) -> None:
         """Clean up after the caller's walk, which an interrupt may have ended."""
         self._walking = None
         if job.state == "walking":
-            job.pending.tell()  # the interrupt tells the caller
+            job.pending.mark_reported()  # the interrupt tells the caller
         text = f"the publish on {self._hub.member} was interrupted"
         self._fill_failed(job, self._hub.error(errors.SyncError, text, phase="pack"))
 
@@ -239,13 +239,13 @@ class Publisher(Part):
         job = self._jobs.get(message.publish)
         if job is None or job.unsettled:
             return
-        known = self._hub.holdings
+        known = self._hub.held_versions
         if job.version not in (0, message.version):
             text = f"publish {job.number} was version {job.version}, and is now version {message.version}"
             raise errors.InternalError(text, channel=self._hub.name)
         job.version = message.version
         known.publishing.add(message.version)
-        known.note(message.version, meta=job.meta)
+        known.record_facts(message.version, meta=job.meta)
         known.protect()
         job.admitted.resolve(message.version)
 
@@ -257,7 +257,7 @@ class Publisher(Part):
         if held is not None and (error := held.exception()) is not None:
             self._free(job)
             if job.state == "copying":
-                self._say_failed(job, error)
+                self._report_failed(job, error)
             return
         job.hold_s = held.result() if held is not None else 0.0
         self._filled(job, manifest, device)
@@ -269,8 +269,8 @@ class Publisher(Part):
         if job.slot is not None:
             self._hub.arena.hold(job.slot, "")  # not evicted before the pin: its version is protected
             self._hub.arena.pin(job.slot)
-            self._hub.holdings.note(job.version, device=device)
-        self._hub.holdings.note(job.version, meta=job.meta)
+            self._hub.held_versions.record_facts(job.version, device=device)
+        self._hub.held_versions.record_facts(job.version, meta=job.meta)
         job.manifest, job.device = manifest, device
         job.step("copied")
 
@@ -279,8 +279,8 @@ class Publisher(Part):
             return
         error = done.exception()
         if isinstance(error, errors.ReplicasError):  # of a device
-            self._let_go(job, keep=False)
-            self._say_failed(job, error)
+            self._release_slot(job, keep=False)
+            self._report_failed(job, error)
             return
         if error is not None:
             raise error
@@ -305,15 +305,15 @@ class Publisher(Part):
         if failure is None:
             self._ready(job)
         elif job.slot is slot:
-            self._let_go(job, keep=False)
-            self._say_failed(job, failure)
+            self._release_slot(job, keep=False)
+            self._report_failed(job, failure)
 
     def _ready(self, job: PublishJob) -> None:
         """Send Filled or Packed, if it is its turn: the digest is known."""
         if job.slot is None:  # the publish has ended
             return
         if job.slot.image is not None:
-            self._hub.holdings.note(job.version, digest=job.digest)
+            self._hub.held_versions.record_facts(job.version, digest=job.digest)
         job.step("digested")
         if job.streaming:
             job.step("tell")
@@ -356,9 +356,9 @@ class Publisher(Part):
             return  # the interrupt came after the last step: the publish continues
         self._free(job)
         if job.state == "walking":
-            self._say_failed(job, error)
+            self._report_failed(job, error)
 
-    def _say_failed(self, job: PublishJob, error: BaseException) -> None:
+    def _report_failed(self, job: PublishJob, error: BaseException) -> None:
         job.step("fail")
         if job.unsettled:
             return  # the caller has its error already
@@ -393,7 +393,7 @@ class Publisher(Part):
         if job is None:
             return
         if job.unsettled:
-            self._settle(job, outcome)
+            self._end_unknown(job, outcome)
         elif isinstance(outcome, Receipt):
             self._over(job)
             self._committed(job)
@@ -402,19 +402,19 @@ class Publisher(Part):
             self._fail(job, outcome)
 
     def _committed(self, job: PublishJob) -> None:
-        self._let_go(job, keep=True)
+        self._release_slot(job, keep=True)
         self._filling.last = job.manifest
         self._hub.loaded = max(self._hub.loaded, job.version)
 
     def _overdue(self, job: PublishJob) -> None:
         hub = self._hub
         if not job.filled:
-            error = hub.no_answer("the publish", job.deadline_s)
+            error = hub.overdue_error("the publish", job.deadline_s)
             if job.state != "failed":
-                self._say_failed(job, error)  # the other ranks need not wait
+                self._report_failed(job, error)  # the other ranks need not wait
             self._fail(job, error)
             return
-        why = hub.no_answer(f"the publish of version {job.version}", job.deadline_s)
+        why = hub.overdue_error(f"the publish of version {job.version}", job.deadline_s)
         self._fail(job, hub.error(errors.OutcomeUnknown, why.message, version=job.version, phase="commit"))
 
     def _over(self, job: PublishJob) -> None:
@@ -433,17 +433,17 @@ class Publisher(Part):
         else:
             self._over(job)
             if filled:
-                self._let_go(job, keep=False)
+                self._release_slot(job, keep=False)
             else:
-                self._hub.holdings.publishing.discard(job.version)
+                self._hub.held_versions.publishing.discard(job.version)
         job.admitted.fail(error)
         if job.pending.fail(error) and self._hub.leader:
             self._hub.failures.note(job.pending)
-        self._hub.holdings.protect()
+        self._hub.held_versions.protect()
 
-    def _let_go(self, job: PublishJob, *, keep: bool) -> None:
+    def _release_slot(self, job: PublishJob, *, keep: bool) -> None:
         """Release the publish's slot: ``keep`` it as a version, or free it."""
-        known = self._hub.holdings
+        known = self._hub.held_versions
         slot, job.slot = job.slot, None
         if slot is not None:
             self._hub.arena.unpin(slot)
@@ -453,15 +453,15 @@ class Publisher(Part):
         else:
             known.release(job.version)
 
-    def _settle(self, job: PublishJob, outcome: Receipt | errors.ReplicasError | None) -> None:
+    def _end_unknown(self, job: PublishJob, outcome: Receipt | errors.ReplicasError | None) -> None:
         """End an unsettled publish with its outcome, or None if it stays unknown."""
         self._over(job)
         if isinstance(outcome, Receipt):
             self._committed(job)
         else:
-            self._let_go(job, keep=False)
+            self._release_slot(job, keep=False)
         if outcome is not None:
-            job.pending.settle(outcome)
+            job.pending.replace_unknown(outcome)
 
     def settled(self, version: int, committed: bool) -> None:
         """Handle a commit or discard; first wait for the verdict, which says more."""
@@ -469,18 +469,18 @@ class Publisher(Part):
             if job.version == version and job.timer is None:
                 job.timer = self._hub.after(GRACE_S, self._settle_without_verdict, job, committed)
             if committed and job.version < version:
-                self._let_go(job, keep=False)  # the newer commit replaces it
+                self._release_slot(job, keep=False)  # the newer commit replaces it
 
     def _settle_without_verdict(self, job: PublishJob, committed: bool) -> None:
         if committed:
-            self._settle(job, job.receipt(self._hub.epoch, self._hub.settings.staging))
+            self._end_unknown(job, job.receipt(self._hub.epoch, self._hub.settings.staging))
             return
         text = f"version {job.version} was discarded, and will never be committed"
         error = self._hub.error(errors.SyncError, text, version=job.version, phase="commit", hint="publish again")
-        self._settle(job, error)
+        self._end_unknown(job, error)
 
 
 def _not_finite(hub: Hub, version: int, found: dict[str, int]) -> errors.ReplicasError:
-    text = f"version {version} has values that are not finite, in {in_words(found)}"
+    text = f"version {version} has values that are not finite, in {counts_text(found)}"
     hint = "the training has diverged; to send the version nevertheless, publish without check_finite"
     return hub.error(errors.ManifestMismatch, text, version=version, phase="pack", hint=hint)

@@ -18,9 +18,9 @@ of an update not yet handed out may be out of date: another incarnation of the r
 may have overtaken them. So the rank drops those, and asks again.
 
 *At least.* The coordinator decides which version satisfies all ranks of the replica
-(:mod:`replicas.core.versions.rounds`). A version that was granted because another rank
-has begun with it, but is below the bound here, is declined, and the rank asks for a
-newer one. A receive with another bound replaces the one under way, unless its update
+(:mod:`replicas.core.versions.load_rounds`). A version that was granted because another
+rank has begun with it, but is below the bound here, is declined, and the rank asks for
+a newer one. A receive with another bound replaces the one under way, unless its update
 has been handed out. If the version served here satisfies the bound, and none is newer,
 it is handed out again, to all ranks with that bound.
 
@@ -40,14 +40,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from replicas import errors
-from replicas.channel.session.holdings import Holder
+from replicas.channel.session.held_versions import Holder
 from replicas.channel.session.hub import Hub, Part, logger
 from replicas.channel.session.pending import Promise
-from replicas.channel.versions.adopting import Adopting
+from replicas.channel.versions.lockstep_wait import LockstepWait
 from replicas.channel.versions.owner import Base
 from replicas.channel.versions.update import Update
 from replicas.common.waits import locked
-from replicas.core.versions.rounds import is_enough
+from replicas.core.versions.load_rounds import is_enough
 from replicas.messages import (
     LoadDecided,
     Loaded,
@@ -106,7 +106,7 @@ class Receiver(Part):
         self._failure: LoadFailed | None = None
         self._given_back = 0
         self._base: Base | None = None
-        self.adopting: Adopting = Adopting(hub)
+        self.lockstep: LockstepWait = LockstepWait(hub)
 
     # ------------------------------------------------------------ caller's thread
 
@@ -172,20 +172,20 @@ class Receiver(Part):
     # ------------------------------------------------------------ session thread
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
-        return {ReceiveGrant: self._grant, LoadDecided: self.adopting.decided}
+        return {ReceiveGrant: self._grant, LoadDecided: self.lockstep.decided}
 
     def new_term(self) -> None:
         self._wish.granted = 0
         if self._failure is not None:
             self._hub.send(self._failure)
-        self.adopting.new_term()
+        self.lockstep.new_term()
         if self._wish.pending is not None:
             self._send_ask()
 
     def fail_all(self, error: errors.ReplicasError) -> None:
         pending = self._wish.pending
         self._end_ask()
-        self.adopting.end(error)
+        self.lockstep.end(error)
         if pending is not None:
             pending.fail(error)
 
@@ -232,20 +232,20 @@ class Receiver(Part):
 
     def _send_ask(self) -> None:
         self._asks += 1
-        after = max(self._hub.loaded - int(self._has_enough()), self._wish.declined, self._refused)
+        after = max(self._hub.loaded - int(self._loaded_satisfies_bound()), self._wish.declined, self._refused)
         self._hub.send(ReceiveAsk(self._asks, after, *self._wish.bound))
 
-    def _has_enough(self) -> bool:
+    def _loaded_satisfies_bound(self) -> bool:
         """Return True if the version served here is held and satisfies the bound."""
         hub, bound = self._hub, self._wish.bound
-        loaded, meta = hub.loaded, hub.holdings.meta(hub.loaded)
+        loaded, meta = hub.loaded, hub.held_versions.meta(hub.loaded)
         return bound != Bound() and loaded in hub.arena.images() and is_enough(*bound, loaded, meta)
 
     def _grant(self, message: ReceiveGrant) -> None:
         if message.ask != self._asks or self._wish.pending is None:
             return
         self._wish.granted = message.version
-        self._hub.assign(message.version)
+        self._hub.set_assigned(message.version)
         self._deliver()
 
     def _deliver(self) -> None:
@@ -259,7 +259,7 @@ class Receiver(Part):
                 self._wish.granted = 0
                 self._send_ask()
             return
-        meta, bound = hub.holdings.meta(version), self._wish.bound
+        meta, bound = hub.held_versions.meta(version), self._wish.bound
         if not is_enough(*bound, version, meta):
             hub.arena.unpin(slot)
             self._wish.granted, self._wish.declined = 0, version
@@ -267,18 +267,18 @@ class Receiver(Part):
             return
         try:
             base = self._base if self._base is not None and self._base.version == hub.loaded else None
-            update = Update(self, slot, version, meta, hub.holdings.digest(version), base)
+            update = Update(self, slot, version, meta, hub.held_versions.digest(version), base)
         except BaseException:
             hub.arena.unpin(slot)
             raise
         self._end_ask()
         before, self._update = self._update, weakref.ref(update)
-        hub.loans.lend(update.holder, partial(self._lost, slot, version))
+        hub.loans.lend(update.holder, partial(self._report_dropped_update, slot, version))
         if not pending.resolve(update):
             self._update = before
             self._unpin(update.holder, slot)
 
-    def _lost(self, slot: Slot, version: int) -> None:
+    def _report_dropped_update(self, slot: Slot, version: int) -> None:
         self._hub.arena.unpin(slot)
         if version == self._in_hand and self._hub.over is None:
             self._hub.loaded = 0
@@ -320,7 +320,7 @@ class Receiver(Part):
         if self._wish.declined:
             others = f"other ranks of {hub.member.replica_name}"
             found = f" ({others} have begun with version {self._wish.declined}, and not asked again)"
-        self.session_down(hub.no_answer(what + found, deadline_s))
+        self.session_down(hub.overdue_error(what + found, deadline_s))
 
     def session_down(self, error: errors.ReplicasError) -> None:
         if self._wish.pending is not None:
@@ -330,12 +330,12 @@ class Receiver(Part):
     def _report(self, message: Loaded | LoadFailed) -> None:
         is_kept = isinstance(message, LoadFailed) and message.kept
         self._refused = message.version if is_kept else 0
-        self._hub.holdings.unadopted = max(self._hub.holdings.unadopted, self._refused)
+        self._hub.held_versions.unadopted = max(self._hub.held_versions.unadopted, self._refused)
         self._failure = message if isinstance(message, LoadFailed) and not is_kept else None
         if self._in_hand == message.version:
             self._in_hand = 0
-        assigned = self._hub.holdings.assigned
-        self._hub.assign(0 if assigned == message.version else assigned)
+        assigned = self._hub.held_versions.assigned
+        self._hub.set_assigned(0 if assigned == message.version else assigned)
         self._hub.send(message)
 
     def _unpin(self, holder: Holder, slot: Slot) -> None:
@@ -374,7 +374,7 @@ class Watches(Part):
 
     def _begun(self, watches: set[_Watch], version: int, what: str, deadline_s: float | None) -> Promise[int]:
         pending: Promise[int] = self._hub.pending(what)
-        self._hub.call(self._begin, watches, _Watch(version, what, pending), deadline_s)
+        self._hub.call(self._add_watch, watches, _Watch(version, what, pending), deadline_s)
         return pending
 
     # ------------------------------------------------------------ session thread
@@ -395,7 +395,7 @@ class Watches(Part):
     def session_down(self, error: errors.ReplicasError) -> None:
         self.fail_all(error)
 
-    def _begin(self, watches: set[_Watch], watch: _Watch, deadline_s: float | None) -> None:
+    def _add_watch(self, watches: set[_Watch], watch: _Watch, deadline_s: float | None) -> None:
         if self._hub.over is not None:
             watch.pending.fail(self._hub.over)
             return
@@ -439,7 +439,7 @@ class Watches(Part):
 
     def _overdue(self, watches: set[_Watch], watch: _Watch, deadline_s: float) -> None:
         if watch in watches:
-            self._end(watches, watch).fail(self._hub.no_answer(watch.what, deadline_s))
+            self._end(watches, watch).fail(self._hub.overdue_error(watch.what, deadline_s))
 
     @staticmethod
     def _end(watches: set[_Watch], watch: _Watch) -> Promise[int]:

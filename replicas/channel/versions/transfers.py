@@ -42,7 +42,7 @@ from replicas.channel.versions.manifest_exchange import ManifestExchange
 from replicas.channel.versions.on_device import copy_image, copy_part, put_part, take_out
 from replicas.common.logs import Log
 from replicas.core.base.manifest import Manifest
-from replicas.memory.kept import is_near
+from replicas.memory.held_memory import is_in_proc
 from replicas.sidecar.wire import TransferSpec
 from replicas.weights.copies.digest import digest_of
 from replicas.weights.memory.arena import Slot
@@ -89,13 +89,15 @@ class Transfers(Part):
         transfer = self._transfers.setdefault(offer.transfer, Transfer(offer))  # a known one was pulled wrong
         transfer.offer = offer
         if offer.role == "map":
-            self._begin(transfer, self._copy_image(transfer) if self._hub.device else self._map(transfer), "map")
+            self._spawn_transfer(
+                transfer, self._copy_image(transfer) if self._hub.device else self._map(transfer), "map"
+            )
         elif offer.role == "serve":
-            self._begin(transfer, self._serve(transfer), "transfer")
+            self._spawn_transfer(transfer, self._serve(transfer), "transfer")
         elif offer.role == "pull":
-            self._begin(transfer, self._pull(transfer), "transfer")
+            self._spawn_transfer(transfer, self._pull(transfer), "transfer")
         else:
-            self._begin(transfer, self._prepare(transfer), "offer")
+            self._spawn_transfer(transfer, self._prepare(transfer), "offer")
 
     def _go(self, go: wire.TransferGo) -> None:
         transfer = self._transfers.get(go.transfer)
@@ -105,9 +107,11 @@ class Transfers(Part):
             self._hub.send(wire.TransferFailed(go.transfer, told))
             return
         transfer.running = True
-        self._begin(transfer, self._move(transfer, transfer.slot, go), "transfer")
+        self._spawn_transfer(transfer, self._move(transfer, transfer.slot, go), "transfer")
 
-    def _begin(self, transfer: Transfer, work: Coroutine[Any, Any, wire.TransferDone | None], phase: str) -> None:
+    def _spawn_transfer(
+        self, transfer: Transfer, work: Coroutine[Any, Any, wire.TransferDone | None], phase: str
+    ) -> None:
         self._hub.spawn(self._run(transfer, work, phase), f"transfer {transfer.offer.transfer}")
 
     async def _run(self, transfer: Transfer, work: Coroutine[Any, Any, wire.TransferDone | None], phase: str) -> None:
@@ -116,7 +120,7 @@ class Transfers(Part):
         try:
             done = await work
         except (OSError, RuntimeError, errors.ReplicasError) as error:
-            if self._forget(transfer):
+            if self._remove_transfer(transfer):
                 logger.info("%s: transfer %d of version %d: %s", hub.name, offer.transfer, offer.version, error)
                 told = as_wire_error(error, channel=hub.name, phase=phase, version=offer.version)
                 holders = error.cut if isinstance(error, PullFailed) else {}
@@ -139,16 +143,16 @@ class Transfers(Part):
         offer, hub = transfer.offer, self._hub
         if offer.role == "pull":
             self._pulled(transfer, slot, done)
-        elif not self._forget(transfer):
+        elif not self._remove_transfer(transfer):
             self._let_go(transfer)
         elif transfer.sends:
             if done.image_digest:
-                hub.holdings.note(offer.version, digest=done.image_digest)
+                hub.held_versions.record_facts(offer.version, digest=done.image_digest)
             self._let_go(transfer)
             hub.send(done)
         else:
             nccl = transfer.lane is not None and transfer.lane.backend == "nccl"
-            hub.holdings.received(slot, done.image_digest, offer.meta, "cuda" if hub.device or nccl else "cpu")
+            hub.held_versions.received(slot, done.image_digest, offer.meta, "cuda" if hub.device or nccl else "cpu")
             place = done.place or slot.place  # others may map it from now on
             hub.version_held()
             hub.send(msgspec.structs.replace(done, place=place))
@@ -191,7 +195,7 @@ class Transfers(Part):
         offer, hub = transfer.offer, self._hub
         manifest = await self._manifests.decoded(offer.manifest_hash)
         if not transfer.running:  # else this is a second pull
-            await self._lay_out(transfer, manifest)
+            await self._reserve_and_carry(transfer, manifest)
         slot = transfer.slot
         if transfer.cancelled or slot is None:
             await self._stop_carrying(transfer)
@@ -236,7 +240,7 @@ class Transfers(Part):
             wrong={name: why for pulled in found for name, why in pulled.wrong.items()},
         )
 
-    async def _lay_out(self, transfer: Transfer, manifest: Manifest) -> None:
+    async def _reserve_and_carry(self, transfer: Transfer, manifest: Manifest) -> None:
         """Reserve the slot, copy the parts of this host, get memory for the others."""
         offer = transfer.offer
         slot = await self._reserve(transfer)
@@ -267,10 +271,10 @@ class Transfers(Part):
         hub, offer = self._hub, transfer.offer
         transfer.unpin_base(hub.arena)  # a second pull uses no deltas; the next version may need its slot
         if slot.state == "held":
-            hub.arena.mended(slot, done.image_digest)
-            hub.holdings.note(offer.version, digest=done.image_digest)
+            hub.arena.replace_digest(slot, done.image_digest)
+            hub.held_versions.record_facts(offer.version, digest=done.image_digest)
         else:
-            hub.holdings.received(slot, done.image_digest, offer.meta, "cuda" if hub.device else "cpu")
+            hub.held_versions.received(slot, done.image_digest, offer.meta, "cuda" if hub.device else "cpu")
         if self._is_over(transfer):  # cancelled at its end: no member pulls from here
             hub.spawn(self._stop_carrying(transfer), f"transfer {offer.transfer} ends")
             return
@@ -309,7 +313,7 @@ class Transfers(Part):
         offer, hub, started = transfer.offer, self._hub, time.monotonic()
         manifest = await self._manifests.decoded(offer.manifest_hash)
         place = self._place_of(offer)
-        if is_near(place):
+        if is_in_proc(place):
             buffer = Buffer.open(place, offer.version)
         else:  # which may block on a frozen process
             buffer = await asyncio.to_thread(Buffer.open, place, offer.version)
@@ -320,7 +324,7 @@ class Transfers(Part):
             buffer.close()
             text = f"version {offer.version} has {manifest.image_nbytes} bytes, but its memory {buffer.nbytes}"
             raise hub.error(errors.InternalError, text)
-        hub.holdings.overtake(offer.version)
+        hub.held_versions.unprotect_up_to(offer.version)
         hub.arena.release(offer.version)
         slot = hub.arena.adopt(offer.version, manifest, buffer, offer.digest)
         slot.sharing = offer.sharing
@@ -367,7 +371,7 @@ class Transfers(Part):
         hub, offer = self._hub, transfer.offer
         until = time.monotonic() + max(0.0, offer.deadline_s - MARGIN_S)
         manifest = await self._manifests.decoded(offer.manifest_hash)
-        hub.holdings.overtake(offer.version)
+        hub.held_versions.unprotect_up_to(offer.version)
 
         def check() -> None:
             if transfer.cancelled:
@@ -385,12 +389,12 @@ class Transfers(Part):
             await self._copy_places(go.places, manifest, slot)
         if go.lane:
             transfer.lane = self._lanes.get(go.lane)
-            return await self._through(transfer.lane, transfer, slot, go)
+            return await self._move_through_lane(transfer.lane, transfer, slot, go)
         started = time.monotonic()  # all parts were copied on this host
         digest = await asyncio.to_thread(digest_of, slot.data, slot.digest_kind)
         return wire.TransferDone(go.transfer, digest, {}, 0.0, time.monotonic() - started)
 
-    async def _through(
+    async def _move_through_lane(
         self, lane: SidecarLane, transfer: Transfer, slot: Slot, go: wire.TransferGo
     ) -> wire.TransferDone:
         if lane.sidecar is None:
@@ -430,9 +434,9 @@ class Transfers(Part):
             self._hub.spawn(self._stop_carrying(transfer), f"transfer {message.transfer} ends")
         elif not transfer.running:
             self._let_go(transfer)
-        self._hub.holdings.protect()
+        self._hub.held_versions.protect()
 
-    def _forget(self, transfer: Transfer) -> bool:
+    def _remove_transfer(self, transfer: Transfer) -> bool:
         """Remove a transfer; return False if it was withdrawn."""
         number = transfer.offer.transfer
         if self._transfers.get(number) is not transfer:
@@ -450,6 +454,6 @@ class Transfers(Part):
             if transfer.pinned:
                 transfer.pinned = False
                 self._hub.arena.unpin(slot)
-            self._hub.holdings.release(transfer.offer.version)
+            self._hub.held_versions.release(transfer.offer.version)
         elif slot is not None:
             self._hub.arena.free(slot)

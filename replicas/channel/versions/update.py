@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 
 from replicas import errors
-from replicas.channel.session.holdings import Holder
+from replicas.channel.session.held_versions import Holder
 from replicas.channel.session.pending import Pending
 from replicas.channel.versions.owner import Base, UpdateOwner, open_base
 from replicas.common.waits import locked
@@ -166,7 +166,7 @@ class Update:
     def _adopt(self, whole: bool) -> Pending[None]:
         self._touch()
         if self._adoption is None:
-            self._adoption = self._owner.adopting.begin(self.version, whole, self._decided)
+            self._adoption = self._owner.lockstep.await_decision(self.version, whole, self._decided)
         return self._adoption
 
     def _decided(self, error: errors.ReplicasError | None) -> None:
@@ -184,7 +184,7 @@ class Update:
         return self
 
     def __enter__(self) -> Update:
-        if self._owner.adopting.on and not self._by_hand:
+        if self._owner.lockstep.on and not self._by_hand:
             self.adopt().wait()
         locked(self._lock, self._enter)
         return self
@@ -307,7 +307,7 @@ class Update:
             text = f"changes to version {self.version}: this rank has not loaded a whole version before it"
             hint = "load this version whole: load_into(model, changed_only=update.base > 0)"
             raise errors.UsageError(text, version=self.version, hint=hint)
-        if self._owner.adopting.on:
+        if self._owner.lockstep.on:
             self.adopt().wait()
         load = Holder()
         try:
@@ -340,7 +340,7 @@ class Update:
             :class:`~replicas.errors.Fenced`.
         """
         self._check_process()  # before the lock, which may be taken in a forked child
-        if self._owner.adopting.on and not self._adopted and self._outcome is None:
+        if self._owner.lockstep.on and not self._adopted and self._outcome is None:
             text = f"version {self.version} was loaded before all targets of the channel could load it"
             hint = "adopt_together: wait for update.adopt() before the load, or load in a plain `with update:` block"
             error = errors.UsageError(text, version=self.version, hint=hint)

@@ -18,7 +18,7 @@ its turn, *moving* while a transfer carries it, and then has exactly one verdict
 *moving*; ``again`` starts the next attempt over the members that are left.
 
 *A delivery* is one version on its way to a host that pulls it
-(:mod:`replicas.core.moving.deliveries`): *due* until a holder's carrier listens,
+(:mod:`replicas.core.moving.pull_tasks`): *due* until a holder's carrier listens,
 *offered*, *taking* once its slot is reserved. It *came* when all bytes have arrived,
 and is *held* when their digest is that of the version.
 

@@ -14,7 +14,7 @@ at no cost. *Halt*: it rests as drained. *Fail*: it rests as failed, as its grou
 time are left behind. *Over*: it was stopped for good, and has settled. Only a stop for
 good cannot be taken back.
 
-Pure: :mod:`replicas.supervisor.fleet.course` and
+Pure: :mod:`replicas.supervisor.fleet.generation_lifecycle` and
 :mod:`replicas.supervisor.fleet.replica` carry out the actions.
 """
 

@@ -210,7 +210,7 @@ class Lifecycle:
         """Restart the clock of this start: its processes are started only now."""
         self._started_at = now
 
-    def forgive(self, pause_s: float) -> None:
+    def skip_pause(self, pause_s: float) -> None:
         """Do not count ``pause_s``, a pause of the supervisor, as starting time."""
         self._started_at += pause_s
 

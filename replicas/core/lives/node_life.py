@@ -82,7 +82,7 @@ class NodeLife:
         self.heard_at = now
         return self.state == "away" and self.step("heard")
 
-    def due(self, now: float) -> Literal["", "silent", "lease_over"]:
+    def due_event(self, now: float) -> Literal["", "silent", "lease_over"]:
         """Return the event that the agent's silence causes now, or ""."""
         silent_s = now - self.heard_at
         if self.leased and self.state == "up" and silent_s > SILENT_S:

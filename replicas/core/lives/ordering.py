@@ -35,13 +35,13 @@ def start_levels(groups: Mapping[str, GroupConfig]) -> list[list[str]]:
     return levels
 
 
-def enough(min_ready: int | None, replicas: int) -> int:
+def needed_replicas(min_ready: int | None, replicas: int) -> int:
     """Return how many replicas must be ready or done: ``min_ready``, or all."""
     return replicas if min_ready is None else min(min_ready, replicas)
 
 
 def is_good(states: Sequence[ReplicaState], min_ready: int | None = None) -> bool:
-    return sum(state in GOOD for state in states) >= enough(min_ready, len(states))
+    return sum(state in GOOD for state in states) >= needed_replicas(min_ready, len(states))
 
 
 def is_done(states: Sequence[ReplicaState], min_ready: int | None = None) -> bool:
@@ -50,7 +50,7 @@ def is_done(states: Sequence[ReplicaState], min_ready: int | None = None) -> boo
     A group that was scaled to 0 is idle, not done.
     """
     finished = states.count("finished")
-    return is_over(states) and finished >= max(1, enough(min_ready, len(states)))
+    return is_over(states) and finished >= max(1, needed_replicas(min_ready, len(states)))
 
 
 def is_over(states: Sequence[ReplicaState]) -> bool:
@@ -95,7 +95,7 @@ def unmet(
     return [str(one) for one in group.depends_on if not met(one.group, one.condition)]
 
 
-def within(states: Mapping[int, ReplicaState], todo: Sequence[int], max_unavailable: int) -> list[int]:
+def restartable_now(states: Mapping[int, ReplicaState], todo: Sequence[int], max_unavailable: int) -> list[int]:
     """Return the replicas of ``todo`` that a rolling restart may end now.
 
     At most ``max_unavailable`` are down because of the restart. Replicas that are down

@@ -89,14 +89,14 @@ class Restarts:
             self.cycles[whose] = self.cycles.get(whose, 0) + 1
             if 0 < config.no_progress_cycles <= self.cycles[whose]:
                 return RestartVerdict(None, f"{self.cycles[whose]} generations in a row without a new step or version")
-        delay_s = self.take(whose, now=now)
+        delay_s = self.spend_restart(whose, now=now)
         if delay_s is None:
             return RestartVerdict(None, f"no restart is left of {config.max_restarts} in {config.window_s:g} s")
         if config.strategy == "group":
             self._resume_at = now + delay_s
         return RestartVerdict(delay_s)
 
-    def take(self, replica: int, *, now: float) -> float | None:
+    def spend_restart(self, replica: int, *, now: float) -> float | None:
         """Spend one restart of ``replica`` and return the seconds to wait before it.
 
         Return None, and spend nothing, if the budget is used up.
@@ -143,7 +143,7 @@ class Restarts:
         self.cycles.clear()
         self._resume_at = None
 
-    def forget(self, replica: int) -> None:
+    def remove_replica(self, replica: int) -> None:
         """Forget a replica that is no longer wanted; its spent restarts stay spent."""
         self.cycles.pop(replica, None)
 

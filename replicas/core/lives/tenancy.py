@@ -73,13 +73,13 @@ class Tenancy:
         self._sent.clear()  # beats to an earlier supervisor prove nothing to this one
         self.until = asked_at + lease_s if lease_s else None
 
-    def beat(self, now: float) -> int:
+    def next_beat(self, now: float) -> int:
         """Return the number of a beat that is sent now."""
         self._number += 1
         self._sent[self._number] = now
         return self._number
 
-    def heard(self, number: int) -> None:
+    def extend_lease(self, number: int) -> None:
         """Extend the lease: the supervisor has acknowledged this beat."""
         sent_at = self._sent.pop(number, None)
         if sent_at is not None and self._lease_s:
@@ -87,7 +87,7 @@ class Tenancy:
         # earlier beats cannot lengthen it
         self._sent = {other: at for other, at in self._sent.items() if other > number}
 
-    def alone(self, now: float, patience_s: float) -> None:
+    def limit_without_supervisor(self, now: float, patience_s: float) -> None:
         """Without a supervisor, end after ``patience_s``, or earlier with the lease."""
         left = now + patience_s
         self.until = left if self.until is None else min(self.until, left)  # this never lengthens a lease

@@ -123,13 +123,13 @@ class Hosts:
 
     def apart(self, state: MemberState) -> None:
         """Make the member a host of its own: it cannot map the memory of the others."""
-        self._take(state)
+        self._remove_member(state)
         self._put(state, self._new())
 
     def lost(self, state: MemberState) -> None:
         self._searches.pop(state.member, None)
         self._unwarned.pop(state.member, None)
-        self._take(state)
+        self._remove_member(state)
 
     def tick(self, now: float) -> None:
         """Make members that did not answer in time hosts of their own."""
@@ -169,7 +169,7 @@ class Hosts:
             self._out.extend(Send(member, LaneAhead()) for member in self._unwarned)
             self._unwarned.clear()
 
-    def _take(self, state: MemberState) -> None:
+    def _remove_member(self, state: MemberState) -> None:
         members = self._members.get(state.host, {})
         members.pop(state.member, None)
         if not members:
@@ -222,7 +222,7 @@ class Keeping:
         self._failed: set[Member] = set()
         self._stand_ins: dict[Member, MemberState] = {}
 
-    def look(self, latest: int) -> None:
+    def update_keepers(self, latest: int) -> None:
         """Keep ``latest``, the newest committed version, if possible; drop others."""
         if latest != self._version:
             self._out.extend(LetGo(self._channel, member) for member in self._asked)

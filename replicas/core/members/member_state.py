@@ -173,7 +173,7 @@ class MemberState:
         """Change its standing, by the table ``MEMBER``."""
         self.standing = MEMBER.next(self.standing, event)
 
-    def forget(self, version: int) -> bool:
+    def drop_version(self, version: int) -> bool:
         """Forget its copy and part of the version. Return True if it had any."""
         had = self.held.pop(version, None) is not None or version in self.parts
         self.parts.discard(version)
@@ -230,7 +230,7 @@ class HighWaterMarks:
         """Return newest step (-1: none), newest version, operations without a step."""
         return self._marks.get((group, replica), (-1, 0, 0))
 
-    def forget(self, group: str, replicas: int) -> None:
+    def drop_replicas(self, group: str, replicas: int) -> None:
         """Forget the replicas of the group from index ``replicas`` on."""
         self._marks = {key: marks for key, marks in self._marks.items() if key[0] != group or key[1] < replicas}
 

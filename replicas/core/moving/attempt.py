@@ -13,7 +13,7 @@ import msgspec
 from replicas import errors
 from replicas.core.base.effects import Send
 from replicas.core.base.manifest import Manifest
-from replicas.core.moving.ground import Ground
+from replicas.core.moving.channel_context import ChannelContext
 from replicas.core.moving.lanes import Lane
 from replicas.core.moving.paths import TransferPlan
 from replicas.messages import Meta, SlotPlace, TransferCancel, TransferDone, TransferGo, TransferOffer
@@ -54,7 +54,7 @@ class Attempt:
     :ivar concerned: all its members.
     """
 
-    ground: Ground
+    context: ChannelContext
     payload: Payload
     plan: TransferPlan
     number: int = 0
@@ -70,7 +70,7 @@ class Attempt:
     def __post_init__(self) -> None:
         self.offered_at = self.began_at
         self.mapping, self.concerned = {*self.plan.maps, *self.plan.pulls}, frozenset(self.plan.concerned)
-        self.waiting = Counter(map(self.ground.roster.host, self.plan.waiting))
+        self.waiting = Counter(map(self.context.roster.host, self.plan.waiting))
 
     @property
     def movers(self) -> tuple[Member, ...]:
@@ -97,9 +97,9 @@ class Attempt:
         parts = {self.plan.owners[part] for parts in self.plan.local.values() for part in parts}
         return {*self.movers, *lenders, *parts}
 
-    def offer(self, remaining_s: float) -> None:
+    def send_offers(self, remaining_s: float) -> None:
         """Send each member its role. Equal messages are one object, encoded once."""
-        plan, roster = self.plan, self.ground.roster
+        plan, roster = self.plan, self.context.roster
         readers = Counter(plan.maps.values())
 
         @cache
@@ -113,7 +113,7 @@ class Attempt:
             for member in plan.receivers
         ]
         offers += [(member, offer("map", self._place(giver), readers[giver])) for member, giver in plan.maps.items()]
-        self.ground.out.extend(Send(member, message) for member, message in offers if member in roster)
+        self.context.out.extend(Send(member, message) for member, message in offers if member in roster)
 
     def offer_map(self, member: Member, lender: Member, remaining_s: float, now: float) -> None:
         """Offer a waiting member the memory of a member that now has the version."""
@@ -122,7 +122,7 @@ class Attempt:
         self.mapping.add(member)
         self.concerned |= {member}
         offer = self.offer_of("map", remaining_s, place=self._place(lender))
-        self.ground.send(member, msgspec.structs.replace(offer, mode="image", digest=self.payload.digest))
+        self.context.send(member, msgspec.structs.replace(offer, mode="image", digest=self.payload.digest))
 
     def offer_of(
         self, role: Literal["send", "receive", "map", "serve", "pull"], deadline_s: float, **more: Any
@@ -140,24 +140,24 @@ class Attempt:
             **more,
         )
 
-    def go(self, go: TransferGo, lane: Lane | None) -> None:
+    def send_go(self, go: TransferGo, lane: Lane | None) -> None:
         """Send the movers, all ready now, the order to move the bytes."""
         for member in self.movers:
             places = self.local_places(member)
             own = msgspec.structs.replace(go, places=places) if places else go
             if lane is not None and member not in lane.ranks:
                 own = msgspec.structs.replace(own, lane="", routes=())
-            self.ground.send(member, own)
+            self.context.send(member, own)
 
     def withdraw(self, members: Iterable[Member]) -> None:
         """Send these members a cancel, and stop waiting for those that map."""
-        cancel, roster = TransferCancel(self.number), self.ground.roster
+        cancel, roster = TransferCancel(self.number), self.context.roster
         members = sorted(members)
         self.mapping.difference_update(members)
-        self.ground.out.extend(Send(member, cancel) for member in members if member in roster)
+        self.context.out.extend(Send(member, cancel) for member in members if member in roster)
 
     def _place(self, member: Member) -> SlotPlace | None:
-        state = self.ground.keeping.lender(member)
+        state = self.context.keeping.lender(member)
         return state.places.get(self.payload.version) if state is not None else None
 
     def local_places(self, member: Member) -> tuple[SlotPlace, ...]:

@@ -29,7 +29,7 @@ from replicas.core.base.membership import LANE, LaneState
 from replicas.core.members.member_state import MemberState
 from replicas.core.members.preflight import nccl_works
 from replicas.core.members.roster import Roster
-from replicas.core.moving.pace import Pace
+from replicas.core.moving.lane_progress import LaneProgress
 from replicas.messages import Backend, LaneDrop, LaneForm, LaneMoved
 from replicas.messages.identity import Member
 
@@ -91,7 +91,7 @@ class Lane:
     state: LaneState = "forming"
     formed_by: set[Member] = field(default_factory=set)
     formed_s: float = 0.0
-    pace: Pace = field(default_factory=Pace)
+    progress: LaneProgress = field(default_factory=LaneProgress)
     ranks: dict[Member, int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -216,7 +216,7 @@ class Lanes:
             lane.formed_s = now - lane.opened_at
             lane.owner.lane_formed(lane, now)
 
-    def failing(self, member: Member, name: str, error: errors.ReplicasError) -> Lane | None:
+    def reported_failed(self, member: Member, name: str, error: errors.ReplicasError) -> Lane | None:
         """Return the lane that a member reports as failed; None if its store failed.
 
         A store to which others wrote is replaced.
@@ -265,7 +265,7 @@ class Lanes:
         """Store a member's progress report of a lane."""
         lane = self._lanes.get(message.lane)
         if lane is not None and member in lane.ranks:
-            lane.pace.moved(member, message, now)
+            lane.progress.moved(member, message, now)
 
     def close(self, lane: Lane, reason: str = "") -> None:
         """Kill the lane's sidecars and sweep its keys.
@@ -295,16 +295,16 @@ class Lanes:
         if self._kept is not None:
             self._left = 0
 
-    def left(self, now: float) -> None:
+    def note_abandoned(self, now: float) -> None:
         """Let lanes rest: a publish has abandoned a lane that did not work."""
         self._left += 1
         self._rest_until = now + REST.after(self._left)
 
-    def rest(self, now: float) -> bool:
+    def is_resting(self, now: float) -> bool:
         """Return whether lanes rest because one was abandoned recently."""
         return now < self._rest_until
 
-    def take(self, members: tuple[Member, ...], backend: Backend, owner: LaneOwner) -> Lane | None:
+    def take_kept(self, members: tuple[Member, ...], backend: Backend, owner: LaneOwner) -> Lane | None:
         """Return the kept lane if it has exactly these members and this backend."""
         kept = self._kept
         if kept is None or (kept.members, kept.backend) != (members, backend):

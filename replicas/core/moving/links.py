@@ -62,7 +62,7 @@ class Links:
                 fault.count += 1
             fault.why, fault.doubt_until = why, now + DOUBT.after(fault.count)
 
-    def proved(self, pairs: Pairs) -> None:
+    def clear_doubt(self, pairs: Pairs) -> None:
         """Clear the doubt of links over which a version has arrived."""
         for link in _links(pairs) & self._faults.keys():
             del self._faults[link]

@@ -25,7 +25,7 @@ Receivers that verified the version keep it, and may give it in the next attempt
 
 *A lane is tried once* (between GPUs, or with ``transport = "group"``). If it fails, for
 whatever reason, the members that are left pull the version through host memory
-(:mod:`replicas.core.moving.deliveries`), so that the others need not wait until the
+(:mod:`replicas.core.moving.pull_tasks`), so that the others need not wait until the
 faulty member or link is found. The next publishes pull as well: lanes are tried at
 growing intervals until one works.
 
@@ -48,11 +48,11 @@ from replicas.core.base.effects import WrongBytes
 from replicas.core.base.membership import TRANSFER, TransferState
 from replicas.core.members.preflight import sends_by_group
 from replicas.core.moving.attempt import Attempt, Payload
-from replicas.core.moving.deliveries import Deliveries, Delivery
-from replicas.core.moving.ground import Ground
+from replicas.core.moving.channel_context import ChannelContext
 from replicas.core.moving.lanes import Lane, form_timeout
-from replicas.core.moving.pacing import PATIENCE, PATIENCE_S, Pacing
 from replicas.core.moving.paths import TransferPlan, Works, plan
+from replicas.core.moving.pull_tasks import PullTask, PullTasks
+from replicas.core.moving.stragglers import PATIENCE, PATIENCE_S, Stragglers
 from replicas.messages import Backend, TransferDone, TransferGo
 from replicas.messages.bounds import REASON_LENGTH, text_of
 from replicas.messages.identity import Member
@@ -83,7 +83,7 @@ class Transfer:
 
     def __init__(
         self,
-        ground: Ground,
+        context: ChannelContext,
         payload: Payload,
         needers: Sequence[Member],
         *,
@@ -93,22 +93,22 @@ class Transfer:
         avoid: Member | None = None,
         tries: int = PULL_TRIES,
     ) -> None:
-        self._ground = ground
+        self._context = context
         self.payload = payload
         self.needers = set(needers)
         self.kind, self.deadline = kind, deadline
         self._on_end, self._avoid, self._tries = on_end, avoid, tries
         self.state: TransferState = "offering"
-        self.attempt = Attempt(ground, payload, TransferPlan("image"))
-        self.deliveries = Deliveries(self.attempt, deadline)
+        self.attempt = Attempt(context, payload, TransferPlan("image"))
+        self.pull_tasks = PullTasks(self.attempt, deadline)
         self.attempts = 0
         self.lane: Lane | None = None
         self.verified: set[Member] = set()
         self.refused: dict[Member, errors.ReplicasError] = {}
         self.why: dict[Member, str] = {}
         """Reasons why members were left out."""
-        self.pacing = Pacing(ground, self)
-        self._copies = ground.roster.config.staging == "device"
+        self.stragglers = Stragglers(context, self)
+        self._copies = context.roster.config.staging == "device"
         """Whether members that map copy the memory that they open."""
         self.form_s = self.map_s = self.transfer_s = self.verify_s = 0.0
         self.asked = frozenset(needers)
@@ -126,7 +126,7 @@ class Transfer:
         self._asked_first: frozenset[Member] = frozenset()
         self._answered: set[Member] = set()
         self._misses: dict[Member, int] = {}
-        self._by_lane = sends_by_group(ground.roster.config)
+        self._by_lane = sends_by_group(context.roster.config)
 
     # ------------------------------------------------------------ attempts
 
@@ -139,7 +139,7 @@ class Transfer:
         return self.attempt.plan
 
     @property
-    def laggards(self) -> set[Member]:
+    def awaited_members(self) -> set[Member]:
         """Members for which the attempt, or the transfer, still waits."""
         attempt = self.attempt
         if self.state == "offering" and not attempt.all_ready:
@@ -149,49 +149,49 @@ class Transfer:
     @property
     def drops(self) -> bool:
         """Whether slow members may be left out."""
-        return self.kind == "main" and self._ground.roster.config.on_lost == "drop"
+        return self.kind == "main" and self._context.roster.config.on_lost == "drop"
 
-    def gets_on(self, now: float) -> bool:
+    def is_moving(self, now: float) -> bool:
         """Return whether bytes move."""
         if self.state != "moving":
             return False
-        return self.deliveries.gets_on(now) or (
-            self.lane is not None and self.lane.pace.gets_on(self.attempt.at_work, now)
+        return self.pull_tasks.gets_on(now) or (
+            self.lane is not None and self.lane.progress.gets_on(self.attempt.at_work, now)
         )
 
     @property
     def unready(self) -> set[Member]:
         """Members that must reserve a slot, or map, and have not answered."""
-        return self.laggards if self.state == "offering" else self.attempt.mapping - self.attempt.ready
+        return self.awaited_members if self.state == "offering" else self.attempt.mapping - self.attempt.ready
 
     @property
     def waits_for_slots(self) -> bool:
         """Whether the transfer waits only for members without a reserved slot."""
         if self.state == "offering":
             return self.lane is None or self.lane.state == "formed"
-        return {one.state for one in self.deliveries.of("due", "offered", "taking", "came")} == {"offered"}
+        return {one.state for one in self.pull_tasks.of("due", "offered", "taking", "came")} == {"offered"}
 
     @property
     def left_out(self) -> dict[str, str]:
         """Targets in the roster that were left out, with the reasons."""
-        states = self._ground.roster.states(self.asked & self.why.keys())
+        states = self._context.roster.states(self.asked & self.why.keys())
         left = [state for state in states if self.payload.version not in state.held and not state.draining]
         return {state.member.name: self.why[state.member] for state in left}
 
     @property
-    def silent(self) -> set[Member]:
+    def never_answered(self) -> set[Member]:
         """Unready members that were asked at the start, and have never answered."""
         return (self.unready & self._asked_first) - self._answered
 
     @property
-    def mute(self) -> bool:
+    def is_unanswered(self) -> bool:
         """Whether no member that needs the version has answered or read."""
-        return self.needers <= self.silent - self._readers
+        return self.needers <= self.never_answered - self._readers
 
     @property
     def _readers(self) -> set[Member]:
         """Members of the current attempt that have asked for its manifest."""
-        states = self._ground.roster.states(self.attempt.concerned)
+        states = self._context.roster.states(self.attempt.concerned)
         wanted = self.payload.manifest_hash
         return {state.member for state in states if state.reading is not None and state.reading.manifest_hash == wanted}
 
@@ -199,17 +199,17 @@ class Transfer:
         """Return members that will not have read the manifest by ``until``."""
         attempt = self.attempt
         waited = attempt.mapping | (set() if self.state == "moving" else set(attempt.movers) - attempt.ready)
-        states = self._ground.roster.states(waited & self._readers & self.needers)
+        states = self._context.roster.states(waited & self._readers & self.needers)
         return {s.member for s in states if s.reading is not None and s.reading.ends_at > until}
 
     def start(self, now: float) -> None:
         """Start an attempt over the members that still need the version."""
-        ground = self._ground
+        context = self._context
         version = self.payload.version
-        self.needers = {state.member for state in ground.roster.states(self.needers) if version not in state.held}
-        self._by_lane &= not ground.lanes.rest(now)
+        self.needers = {state.member for state in context.roster.states(self.needers) if version not in state.held}
+        self._by_lane &= not context.lanes.is_resting(now)
         if self._by_lane:
-            self.pacing.leave_far(now)
+            self.stragglers.exclude_far(now)
         found = self._plan(now)
         if found is None:
             self._end(self._no_holder(), now)
@@ -221,14 +221,14 @@ class Transfer:
         if self.attempts:
             self.state = TRANSFER.next(self.state, "again")
         self.attempts += 1
-        self.deliveries.close()
-        self.attempt = Attempt(ground, self.payload, found, next(ground.ids), now)
+        self.pull_tasks.close()
+        self.attempt = Attempt(context, self.payload, found, next(context.ids), now)
         if self.attempts == 1:
             self._asked_first = self.attempt.concerned
-        self.deliveries = Deliveries(self.attempt, self.deadline if self.kind == "main" else now + LONGEST_S)
+        self.pull_tasks = PullTasks(self.attempt, self.deadline if self.kind == "main" else now + LONGEST_S)
         remaining = max(0.0, self.deadline - now)
-        self.attempt.offer(remaining)
-        self.deliveries.begin(now)
+        self.attempt.send_offers(remaining)
+        self.pull_tasks.start_serving(now)
         if found.lane:
             self._open_lane(found.lane, remaining, now)
         self._go_if_ready(now)
@@ -238,8 +238,8 @@ class Transfer:
 
         Catch-up prefers targets as holders, to leave trainers alone.
         """
-        version, roster = self.payload.version, self._ground.roster
-        kept = self._ground.keeping.of(version)
+        version, roster = self.payload.version, self._context.roster
+        kept = self._context.keeping.of(version)
         holders = [s for s in roster if version in s.held and s.member not in self.refused]
         targets_first = self.kind == "catch_up"
         holders.sort(
@@ -254,13 +254,13 @@ class Transfer:
         if not {s.member for s in holders} <= self._doubtful:
             holders = [s for s in holders if s.member not in self._doubtful]
         holders += [s for s in kept if version in s.held]
-        states = list(map(self._ground.keeping.lender, self.payload.part_owners))
+        states = list(map(self._context.keeping.lender, self.payload.part_owners))
         owners = [s for s in states if s is not None and version in s.parts and s.member not in self.refused]
         if len(owners) < len(states):
             owners = []
         needers = roster.states(self.needers)
         lost = {state.member for state in kept}
-        links = self._ground.links
+        links = self._context.links
         ways: list[Works | None] = [None]
         if links:
             ways = [partial(links.works, now=now)]
@@ -276,27 +276,27 @@ class Transfer:
     def _leave_unreached(self) -> None:
         """Leave out members that no holder reaches; catch-up serves them later."""
         for member in sorted(self.needers):
-            state = self._ground.roster.get(member)
-            known = self._ground.links.why(state) if state is not None else ""
+            state = self._context.roster.get(member)
+            known = self._context.links.why(state) if state is not None else ""
             hint = "open all TCP ports between these machines, in both directions"
             text = f"no holder reaches {member}: {known}"
             self._refuse(member, errors.Preflight(text, phase="form", members=[member.name], hint=hint))
 
     def _open_lane(self, members: tuple[Member, ...], remaining: float, now: float) -> None:
         """Reuse the kept lane of these members, or form a new lane."""
-        ground = self._ground
-        states = ground.roster.states(members)
+        context = self._context
+        states = context.roster.states(members)
         backend = self._backend(members)
-        kept = self.lane or ground.lanes.take(members, backend, self)
+        kept = self.lane or context.lanes.take_kept(members, backend, self)
         if kept is not None and (kept.members, kept.backend, kept.state) != (members, backend, "formed"):
             self.close_lane()
             kept = None
         timeout_s = form_timeout(remaining, max(state.rtt_s for state in states))
-        self.lane = kept or ground.lanes.open(states, backend, self, now, timeout_s)
+        self.lane = kept or context.lanes.open(states, backend, self, now, timeout_s)
 
     def _backend(self, members: Iterable[Member]) -> Backend:
         on_device = self._copies or self.payload.device == "cuda"
-        return self._ground.lanes.backend(self._ground.roster.states(members), on_device=on_device)
+        return self._context.lanes.backend(self._context.roster.states(members), on_device=on_device)
 
     def _go_if_ready(self, now: float) -> None:
         if self.state != "offering" or not self.attempt.all_ready:
@@ -308,11 +308,11 @@ class Transfer:
         left_s = max(0.0, self.deadline - now)
         go = TransferGo(self.attempt.number, "", (), left_s if self.kind == "main" else max(left_s, LONGEST_S))
         if lane is not None:
-            lane.pace.begin()
+            lane.progress.restart()
             self.form_s += lane.formed_s if lane.opened_at >= self.attempt.began_at else 0.0
             routes = tuple(tuple(lane.ranks[member] for member in route) for route in self.plan.routes)
             go = msgspec.structs.replace(go, lane=lane.name, routes=routes)
-        self.attempt.go(go, lane)
+        self.attempt.send_go(go, lane)
         self._end_attempt_if_done(now)
 
     # ------------------------------------------------------------ messages of members
@@ -323,10 +323,10 @@ class Transfer:
             attempt.ready.add(member)
             self._answered.add(member)
             self._go_if_ready(now)
-        elif transfer == attempt.number and member in self.deliveries:
+        elif transfer == attempt.number and member in self.pull_tasks:
             attempt.ready.add(member)
             self._answered.add(member)
-            self.deliveries.began(member, now)
+            self.pull_tasks.note_began(member, now)
 
     def lane_formed(self, lane: Lane, now: float) -> None:
         self._go_if_ready(now)
@@ -335,7 +335,7 @@ class Transfer:
         attempt = self.attempt
         if reply.transfer != attempt.number or member not in attempt.concerned:
             return
-        if member in self.deliveries:
+        if member in self.pull_tasks:
             self._pulled(member, reply, now)
             return
         mapped = member in attempt.mapping
@@ -348,7 +348,7 @@ class Transfer:
                 self._map_failed(member, error)
             else:
                 attempt.mapping.discard(member)
-                self._keep({member: reply}, lent=self._copies)
+                self.record_holders({member: reply}, lent=self._copies)
         elif self.state == "moving":
             attempt.done[member] = reply
             self.transfer_s = max(self.transfer_s, reply.transfer_s)
@@ -358,47 +358,47 @@ class Transfer:
 
     def carrier_up(self, now: float) -> None:
         """Offer deliveries that waited for a carrier: one listens now."""
-        self.deliveries.offer_due(now)
+        self.pull_tasks.offer_due(now)
 
     def moved(self, member: Member, transfer: int, received: int, now: float) -> None:
         if transfer == self.attempt.number:
-            self.deliveries.moved(member, received, now)
+            self.pull_tasks.moved(member, received, now)
 
     def _pulled(self, member: Member, reply: TransferDone, now: float) -> None:
         if member not in self.attempt.mapping:
             return  # it was left out meanwhile
         self.transfer_s = max(self.transfer_s, reply.transfer_s)
         self.attempt.mapping.discard(member)
-        self.deliveries.came(member, reply, now)
+        self.pull_tasks.note_arrived(member, reply, now)
         if self._others_at is None:
             self._others_at, self._patience_s = now, max(PATIENCE_S, PATIENCE * (now - self.attempt.began_at))
         self._doubt_links(member, reply.holders, now)
         for holder, why in reply.wrong.items():
-            self._ground.emit(WrongBytes(self._ground.config.name, self.payload.version, member, holder, why))
+            self._context.emit(WrongBytes(self._context.config.name, self.payload.version, member, holder, why))
         self._settle_deliveries(now)
         self._end_attempt_if_done(now)
 
     def _settle_deliveries(self, now: float) -> None:
         """Keep deliveries with right bytes, once the version's digest is known."""
-        payload, roster = self.payload, self._ground.roster
-        for one in self.deliveries.of("came") if payload.filling is None else ():
+        payload, roster = self.payload, self._context.roster
+        for one in self.pull_tasks.of("came") if payload.filling is None else ():
             reply = one.reply
             assert reply is not None
             payload.digest = payload.digest or reply.image_digest
             if reply.image_digest != payload.digest:
-                self._mend(one, now)
+                self._request_wrong_blocks(one, now)
                 continue
             one.step("right")
             self.sent_to.add(one.member)
             good = [holder for holder in one.holders if holder.name in reply.received.keys() - reply.holders.keys()]
-            self._ground.links.proved((roster.address(holder), roster.address(one.member)) for holder in good)
+            self._context.links.clear_doubt((roster.address(holder), roster.address(one.member)) for holder in good)
             self._keep_received({one.member: reply})
             waiting = [state for state in roster.states(self.needers) if state.member not in self.attempt.concerned]
             for state in waiting:
                 if state.host == roster.host(one.member):
                     self.attempt.offer_map(state.member, one.member, max(0.0, self.deadline - now), now)
 
-    def _mend(self, one: Delivery, now: float) -> None:
+    def _request_wrong_blocks(self, one: PullTask, now: float) -> None:
         """Have a puller find its wrong blocks and pull those again."""
         if one.judged:
             gave = {holder for holder in one.holders if one.reply is not None and holder.name in one.reply.received}
@@ -408,11 +408,11 @@ class Transfer:
             return
         one.step("wrong")
         self.attempt.mapping.add(one.member)
-        self.deliveries.offer_due(now)
+        self.pull_tasks.offer_due(now)
 
     def _delivery_failed(self, member: Member, error: errors.ReplicasError) -> None:
         """Leave the delivery to the next attempt; after many, to catch-up."""
-        self.deliveries.gave_up(member)
+        self.pull_tasks.mark_failed(member)
         self.attempt.mapping.discard(member)
         self._misses[member] = self._misses.get(member, 0) + 1
         if isinstance(error, errors.NoCapacity | errors.Busy | errors.InternalError) or (
@@ -425,18 +425,18 @@ class Transfer:
 
         A holder that had nothing to give, as it pulls itself, may have a good link.
         """
-        roster = self._ground.roster
+        roster = self._context.roster
         given = {one for givers in self.plan.pulls.get(member, {}).values() for one in givers}
-        given -= {one.member for one in self.deliveries.of("due", "offered", "taking", "failed")}
+        given -= {one.member for one in self.pull_tasks.of("due", "offered", "taking", "failed")}
         known = {one.member.name: one.address for one in roster.states(given)}
         for name, why in holders.items():
             if name in known:
-                self._ground.links.doubt([(roster.address(member), known[name])], why, now)
+                self._context.links.doubt([(roster.address(member), known[name])], why, now)
 
-    def _leave_late(self, now: float) -> None:
+    def _exclude_late_hosts(self, now: float) -> None:
         """Leave out hosts for which the others would have to wait too long."""
-        began_at, host = self.attempt.began_at, self._ground.roster.host
-        late = self.deliveries.of("due", "offered", "taking")
+        began_at, host = self.attempt.began_at, self._context.roster.host
+        late = self.pull_tasks.of("due", "offered", "taking")
         if self._others_at is None or not late or not self.drops:
             return
         others_at, until = self._others_at, max(self._others_at, began_at) + self._patience_s
@@ -448,11 +448,11 @@ class Transfer:
                 why[one.member] = f"it is slow: {size_text(rate)}/s, and others have had it for {now - others_at:.1f} s"
         hosts = set(map(host, why))
         why |= {m: "its host is slow" for m in self.needers if m not in why and host(m) in hosts}
-        if self.pacing.leave(why, now):
+        if self.stragglers.exclude_slow(why, now):
             self.attempt.withdraw(why)
             for member in why:
-                if member in self.deliveries:
-                    self.deliveries.gave_up(member)
+                if member in self.pull_tasks:
+                    self.pull_tasks.mark_failed(member)
             self._end_attempt_if_done(now)
 
     # ------------------------------------------------------------ the end of an attempt
@@ -467,11 +467,11 @@ class Transfer:
         if wrong:
             names = sorted(str(member) for member in wrong)
             error = errors.SyncError(f"digests differ at {', '.join(names)}", phase="verify", members=names)
-            self._leave_lane(error.message, now)
+            self._abandon_lane(error.message, now)
         elif self.needers:
             self.start(now)
         else:
-            self._end(self._refusal() if self._falls_short else None, now)
+            self._end(self._refusal() if self._missed_required_targets else None, now)
 
     def _compare(self) -> set[Member]:
         """Keep receivers with the right digests; return the others."""
@@ -494,16 +494,16 @@ class Transfer:
         good = {member for member in good if done[member].image_digest == payload.digest}
         self.sent_to |= good
         self._keep_received({member: done[member] for member in good})
-        if self._ground.links:
-            self._ground.links.proved(
-                pair for route in self.plan.routes for pair in pairwise(map(self._ground.roster.address, route))
+        if self._context.links:
+            self._context.links.clear_doubt(
+                pair for route in self.plan.routes for pair in pairwise(map(self._context.roster.address, route))
             )
         return self.needers & set(receivers)
 
-    def _keep(self, replies: Mapping[Member, TransferDone], *, lent: bool) -> None:
+    def record_holders(self, replies: Mapping[Member, TransferDone], *, lent: bool) -> None:
         """Record that these members hold the version; ``lent``: in their own memory."""
         version = self.payload.version
-        for state in self._ground.roster.states(replies):
+        for state in self._context.roster.states(replies):
             member, reply = state.member, replies[state.member]
             state.held[version] = self.payload.digest or reply.image_digest
             if reply.place is not None:
@@ -522,12 +522,12 @@ class Transfer:
         for member, reply in replies.items():
             if reply.received:
                 self.pulled[member.name] = dict(reply.received)
-            owners = [self._ground.keeping.lender(self.plan.owners[part]) for part in self.plan.local.get(member, ())]
+            owners = [self._context.keeping.lender(self.plan.owners[part]) for part in self.plan.local.get(member, ())]
             places = [owner.places.get(self.payload.version) for owner in owners if owner is not None]
             nbytes = self.payload.nbytes - sum(place.nbytes for place in places if place is not None)
             nbytes = sum(reply.received.values()) or nbytes
             self.moved_to[member.replica_name] = self.moved_to.get(member.replica_name, 0) + nbytes
-        self._keep(replies, lent=True)
+        self.record_holders(replies, lent=True)
 
     def filled(self, now: float) -> None:
         """Go on after the publisher has filled its slot: the digest is known now."""
@@ -550,32 +550,32 @@ class Transfer:
             return
         if member in self.plan.servers:  # members that pull from it fail, and find another holder
             self.refused[member] = error
-            self.deliveries.cannot_serve(member)
+            self.pull_tasks.cannot_serve(member)
             if isinstance(error, errors.Gone):
                 self._forget_held(member)
-            self._fail_hopeless()
+            self._fail_unservable()
             self._end_attempt_if_done(now)
         elif member in self.attempt.mapping:
             self._doubt_links(member, holders or {}, now)
-            failed = self._delivery_failed if member in self.deliveries else self._map_failed
+            failed = self._delivery_failed if member in self.pull_tasks else self._map_failed
             failed(member, error)
             self._end_attempt_if_done(now)
         elif self.state == "offering":
             if member not in self.needers:
                 self._forget_held(member)
             self._refuse(member, error)
-            self.again("refused", now)
+            self.retry("refused", now)
         else:
             self._failed_with(error, {member} & self.needers, now)
 
     def _failed_with(self, error: errors.ReplicasError, members: set[Member], now: float) -> None:
         """Retry after a failed move; exclude members that ran out of memory."""
         if not (isinstance(error, errors.NoCapacity) and members):
-            self._leave_lane(error.message, now)
+            self._abandon_lane(error.message, now)
             return
         for member in members:
             self._refuse(member, error)
-        self.again("refused", now)
+        self.retry("refused", now)
 
     def _map_failed(self, member: Member, error: errors.ReplicasError) -> None:
         """Retry a member that could not map in the next attempt.
@@ -587,8 +587,8 @@ class Transfer:
         if isinstance(error, errors.NoCapacity | errors.Busy | errors.InternalError):
             self._refuse(member, error)
         elif not isinstance(error, errors.Gone) or self._misses[member] >= MAP_TRIES:
-            for state in self._ground.roster.states([member]):
-                self._ground.hosts.apart(state)
+            for state in self._context.roster.states([member]):
+                self._context.hosts.apart(state)
 
     def _refuse(self, member: Member, error: errors.ReplicasError) -> None:
         """Leave this member out, and keep the error as the reason."""
@@ -596,8 +596,8 @@ class Transfer:
         self.needers.discard(member)
 
     def _forget_held(self, member: Member) -> None:
-        for state in self._ground.roster.states([member]):
-            state.forget(self.payload.version)
+        for state in self._context.roster.states([member]):
+            state.drop_version(self.payload.version)
 
     def lane_failed(self, lane: Lane, error: errors.ReplicasError, now: float) -> None:
         if self.over or not self.plan.lane:
@@ -606,27 +606,27 @@ class Transfer:
             self._failed_with(error, {member for member in self.needers if member.name in error.members}, now)
 
     def lane_void(self, lane: Lane, now: float) -> None:
-        self._leave_lane("its store was replaced", now)
+        self._abandon_lane("its store was replaced", now)
 
-    def _leave_lane(self, why: str, now: float) -> None:
+    def _abandon_lane(self, why: str, now: float) -> None:
         """Abandon the lane, and pull the missing bytes; ``why`` is for the event."""
         self._by_lane = False
         if self.kind == "main":
-            self._ground.lanes.left(now)
-        self.again("failed", now, why)
+            self._context.lanes.note_abandoned(now)
+        self.retry("failed", now, why)
 
     # ------------------------------------------------------ failures
 
-    def again(self, reason: str, now: float, why: str = "") -> None:
+    def retry(self, reason: str, now: float, why: str = "") -> None:
         """Withdraw the attempt; start another if any member still needs the version."""
         if self.state == "moving":
             self._keep_done()
         self.cancel(reason)
         ends = self.verified or self.kind == "catch_up" or self.refused
-        if not self.needers and ends and not self._without_any:
-            self._end(None if self.verified and not self._falls_short else self._refusal(), now)
+        if not self.needers and ends and not self._all_lack_memory:
+            self._end(None if self.verified and not self._missed_required_targets else self._refusal(), now)
             return
-        self._ground.retried(reason, why)
+        self._context.emit_retried(reason, why)
         self.start(now)
 
     # ------------------------------------------------------------ losses and deadlines
@@ -637,33 +637,33 @@ class Transfer:
         self.verified.discard(member)
         if member == self.payload.filling:
             self.payload.filling = None
-            told = {one.reply.image_digest for one in self.deliveries.of("came") if one.reply is not None}
+            told = {one.reply.image_digest for one in self.pull_tasks.of("came") if one.reply is not None}
             if len(told) == 1:  # it had reported no digest, and all that got all of it agree
                 self._settle_deliveries(now)
         elif member not in self.attempt.concerned | self.plan.lenders:
             return
-        if self.deliveries:
-            self._lost_beside_deliveries(member)
+        if self.pull_tasks:
+            self._on_loss_during_pulls(member)
             self._end_attempt_if_done(now)
         elif member in self.attempt.needed or not self.attempt.concerned:
             self._by_lane &= self.state != "moving"
-            self.again("lost", now)
+            self.retry("lost", now)
         else:
             self.attempt.mapping.discard(member)
             self._end_attempt_if_done(now)
 
-    def _lost_beside_deliveries(self, member: Member) -> None:
+    def _on_loss_during_pulls(self, member: Member) -> None:
         """Withdraw offers to map the lost member's memory; fail its deliveries."""
         mappers = {one for one, lender in self.plan.maps.items() if lender == member}
         self.attempt.withdraw(mappers & self.attempt.mapping)
         self.attempt.mapping.discard(member)
-        if member in self.deliveries:
-            self.deliveries.gave_up(member)
-        self._fail_hopeless()
+        if member in self.pull_tasks:
+            self.pull_tasks.mark_failed(member)
+        self._fail_unservable()
 
-    def _fail_hopeless(self) -> None:
+    def _fail_unservable(self) -> None:
         """Fail deliveries of which every holder is gone or cannot serve."""
-        for one in self.deliveries.hopeless():
+        for one in self.pull_tasks.unservable():
             self.attempt.withdraw({one.member} if one.state == "offered" else ())
             self._delivery_failed(one.member, errors.PeersLost("no holder serves it", phase="transfer"))
 
@@ -674,17 +674,17 @@ class Transfer:
             self.why[member] = why
             if member in self.plan.givers:
                 self.refused[member] = errors.PeersLost(f"{member} does not answer", members=[member.name])
-                self.deliveries.cannot_serve(member)
-        if members & self.attempt.needed and not self.deliveries:
+                self.pull_tasks.cannot_serve(member)
+        if members & self.attempt.needed and not self.pull_tasks:
             self._by_lane &= self.state != "moving"
-            self.again(reason, now)
+            self.retry(reason, now)
             return
         self.attempt.withdraw(members & self.attempt.mapping)
         for member in members:
-            if member in self.deliveries:
-                self.deliveries.gave_up(member)
-        self._fail_hopeless()
-        self._ground.retried(reason)
+            if member in self.pull_tasks:
+                self.pull_tasks.mark_failed(member)
+        self._fail_unservable()
+        self._context.emit_retried(reason)
         self._end_attempt_if_done(now)
 
     def tick(self, now: float) -> None:
@@ -696,27 +696,27 @@ class Transfer:
         if frozen and not self._would_lose_version(frozen, now):
             self.exclude(frozen, now, reason="frozen", why="no sign of life")
             return
-        if self.deliveries:
-            self.deliveries.offer_due(now)
-            self._leave_late(now)
+        if self.pull_tasks:
+            self.pull_tasks.offer_due(now)
+            self._exclude_late_hosts(now)
             return
-        if (why := self.pacing.tick(now)) and self._by_lane:
-            self._leave_lane(why, now)
+        if (why := self.stragglers.tick(now)) and self._by_lane:
+            self._abandon_lane(why, now)
 
     def _would_lose_version(self, silent: set[Member], now: float) -> bool:
         """Return True if excluding ``silent`` would lose the version.
 
         False if another publish or a join waits: the version may be lost then.
         """
-        givers, ground = silent & set(self.plan.givers), self._ground
-        if not givers or self.kind != "main" or ground.others_wait(now):
+        givers, context = silent & set(self.plan.givers), self._context
+        if not givers or self.kind != "main" or context.others_wait(now):
             return False
         version = self.payload.version
-        others = any(version in s.held and s.member not in silent | self.refused.keys() for s in ground.roster)
-        return not others and not ground.keeping.of(version)
+        others = any(version in s.held and s.member not in silent | self.refused.keys() for s in context.roster)
+        return not others and not context.keeping.of(version)
 
     def _suspects(self, members: Iterable[Member], now: float) -> set[Member]:
-        roster = self._ground.roster
+        roster = self._context.roster
         return {state.member for state in roster.states(members) if roster.suspect(state, now)}
 
     def cancel(self, reason: str = "failed") -> None:
@@ -724,7 +724,7 @@ class Transfer:
         attempt, pulling = self.attempt, set(self.plan.pulls)
         attempt.withdraw({one for one in attempt.movers if one not in attempt.done} | (attempt.mapping - pulling))
         attempt.mapping -= pulling
-        self.deliveries.close()
+        self.pull_tasks.close()
         if self.plan.lane and not attempt.all_done:
             self.close_lane(reason)
 
@@ -732,7 +732,7 @@ class Transfer:
         """:param reason: why the lane must be replaced; empty if its work was done."""
         lane, self.lane = self.lane, None
         if lane is not None:
-            self._ground.lanes.close(lane, reason)
+            self._context.lanes.close(lane, reason)
 
     def _keep_done(self) -> None:
         """Keep receivers of a failed lane that have the right bytes."""
@@ -748,23 +748,23 @@ class Transfer:
     # ------------------------------------------------------------ ends
 
     @property
-    def _without_any(self) -> bool:
+    def _all_lack_memory(self) -> bool:
         """Whether all targets lack memory, and count as lost.
 
         False if the version must not do without targets: it lies on the publisher's
         GPU.
         """
         short = all(isinstance(error, errors.NoCapacity | errors.InternalError) for error in self.refused.values())
-        drops = self.drops and not (self._copies or self._ground.roster.config.min_targets or self.verified)
+        drops = self.drops and not (self._copies or self._context.roster.config.min_targets or self.verified)
         return drops and short and set() < self.refused.keys() <= self.asked
 
     @property
-    def _falls_short(self) -> bool:
+    def _missed_required_targets(self) -> bool:
         """Whether the version did not reach targets that it must reach."""
         if not self.refused.keys() & self.asked - self.verified:
             return False
-        every = self.kind == "main" and self._ground.roster.config.on_lost == "raise"
-        return every or not (self.verified or self._without_any)
+        every = self.kind == "main" and self._context.roster.config.on_lost == "raise"
+        return every or not (self.verified or self._all_lack_memory)
 
     def _refusal(self) -> errors.ReplicasError:
         for member, error in self.refused.items():
@@ -778,12 +778,12 @@ class Transfer:
         refused = next((error for member, error in self.refused.items() if member in self.plan.givers), None)
         if refused is not None:
             return refused
-        gone = [one.name for one in self.payload.part_owners or self.plan.givers if one not in self._ground.roster]
+        gone = [one.name for one in self.payload.part_owners or self.plan.givers if one not in self._context.roster]
         text = f"version {self.payload.version} was lost: no member that held all of it is left"
         return errors.PeersLost(text, phase="transfer", members=gone, hint="publish again")
 
     def _end(self, error: errors.ReplicasError | None, now: float) -> None:
-        self.deliveries.close()
+        self.pull_tasks.close()
         self.state = TRANSFER.next(self.state, "done" if error is None else "fail")
         self._on_end(self, error, now)
 

@@ -205,7 +205,7 @@ class Faults:
     def lost(self, member: Member) -> None:
         self._proven.discard(member)
 
-    def by_weight(self, operation: Operation) -> list[Member]:
+    def order_by_importance(self, operation: Operation) -> list[Member]:
         """Return the participants: root first, then proven members, then the rest."""
         root = operation.participants[operation.root] if operation.root >= 0 else None
         # False sorts before True
@@ -216,7 +216,7 @@ class Faults:
         state = self._roster.get(member)
         return member in self._proven or (state is not None and state.from_before)
 
-    def verdict(
+    def judge_failure(
         self, operation: Operation, lane: Lane | None, error: errors.ReplicasError, now: float, *, final: bool = False
     ) -> tuple[Literal["again", "stuck", "end"], errors.ReplicasError]:
         """Judge a failure in ``lane``, which is counted already.
@@ -227,7 +227,7 @@ class Faults:
             ``stuck`` finds the culprit or ends, ``end`` ends.
         """
         refused = isinstance(error, (errors.UsageError, errors.WorldError)) or error.phase == "go"
-        parted = lane is not None and isinstance(error, errors.Preflight) and self._parted(operation, lane, error)
+        parted = lane is not None and isinstance(error, errors.Preflight) and self._link_broke(operation, lane, error)
         if refused and not parted:
             return "end", error
         if operation.deadline - now < ATTEMPT_MIN_S:
@@ -243,7 +243,7 @@ class Faults:
             return "stuck", operation.error(kind, text, phase=error.phase, hint=error.hint)
         return "again", error
 
-    def _parted(self, operation: Operation, lane: Lane, error: errors.ReplicasError) -> bool:
+    def _link_broke(self, operation: Operation, lane: Lane, error: errors.ReplicasError) -> bool:
         """Return True if members of the lane can no longer reach each other.
 
         A group that never worked is a configuration error instead.

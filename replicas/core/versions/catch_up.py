@@ -26,7 +26,7 @@ from replicas.common.backoff import Backoff
 from replicas.core.base.effects import CaughtUp
 from replicas.core.members.member_state import MemberState
 from replicas.core.moving.attempt import Payload
-from replicas.core.moving.ground import Ground
+from replicas.core.moving.channel_context import ChannelContext
 from replicas.core.moving.transfer import PULL_TRIES, Transfer
 from replicas.messages.identity import Member
 
@@ -49,8 +49,8 @@ class CatchUp:
     :param whom: the members that it serves.
     """
 
-    def __init__(self, ground: Ground, on_end: Callable[[Payload], None], whom: Served) -> None:
-        self._ground, self._on_end, self._whom = ground, on_end, whom
+    def __init__(self, context: ChannelContext, on_end: Callable[[Payload], None], whom: Served) -> None:
+        self._context, self._on_end, self._whom = context, on_end, whom
         self.transfer: Transfer | None = None
         self._bad_holder: Member | None = None
         self._unready: set[Member] = set()
@@ -63,12 +63,15 @@ class CatchUp:
         """
         if payload is None:
             return
-        ground, version, transfer = self._ground, payload.version, self.transfer
+        context, version, transfer = self._context, payload.version, self.transfer
         old = transfer is not None and transfer.payload.version < version
-        if transfer and old and all(version in one.held for one in ground.roster.states(transfer.needers)):
+        if transfer and old and all(version in one.held for one in context.roster.states(transfer.needers)):
             self._supersede(transfer, now)
         elif (
-            transfer and old and transfer.mute and now > self._waits_since + MUTE_S + MUTE_TRIPS * self._rtt_s(transfer)
+            transfer
+            and old
+            and transfer.is_unanswered
+            and now > self._waits_since + MUTE_S + MUTE_TRIPS * self._rtt_s(transfer)
         ):
             transfer.stop(complete=False)
             self._ended(transfer, None, now)
@@ -78,17 +81,17 @@ class CatchUp:
         hosts: set[int] = set()
         if main is not None:  # nothing else is sent to the hosts that a newer version serves
             busy = main.attempt.concerned | main.needers if main.payload is payload else busy
-            hosts = self._hosts(main.needers | main.verified) - {s.host for s in ground.roster.holders.of(version)}
+            hosts = self._hosts(main.needers | main.verified) - {s.host for s in context.roster.holders.of(version)}
         waiting = [s for s in self._lacking(version, now) if s.member not in busy and s.host not in hosts]
-        held = any(version in s.held or version in s.parts for s in ground.roster)
-        if not waiting or not (held or ground.keeping.serves(version, payload.part_owners, waiting)):
+        held = any(version in s.held or version in s.parts for s in context.roster)
+        if not waiting or not (held or context.keeping.serves(version, payload.part_owners, waiting)):
             return
         self.transfer = transfer = Transfer(
-            ground,
+            context,
             payload,
             [state.member for state in waiting],
             kind="catch_up",
-            deadline=now + ground.config.deadline_s,
+            deadline=now + context.config.deadline_s,
             on_end=self._ended,
             avoid=self._bad_holder,
             tries=1 if self._whom == "missed" else PULL_TRIES,
@@ -97,12 +100,12 @@ class CatchUp:
         transfer.start(now)
 
     def _rtt_s(self, transfer: Transfer) -> float:
-        return max((state.rtt_s for state in self._ground.roster.states(transfer.needers)), default=0.0)
+        return max((state.rtt_s for state in self._context.roster.states(transfer.needers)), default=0.0)
 
     def _hosts(self, members: Iterable[Member]) -> set[int]:
-        return {state.host for state in self._ground.roster.states(members)}
+        return {state.host for state in self._context.roster.states(members)}
 
-    def served_by(self, main: Transfer, now: float) -> None:
+    def end_if_served_by(self, main: Transfer, now: float) -> None:
         """End this catch-up if ``main``, which is newer, serves all of its hosts."""
         transfer = self.transfer
         if transfer is None or transfer.payload.version >= main.payload.version:
@@ -118,7 +121,7 @@ class CatchUp:
 
     def _lacking(self, version: int, now: float) -> list[MemberState]:
         """Return the targets that lack the version and must be served now."""
-        roster = self._ground.roster
+        roster = self._context.roster
         due = [s for s in roster.holders.lacking(version) if _served_as(s) == self._whom and now >= s.retry_at]
         return [s for s in due if (s.slow or now >= s.not_before) and roster.available(s, now)]
 
@@ -127,7 +130,7 @@ class CatchUp:
         transfer = self.transfer
         if transfer is None:
             return
-        if now > transfer.deadline and not transfer.gets_on(now):
+        if now > transfer.deadline and not transfer.is_moving(now):
             transfer.stop(complete=False)
             self._ended(transfer, errors.DeadlineExceeded("catch-up", phase="transfer"), now)
         elif transfer.unready and now > self._waits_since + PATIENCE_S:
@@ -149,7 +152,7 @@ class CatchUp:
     def _ended(
         self, transfer: Transfer, error: errors.ReplicasError | None, now: float, *, superseded: bool = False
     ) -> None:
-        ground, self.transfer = self._ground, None
+        context, self.transfer = self._context, None
         transfer.close_lane()
         self._bad_holder = transfer.plan.givers[0] if error is not None and transfer.plan.givers else None
         self._on_end(transfer.payload)
@@ -157,14 +160,14 @@ class CatchUp:
             served = tuple(sorted(transfer.verified))
             moved = transfer.moved_nbytes, dict(transfer.moved_to), dict(transfer.pulled)
             took_s = now - self._began_at
-            ground.emit(CaughtUp(ground.config.name, transfer.payload.version, served, *moved, seconds=took_s))
-        for state in ground.roster:
+            context.emit(CaughtUp(context.config.name, transfer.payload.version, served, *moved, seconds=took_s))
+        for state in context.roster:
             if state.member in transfer.verified or superseded:
                 state.retry_at = 0.0 if state.member in transfer.verified else state.retry_at
             elif state.member in self._unready or isinstance(transfer.refused.get(state.member), errors.Busy):
                 state.retry_at = now + RETRY.first_s
             elif state.member in transfer.asked and state.is_target:
-                one = transfer.deliveries.get(state.member)
+                one = transfer.pull_tasks.get(state.member)
                 costly = one is not None and bool(one.reply or one.received)
                 state.failures += costly
                 state.retry_at = now + (RETRY.after(state.failures) if costly else REACH_S)

@@ -18,13 +18,13 @@ from replicas import messages as wire
 from replicas.core.base.effects import CommitDecision, Send, SyncEnded
 from replicas.core.members.member_state import MemberState, Reading
 from replicas.core.moving.attempt import Payload
-from replicas.core.moving.ground import Ground
+from replicas.core.moving.channel_context import ChannelContext
 from replicas.core.moving.transfer import Transfer
 from replicas.core.versions.catch_up import CatchUp, Served
 from replicas.core.versions.fetching import pieces
+from replicas.core.versions.load_rounds import Newest
 from replicas.core.versions.manifests import Manifests
 from replicas.core.versions.publishes import Publish, Publishes
-from replicas.core.versions.rounds import Newest
 from replicas.core.versions.steps import Steps
 from replicas.messages import ReceiptData, WireError
 from replicas.messages.bounds import texts_of
@@ -42,14 +42,14 @@ LAST_WORDS_S = 0.4
 class Commits:
     """Publishes, transfers and decisions of one channel."""
 
-    def __init__(self, ground: Ground) -> None:
-        self._ground, self._roster = ground, ground.roster
-        config = ground.config
+    def __init__(self, context: ChannelContext) -> None:
+        self._context, self._roster = context, context.roster
+        config = context.config
         source_ranks = "all" if any(party.ranks == "all" for party in config.sources) else "leader"
-        self.publishes = Publishes(config.name, source_ranks, ground.past.floor)  # type: ignore[arg-type]  # one of the two literals
-        self.latest, self.decided = ground.past.decided
+        self.publishes = Publishes(config.name, source_ranks, context.past.floor)  # type: ignore[arg-type]  # one of the two literals
+        self.latest, self.decided = context.past.decided
         """Number and digest of the newest committed version."""
-        self.told = {self.latest, *ground.past.aborted}
+        self.told = {self.latest, *context.past.aborted}
         """Versions whose end an earlier coordinator has reported, as far as is known
         here: no event reports it again."""
         self.committed: Payload | None = None
@@ -60,8 +60,8 @@ class Commits:
 
         If so, no other source can have published that number.
         """
-        self.catch_ups = [CatchUp(ground, self._assembled, whom) for whom in get_args(Served)]
-        self.manifests = Manifests(config.name, ground.out)
+        self.catch_ups = [CatchUp(context, self._take_first_digest, whom) for whom in get_args(Served)]
+        self.manifests = Manifests(config.name, context.out)
         self._unread: list[tuple[MemberState, wire.Packed | wire.Filled]] = []
         """Messages about publishes whose manifest is still missing here, in order."""
 
@@ -89,31 +89,31 @@ class Commits:
         publish = self.publishes.get(state.member, message.publish)
         match message:
             case wire.PublishBegin():
-                self._begin(state, message, now)
+                self._on_publish_begin(state, message, now)
             case wire.Packed():
                 self._packed(state, message, now)
             case wire.PackFailed() if publish is not None:
                 self.fail(publish, message.error.exception(), now)
 
-    def _begin(self, state: MemberState, message: wire.PublishBegin, now: float) -> None:
-        ground, member = self._ground, state.member
+    def _on_publish_begin(self, state: MemberState, message: wire.PublishBegin, now: float) -> None:
+        context, member = self._context, state.member
         try:
             if not state.is_source:
                 raise errors.UsageError(
-                    f"{member} is not a source of channel {ground.config.name!r} and cannot publish on it",
-                    channel=ground.config.name,
+                    f"{member} is not a source of channel {context.config.name!r} and cannot publish on it",
+                    channel=context.config.name,
                     hint="name its group under `sources`",
                 )
-            publish = self.publishes.begin(member, message, now)
+            publish = self.publishes.begin_publish(member, message, now)
         except errors.ReplicasError as error:
-            ground.send(member, wire.PublishEnd(message.publish, error=WireError.of(error)))
+            context.send(member, wire.PublishEnd(message.publish, error=WireError.of(error)))
             found = self.publishes.get(member, message.publish)
             if found is not None and isinstance(error, errors.RanksDisagree):
                 self.fail(found, error, now)
             return
-        ground.send(member, wire.PublishAdmitted(message.publish, publish.version))
+        context.send(member, wire.PublishAdmitted(message.publish, publish.version))
         if publish.over:
-            ground.send(member, wire.PublishEnd(publish.asked.publish, publish.receipt, publish.error))
+            context.send(member, wire.PublishEnd(publish.asked.publish, publish.receipt, publish.error))
 
     def _packed(self, state: MemberState, message: wire.Packed, now: float) -> None:
         known = self.publishes.get(state.member, message.publish)
@@ -173,7 +173,7 @@ class Commits:
 
     # ------------------------------------------------------------ from packed to moving
 
-    def asked(self, state: MemberState, ask: wire.ManifestAsk, now: float) -> None:
+    def send_manifest(self, state: MemberState, ask: wire.ManifestAsk, now: float) -> None:
         """Send a member the manifest of a version that it was offered."""
         known = [transfer.payload for transfer in self.transfers] + ([self.committed] if self.committed else [])
         found = next((one.encoded for one in known if one.manifest_hash == ask.manifest_hash), None)
@@ -182,13 +182,13 @@ class Commits:
             goes_on = before is not None and before.manifest_hash == ask.manifest_hash and ask.offset > before.nbytes
             since = before.since if before is not None and goes_on else now
             state.reading = Reading(ask.manifest_hash, since, now, ask.offset, len(found))
-        self._ground.out.extend(Send(state.member, piece) for piece in pieces(ask, found))
+        self._context.out.extend(Send(state.member, piece) for piece in pieces(ask, found))
 
     def piece(self, state: MemberState, piece: wire.ManifestPiece, now: float) -> bool:
         """Add a piece of a manifest; return False if its version is unusable."""
         try:
             if self.manifests.add(state.member, piece, now):
-                self._read_on(now)
+                self._handle_unread(now)
             return True
         except errors.ReplicasError as error:
             for one, message in list(self._unread):
@@ -197,10 +197,10 @@ class Commits:
                     mismatch = errors.ManifestMismatch(f"{state.member}: {error.message}", hint=error.hint)
                     if publish is not None:
                         self.fail(publish, mismatch, now)
-            self._read_on(now)
+            self._handle_unread(now)
             return False
 
-    def _read_on(self, now: float) -> None:
+    def _handle_unread(self, now: float) -> None:
         """Handle the messages that waited for a manifest."""
         unread, self._unread = self._unread, []
         for state, message in unread:
@@ -227,10 +227,10 @@ class Commits:
         for publish in [publish for publish in self.publishes.queue if publish.payload is None]:
             self._prepare(publish, now)
         for publish in [publish for publish in self.publishes.queue if publish.version <= self.latest]:
-            self._overtaken(publish, now)
-        if self.main is None and self.publishes.queue and self._target_replicas() >= self._ground.config.min_targets:
+            self._end_overtaken(publish, now)
+        if self.main is None and self.publishes.queue and self._target_replicas() >= self._context.config.min_targets:
             first = self.publishes.queue[0]  # without a payload: its manifest is being read
-            if first.payload is not None and not self._ground.hosts.awaited(first.packed_at, now):
+            if first.payload is not None and not self._context.hosts.awaited(first.packed_at, now):
                 self._start(first, first.payload, now)
         for catch_up in self.catch_ups:
             catch_up.advance(self.committed, self.main, now)
@@ -239,7 +239,7 @@ class Commits:
         """Count replicas with a live target; a publish waits for ``min_targets``."""
         return len({(s.member.group, s.member.replica) for s in self._roster.targets if not s.draining})
 
-    def _overtaken(self, publish: Publish, now: float) -> None:
+    def _end_overtaken(self, publish: Publish, now: float) -> None:
         """End a publish whose number is not newer than the newest commit.
 
         It may be that commit itself, decided before the coordinator started again.
@@ -255,11 +255,11 @@ class Commits:
         self.fail(publish, errors.StaleVersion(text, version=publish.version), now)
 
     def _start(self, publish: Publish, payload: Payload, now: float) -> None:
-        self.publishes.take(publish, now)
+        self.publishes.start_moving(publish, now)
         targets = self._roster.targets
         needers = [s.member for s in targets if publish.version not in s.held and not s.draining]
         publish.transfer = transfer = Transfer(
-            self._ground,
+            self._context,
             payload,
             needers,
             kind="main",
@@ -267,7 +267,7 @@ class Commits:
             on_end=partial(self._main_ended, publish),
         )
         for catch_up in self.catch_ups:
-            catch_up.served_by(transfer, now)
+            catch_up.end_if_served_by(transfer, now)
         transfer.start(now)
 
     # ------------------------------------------------------------ the end of a publish
@@ -276,10 +276,10 @@ class Commits:
         if error is not None:
             self.fail(publish, error, now)
             return
-        config, holders = self._ground.config, self._holders(publish.version)
+        config, holders = self._context.config, self._holders(publish.version)
         if publish.version <= self.latest:
             transfer.close_lane()
-            self._overtaken(publish, now)
+            self._end_overtaken(publish, now)
         elif config.on_lost == "raise" and (lost := publish.lost | transfer.left_out):
             why = "; ".join(f"{name}: {reason}" for name, reason in lost.items())
             self.fail(publish, self._too_few(publish, f"lost while it was sent: {why}"), now)
@@ -313,8 +313,8 @@ class Commits:
             if held == "":  # the image's own source may have none yet
                 state.held[payload.version] = payload.digest
             elif held is not None and held != payload.digest:
-                state.forget(payload.version)
-                self._ground.send(state.member, wire.Discard(payload.version))
+                state.drop_version(payload.version)
+                self._context.send(state.member, wire.Discard(payload.version))
         payload.filling = None  # the publisher may not have reported its slot full
         self.manifests.current = payload.manifest
         self._decide(publish.version, payload.digest, payload)
@@ -324,8 +324,8 @@ class Commits:
         for state in self._roster.states(transfer.verified):
             state.failures, state.slow = 0, False  # it works in joint transfers
         self._verdict(publish, "committed", now, transfer)
-        self._ground.marks.note(publish.group, publish.replica, version=publish.version)
-        self._ground.lanes.keep(transfer.lane)
+        self._context.marks.note(publish.group, publish.replica, version=publish.version)
+        self._context.lanes.keep(transfer.lane)
 
     def _receipt(self, publish: Publish, members: set[Member], lost: dict[str, str], now: float) -> ReceiptData:
         return ReceiptData(
@@ -338,7 +338,7 @@ class Commits:
             seconds=now - publish.began_at,
             phases=publish.phases(now),
             version=publish.version,
-            staging=self._ground.config.staging,
+            staging=self._context.config.staging,
             digest=self.decided,
             not_loaded=texts_of(self._roster.history.take_unloaded()),
         )
@@ -348,16 +348,16 @@ class Commits:
         self.steps.committed(*self.newest)  # the step may be of an earlier coordinator, and learned since
         self.latest, self.decided, self.committed = version, digest, payload
         self._decided_here = False
-        self._ground.keeping.look(version)
+        self._context.keeping.update_keepers(version)
         self._record("commit", version, digest)
         commit = self.commit_message()
-        self._ground.out.extend(Send(state.member, commit) for state in self._roster)
+        self._context.out.extend(Send(state.member, commit) for state in self._roster)
         if (fell := self.steps.committed(*self.newest)) is not None:
-            self._ground.out.append(fell)
+            self._context.out.append(fell)
 
     def _record(self, kind: Literal["commit", "abort"], version: int, digest: str = "") -> None:
-        ground = self._ground
-        ground.out.append(CommitDecision(kind, ground.config.name, version, digest, self._roster.epoch, ground.term))
+        context = self._context
+        context.out.append(CommitDecision(kind, context.config.name, version, digest, self._roster.epoch, context.term))
 
     def commit_message(self) -> wire.Commit:
         """Return the message about the newest committed version."""
@@ -367,7 +367,7 @@ class Commits:
     def obtainable(self, members: Iterable[MemberState]) -> bool:
         """Return whether ``members`` can get the newest committed version."""
         owners = self.committed.part_owners if self.committed is not None else ()
-        return self._ground.keeping.serves(self.latest, owners, members) or self._held_by_any(self.latest)
+        return self._context.keeping.serves(self.latest, owners, members) or self._held_by_any(self.latest)
 
     def _held_by_any(self, version: int) -> bool:
         return bool(self._roster.holders.of(version)) or any(version in state.parts for state in self._roster)
@@ -375,7 +375,7 @@ class Commits:
     def _holders(self, version: int) -> set[Member]:
         return {s.member for s in self._roster if s.is_target and s.carries and version in s.held}
 
-    def _assembled(self, payload: Payload) -> None:
+    def _take_first_digest(self, payload: Payload) -> None:
         """Take the digest of the first image of a version that was committed in parts.
 
         Such a version had no receiver at its commit.
@@ -385,7 +385,7 @@ class Commits:
 
     # ----------------------------------------------- publishes of another coordinator
 
-    def learn(self, version: int, digest: str) -> None:
+    def adopt_commit(self, version: int, digest: str) -> None:
         """Adopt a commit that a member has seen."""
         if version > self.latest:
             self._decide(version, digest, None)
@@ -402,7 +402,7 @@ class Commits:
         """Fail the publish for all its ranks; its number is not used again."""
         if publish.over:
             return
-        error.channel = error.channel or self._ground.config.name
+        error.channel = error.channel or self._context.config.name
         error.version = error.version or publish.version
         error.unanimous = True
         publish.error = WireError.of(error)
@@ -417,18 +417,18 @@ class Commits:
         for state in self._roster:
             if committed and state.held.get(publish.version) == committed and state.member not in publish.begun:
                 continue
-            if state.forget(publish.version) or state.member in asked:  # the member may hold it unreported
-                self._ground.send(state.member, wire.Discard(publish.version))
+            if state.drop_version(publish.version) or state.member in asked:  # the member may hold it unreported
+                self._context.send(state.member, wire.Discard(publish.version))
         self._verdict(publish, _snake(type(error).__name__), now)
 
     def _verdict(self, publish: Publish, outcome: str, now: float, transfer: Transfer | None = None) -> None:
-        ground = self._ground
+        context = self._context
         record = publish.record(outcome, now, moved=transfer is not None)
         self.publishes.end(publish, committed=publish.receipt is not None)
         end = wire.PublishEnd(publish.asked.publish, publish.receipt, publish.error)
-        ground.out.extend(Send(member, end) for member in sorted(publish.begun) if member in self._roster)
+        context.out.extend(Send(member, end) for member in sorted(publish.begun) if member in self._roster)
         if not (publish.asked.resumed and publish.version in self.told):
-            ground.emit(SyncEnded(ground.config.name, record))
+            context.emit(SyncEnded(context.config.name, record))
 
     # ------------------------------------------------------------ losses and deadlines
 
@@ -460,7 +460,7 @@ class Commits:
             if not publish.over and now > publish.deadline + grace:
                 self._deadline(publish, now, recovering=recovering)
         if self.publishes.moving is not None and self.main is not None:
-            self.publishes.moving.awaited = self.main.laggards
+            self.publishes.moving.awaited = self.main.awaited_members
         for catch_up in self.catch_ups:
             catch_up.tick(now)
 
@@ -471,14 +471,14 @@ class Commits:
         then. Targets that are offered the version later have at least :data:`READY_S`.
         """
         transfer = publish.transfer
-        if transfer is None or self._ground.config.on_lost == "raise":
+        if transfer is None or self._context.config.on_lost == "raise":
             return
         half = late = publish.moving_at + (publish.deadline - publish.moving_at) / 2
         if transfer.attempts > 1 or transfer.attempt.offered_at > transfer.attempt.began_at:
             late = max(half, transfer.attempt.offered_at + READY_S)
         laggards = transfer.unready if now > late else transfer.slow_readers(late)
         if now > half:
-            laggards |= transfer.silent
+            laggards |= transfer.never_answered
         if laggards and (laggards < transfer.needers or transfer.verified):
             waited = f"{now - publish.moving_at:.1f} s"
             transfer.exclude(laggards, now, reason="refused", why=f"it was not ready to receive within {waited}")
@@ -489,37 +489,37 @@ class Commits:
         text = f"version {publish.version} waited {waited} for"
         error: errors.ReplicasError
         if publish.version <= self.latest and (publish.state == "queued" or publish.asked.resumed):
-            self._overtaken(publish, now)  # or committed, by the previous coordinator
+            self._end_overtaken(publish, now)  # or committed, by the previous coordinator
             return
         if publish.state == "packing":
-            error = self._unpacked(publish, waited)
+            error = self._unpacked_error(publish, waited)
         elif publish.state == "queued" and recovering:
             error = errors.DeadlineExceeded(f"{text} the members to come back to a new coordinator", phase="queue")
         elif publish.state == "queued" and publish.payload is None:
             text = f"version {publish.version}: its manifest was still being read after {waited}"
             error = errors.DeadlineExceeded(text, phase="queue")
         elif publish.state == "queued" and self.main is None:
-            needed = self._ground.config.min_targets
+            needed = self._context.config.min_targets
             there = f"{self._target_replicas()} target replicas have joined, but min_targets = {needed}"
             error = self._too_few(publish, there, phase="queue")
         elif transfer is None or publish.state == "queued":
             error = errors.Busy(f"{text} an earlier version to end", phase="queue")
-        elif transfer.verified and self._ground.config.on_lost == "drop":
+        elif transfer.verified and self._context.config.on_lost == "drop":
             transfer.stop(complete=True)
             self._main_ended(publish, transfer, None, now)
             return
         else:
-            late = transfer.pacing.slowest() or sorted(member.name for member in transfer.laggards)
+            late = transfer.stragglers.slowest() or sorted(member.name for member in transfer.awaited_members)
             text = f"version {publish.version}: {', '.join(late)} did not receive it within {waited}"
             if transfer.waits_for_slots:
                 error = errors.Busy(text, phase="offer", members=late)
             else:
-                moving = "transfer" if transfer.gets_on(now) else "acknowledge"
+                moving = "transfer" if transfer.is_moving(now) else "acknowledge"
                 phase = "form" if transfer.state == "offering" else moving
                 error = errors.DeadlineExceeded(text, phase=phase, members=late)
         self.fail(publish, error, now)
 
-    def _unpacked(self, publish: Publish, waited: str) -> errors.DeadlineExceeded:
+    def _unpacked_error(self, publish: Publish, waited: str) -> errors.DeadlineExceeded:
         """Return the error of a publish that not all ranks have packed."""
         replica = self._roster.replica(publish.group, publish.replica)
         ranks = self.publishes.unpacked(publish, max((state.hello.world_size for state in replica), default=1))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from replicas import messages as wire
 from replicas.core.base.effects import Effect, Send
 from replicas.core.members.roster import Roster
-from replicas.core.versions.adoption import Adoption
-from replicas.core.versions.rounds import Rounds
+from replicas.core.versions.load_rounds import LoadRounds
+from replicas.core.versions.lockstep import Lockstep
 from replicas.messages.bounds import texts_of
 from replicas.messages.identity import Member
 
@@ -14,7 +14,7 @@ from replicas.messages.identity import Member
 class LoadWatches:
     """The watches of one channel; each member has one at most."""
 
-    def __init__(self, roster: Roster, rounds: Rounds, adoption: Adoption, out: list[Effect]) -> None:
+    def __init__(self, roster: Roster, rounds: LoadRounds, adoption: Lockstep, out: list[Effect]) -> None:
         self._roster, self._rounds, self._adoption, self._out = roster, rounds, adoption, out
         self._watches: dict[Member, wire.WatchLoaded] = {}
         self._loaded_once = 0
@@ -42,7 +42,7 @@ class LoadWatches:
             targets = (state for state in self._roster if state.is_target and state.carries)
             others = [state for state in targets if state.member.replica_name not in refusals]
             # no refusing replica loads it later; no target loads a rejected newest one
-            waiting = not self._adoption.given_up(watch.version) and any(
+            waiting = not self._adoption.is_rejected(watch.version) and any(
                 state.loaded < watch.version for state in others
             )
             if waiting or not refusals:

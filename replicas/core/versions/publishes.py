@@ -152,7 +152,7 @@ class Publish:
 
 
 @dataclass(slots=True, eq=False)
-class _Count:
+class _PublishCount:
     """How the ranks of one life of a replica count their publishes.
 
     :ivar base: the replica's number when the life began.
@@ -175,7 +175,7 @@ class Publishes:
         """The newest version number ever given out."""
         self._known: OrderedDict[tuple[str, int, int], Publish] = OrderedDict()
         self._made: dict[tuple[str, int], int] = {}
-        self._lives: dict[tuple[str, int], _Count] = {}
+        self._lives: dict[tuple[str, int], _PublishCount] = {}
         self._counts: dict[Member, tuple[ProcessIdentity, int]] = {}
         """The process of each member, and the number that it has reached."""
         self._forgotten: dict[tuple[str, int], int] = {}
@@ -198,7 +198,7 @@ class Publishes:
         replica = (member.group, member.replica)
         known = self._lives.get(replica)
         if known is None or known.life is not life:  # each life is a new object
-            known = self._lives[replica] = _Count(life, self.count(*replica))
+            known = self._lives[replica] = _PublishCount(life, self.count(*replica))
         number = known.base
         if member.rank in known.ranks:
             before = known.ranks[member.rank]
@@ -220,7 +220,7 @@ class Publishes:
         self._counts[member] = self._counts[member][0], made
         self._made[replica] = max(made, self.count(*replica))
 
-    def made(self, member: Member) -> int:
+    def last_number(self, member: Member) -> int:
         """Return the number of the member's last publish."""
         return self._counts[member][1] if member in self._counts else 0
 
@@ -236,7 +236,7 @@ class Publishes:
     def open(self) -> list[Publish]:
         return [publish for publish in self._known.values() if not publish.over]
 
-    def begin(self, member: Member, message: PublishBegin, now: float) -> Publish:
+    def begin_publish(self, member: Member, message: PublishBegin, now: float) -> Publish:
         """Begin a publish, or join the one that another rank has begun.
 
         :raises errors.ReplicasError: StaleVersion, RanksDisagree, or Gone for one whose
@@ -339,7 +339,7 @@ class Publishes:
         )
         return publish
 
-    def take(self, publish: Publish, now: float) -> None:
+    def start_moving(self, publish: Publish, now: float) -> None:
         self.queue.remove(publish)
         publish.state = PUBLISH.next(publish.state, "turn")
         publish.moving_at = now

@@ -43,8 +43,8 @@ from replicas import messages as wire
 from replicas.core.base.effects import CommitDecision, MemberLost
 from replicas.core.members.member_state import MemberState
 from replicas.core.moving.attempt import Payload
-from replicas.core.moving.ground import Ground
-from replicas.core.operations.pairing import Pairing
+from replicas.core.moving.channel_context import ChannelContext
+from replicas.core.operations.matching import Matching
 from replicas.core.versions.commits import Commits
 from replicas.messages.identity import Member
 from replicas.status import SyncRecord
@@ -52,7 +52,7 @@ from replicas.status import SyncRecord
 RECOVERY_S = 3.0  # longer than members take to find the new coordinator
 
 
-class Told:
+class RecordedState:
     """The state of a channel that may be shown: commits that are already on disk.
 
     The state machine is ahead of the disk: it decides, and continues as if the decision
@@ -78,9 +78,9 @@ class Told:
 
 
 class Recovery:
-    def __init__(self, ground: Ground, commits: Commits, pairing: Pairing) -> None:
-        self._ground, self._roster, self._commits, self._pairing = ground, ground.roster, commits, pairing
-        self._aborted = ground.past.aborted
+    def __init__(self, context: ChannelContext, commits: Commits, pairing: Matching) -> None:
+        self._context, self._roster, self._commits, self._pairing = context, context.roster, commits, pairing
+        self._aborted = context.past.aborted
         self._started: float | None = None
         self._told = False
         self._awaited: set[Member] = set()
@@ -88,7 +88,7 @@ class Recovery:
         self._described: Member | None = None
         self._answer: wire.Described | None = None
         self._deferred: list[tuple[MemberState, wire.PublishBegin | wire.Packed | wire.PackFailed, float]] = []
-        self._done = not ground.past.decided[0]  # [0]: the newest decided version
+        self._done = not context.past.decided[0]  # [0]: the newest decided version
         """True while no member of an earlier coordinator has come."""
 
     @property
@@ -108,14 +108,14 @@ class Recovery:
         self._told = bool(members)
         self._awaited = {member for member in members if member not in self._roster}
 
-    def ended(self, group: str, replica: int, reason: str) -> None:
+    def stop_expecting(self, group: str, replica: int, reason: str) -> None:
         """Stop waiting for members of a replica whose processes have ended."""
         self._give_up([one for one in self._awaited if (one.group, one.replica) == (group, replica)], reason)
 
     def _give_up(self, members: Collection[Member], reason: str) -> None:
         self._awaited.difference_update(members)
         for member in sorted(members):
-            self._ground.emit(MemberLost(self._ground.config.name, member, reason))
+            self._context.emit(MemberLost(self._context.config.name, member, reason))
 
     @property
     def _all_back(self) -> bool:
@@ -124,7 +124,7 @@ class Recovery:
         known = all(state.resumed and (state.host or state.observes) for state in self._roster)
         return self._told and not self._awaited and known
 
-    def waits(self, now: float) -> tuple[str, float | None]:
+    def wait_text(self, now: float) -> tuple[str, float | None]:
         """Return the text after "waits ..." and the seconds left, or ("", None)."""
         if self._done:
             return "", None
@@ -137,7 +137,7 @@ class Recovery:
 
     # ------------------------------------------------------------ reports of members
 
-    def heard(self, state: MemberState, now: float) -> None:
+    def on_hello(self, state: MemberState, now: float) -> None:
         """Take the Hello of a member of an earlier coordinator."""
         commits, hello = self._commits, state.hello
         self._awaited.discard(state.member)
@@ -151,14 +151,14 @@ class Recovery:
             self._done = False
             self._started = now
         commits.told |= set() if self._told else {hello.latest}  # the events say it better
-        commits.learn(hello.latest, hello.latest_digest)
+        commits.adopt_commit(hello.latest, hello.latest_digest)
         digest = state.held.get(commits.latest, "")
         # the member's bytes differ from the committed ones
         if digest and commits.decided and digest != commits.decided:
-            state.forget(commits.latest)
-            self._ground.send(state.member, wire.Discard(commits.latest))
+            state.drop_version(commits.latest)
+            self._context.send(state.member, wire.Discard(commits.latest))
         if commits.latest > hello.latest:
-            self._ground.send(state.member, commits.commit_message())
+            self._context.send(state.member, commits.commit_message())
 
     def defers(
         self, state: MemberState, message: wire.PublishBegin | wire.Packed | wire.PackFailed, now: float
@@ -190,7 +190,7 @@ class Recovery:
         self._done = True
         self._give_up(list(self._awaited), "absent")
         if any(state.is_peer and state.from_before for state in self._roster):
-            self._pairing.expect_nobody()
+            self._pairing.stop_waiting_for_joins()
         deferred, self._deferred = self._deferred, []
         for state, message, at in deferred:
             if self._roster.get(state.member) is not state:  # lost meanwhile, or another incarnation
@@ -205,7 +205,7 @@ class Recovery:
         held = {version for state in self._roster for version in state.held}
         # a version of an open publish ends with that publish
         for version in sorted({version for version in held if version > commits.latest} - carried):
-            self._settle(version)
+            self._resolve_version(version)
 
     def _end_known_publishes(self, now: float) -> None:
         """Fail resumed publishes that a rank of their replica does not announce again.
@@ -225,7 +225,7 @@ class Recovery:
                 text = f"version {publish.version} was not committed by the previous coordinator: {why}"
                 commits.fail(publish, errors.SyncError(text, phase="commit", hint="publish again"), now)
 
-    def _settle(self, version: int) -> None:
+    def _resolve_version(self, version: int) -> None:
         """Commit or discard a held version that no publish carries."""
         targets = [s for s in self._roster if s.is_target and s.carries]
         digests = {state.held.get(version, "") for state in targets}
@@ -234,11 +234,11 @@ class Recovery:
         if version not in self._aborted and not sources and len(digests) == 1 and digests != {""}:
             publishes = self._commits.publishes
             publishes.numbered = max(publishes.numbered, version)
-            self._commits.learn(version, digests.pop())
+            self._commits.adopt_commit(version, digests.pop())
             return
         for state in self._roster.holders.of(version):
-            state.forget(version)
-            self._ground.send(state.member, wire.Discard(version))
+            state.drop_version(version)
+            self._context.send(state.member, wire.Discard(version))
 
     # ----------------------------------------------- the bytes of the committed version
 
@@ -255,7 +255,7 @@ class Recovery:
         holder = min((state.member for state in self._roster.holders.of(version)), default=None)
         self._described, self._answer = holder, None
         if holder is not None:
-            self._ground.send(holder, wire.Describe(version))
+            self._context.send(holder, wire.Describe(version))
 
     def described(self, state: MemberState, message: wire.Described) -> None:
         """Take a holder's description of the committed version."""
@@ -275,7 +275,7 @@ class Recovery:
         """Forget a holder's unusable copy, so that another holder is asked."""
         if state.member == self._described:
             self._described = self._answer = None
-            state.forget(self._commits.latest)
+            state.drop_version(self._commits.latest)
 
     def _read(self, holder: Member, answer: wire.Described, now: float) -> None:
         """Fetch and read the manifest, then restore the committed payload."""

@@ -8,7 +8,7 @@ A vLLM server is one replica of a target group. The follower
 (:mod:`replicas.integrations.vllm`) is its rank 0, its workers (tensor, pipeline and
 data parallel) are ranks 1 to N. The follower receives a version and asks the server to
 load it. The request reaches every worker, which receives on its own: all ranks of a
-replica are given the same version (:mod:`replicas.core.versions.rounds`), so the
+replica are given the same version (:mod:`replicas.core.versions.load_rounds`), so the
 request carries its number only, to be compared. Each worker maps the one slot of its
 host and holds it until its model is whole: nothing writes to the slot meanwhile.
 

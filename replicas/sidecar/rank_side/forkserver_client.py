@@ -42,7 +42,7 @@ from replicas import __version__
 from replicas.common.logs import Log
 from replicas.common.patience import PauseClock
 from replicas.common.tasks import is_set_within
-from replicas.linux import frames, place
+from replicas.linux import frames, rank_environment
 from replicas.linux.helpers import apart, python_module
 from replicas.linux.processes import pid_of, send_signal
 from replicas.linux.scarce import naming_limits
@@ -98,7 +98,7 @@ class Forkserver:
         sock.setblocking(False)
         fds = [os.pidfd_open(os.getpid())]
         try:
-            fds += [] if process is not None else place.describe()
+            fds += [] if process is not None else rank_environment.describe_own_place()
             frames.write_packet(sock, wire.Attach(secret), fds)
         finally:
             frames.close_all(fds)
@@ -140,7 +140,7 @@ class Forkserver:
             timeout_s,
             stop=tenacity.stop_after_attempt(HELPER_TRIES) | tenacity.stop_after_delay(timeout_s),
             retry=tenacity.retry_if_exception_type(SidecarDied),
-            before_sleep=_tell,
+            before_sleep=_log_retry,
         )
 
     @staticmethod
@@ -185,7 +185,7 @@ class Forkserver:
             async with asyncio.timeout(remaining_s):
                 while not self._ready.done():
                     await asyncio.wait((self._ready,), timeout=LOOK_INTERVAL_S)
-                    reason = watch.look(self._loop.time(), starting=True) if watch is not None else ""
+                    reason = watch.reason_to_give_up(self._loop.time(), starting=True) if watch is not None else ""
                     if reason and not self._ready.done():
                         self._kill(f"the forkserver {reason} while it started, and was killed")
                 await self._ready
@@ -269,7 +269,7 @@ class Forkserver:
             before = self._work()
             await asyncio.wait((future,), timeout=due - self._loop.time())
             now = self._loop.time()
-            paused_s = PauseClock(due).look(now)  # perhaps of the forkserver, too
+            paused_s = PauseClock(due).pause_at(now)  # perhaps of the forkserver, too
             last += paused_s
             if future.done() or not (paused_s or self._work() != before) or due >= last:
                 return
@@ -386,7 +386,7 @@ def _may_come(state: tenacity.RetryCallState) -> bool:
     return isinstance(error, SidecarDied) and not isinstance(error, Squatted | OtherRelease)
 
 
-def _tell(state: tenacity.RetryCallState) -> None:
+def _log_retry(state: tenacity.RetryCallState) -> None:
     assert state.outcome is not None
     error, number = state.outcome.exception(), state.attempt_number + 1
     logger.warning("starting another forkserver (try %d of %d): %s", number, HELPER_TRIES, error)

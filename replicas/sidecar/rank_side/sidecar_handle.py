@@ -102,7 +102,7 @@ class Sidecar(HelperProcess):
     def buffer_closed(self, key: int) -> None:
         """Any thread: have the sidecar unmap a buffer that was closed here."""
         with contextlib.suppress(RuntimeError):  # the loop is closed, so the sidecar has ended
-            self._loop.call_soon_threadsafe(self._forget, key)
+            self._loop.call_soon_threadsafe(self._unmap_buffer, key)
 
     async def _ask_with(self, request: Any, buffers: tuple[Buffer, ...], timeout_s: float, kind: type[_R]) -> _R:
         def map_all() -> None:
@@ -136,7 +136,7 @@ class Sidecar(HelperProcess):
             self._mapped.add(buffer.key)
             buffer.watchers.add(self)
 
-    def _forget(self, key: int) -> None:
+    def _unmap_buffer(self, key: int) -> None:
         if key in self._mapped and self.usable:
             self._mapped.discard(key)
             self._send(wire.ForgetBuffer(key))

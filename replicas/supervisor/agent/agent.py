@@ -130,7 +130,7 @@ class Agent:
         self._loop = asyncio.get_running_loop()
         self._news = asyncio.Event()
         self._shims, shims.changed = shims, self._news.set
-        self._long = LongOrders(shims, state_dir, self._tell)
+        self._long = LongOrders(shims, state_dir, self._send)
         self._token = TokenFile(state_dir / "token")
         self._tenancy = Tenancy()
         self._welcome: wire.Welcome | None = None
@@ -151,7 +151,7 @@ class Agent:
             return
         self._tenancy.step("leave")
         self._reason = reason
-        self._tell(wire.Leaving(reason))
+        self._send(wire.Leaving(reason))
 
     async def run(self) -> int:
         """Serve until the end, and end every process that this agent started.
@@ -181,7 +181,7 @@ class Agent:
 
     async def _end_everything(self) -> None:
         """End all processes, and wait until none is left."""
-        self._shims.end(_GRACE_S)
+        self._shims.stop_all(_GRACE_S)
         with telling(log.warning, f"node {self.node}: waiting up to {_KILL_S:g} s for its processes to end"):
             await is_set_within(self._shims.empty, _KILL_S)
         self._shims.kill_all()
@@ -202,10 +202,10 @@ class Agent:
             if self._welcome is None and not self._wanted():
                 self._end("the supervisor that started it is gone", 1)
                 return
-            self._shims.look(now, self._tenancy.until)
-            self._token.look()
+            self._shims.check_shims(now, self._tenancy.until)
+            self._token.write_if_changed()
             if self._welcome is not None:
-                self._tell(wire.Beat(self._tenancy.beat(now)))
+                self._send(wire.Beat(self._tenancy.next_beat(now)))
             until = self._tenancy.until
             await asyncio.sleep(BEAT_S if until is None else max(0.01, min(BEAT_S, until - now)))
 
@@ -291,7 +291,7 @@ class Agent:
         if not self._welcome.adopt_s:
             self._end("the supervisor is gone", 1)
         else:
-            self._tenancy.alone(self._loop.time(), self._welcome.adopt_s)
+            self._tenancy.limit_without_supervisor(self._loop.time(), self._welcome.adopt_s)
 
     def _is_stale(self, began_after: float | None) -> bool:
         """Return True if messages of this connection are for ended processes.
@@ -307,7 +307,7 @@ class Agent:
             return
         self._outbox.clear()
         hello = msgspec.structs.replace(
-            self._hello, address=self._shims.address, parts=tuple(map(plain, self._shims.all()))
+            self._hello, address=self._shims.address, parts=tuple(map(plain, self._shims.take_all_states()))
         )
         await link.send(wire.encode(hello))
         async with asyncio.timeout(_ANSWER_S):
@@ -325,10 +325,10 @@ class Agent:
         if before is None or before.supervisor != answer.supervisor:
             log.info("node %s: joined run %s", self.node, answer.run)
         if before is not None and before.supervisor != answer.supervisor and not before.adopt_s:
-            self._shims.end(_GRACE_S)  # the previous supervisor did not allow adoption
-        self._take(answer, asked_at)
+            self._shims.stop_all(_GRACE_S)  # the previous supervisor did not allow adoption
+        self._apply_welcome(answer, asked_at)
         if self._tenancy.state == "leaving":
-            self._tell(wire.Leaving(self._reason))
+            self._send(wire.Leaving(self._reason))
         writer = asyncio.create_task(self._write(link))
         try:
             while not self._tenancy.ended:
@@ -345,7 +345,7 @@ class Agent:
         finally:
             await cancelled(writer)
 
-    def _take(self, welcome: wire.Welcome, asked_at: float) -> None:
+    def _apply_welcome(self, welcome: wire.Welcome, asked_at: float) -> None:
         before = self._tenancy.until
         self._tenancy.granted(welcome.lease_s, asked_at)
         self._shims.lease_until = self._tenancy.until  # for shims that start before the next tick
@@ -353,26 +353,26 @@ class Agent:
         if welcome.state_id:
             self._shims.identity = welcome.state_id
         if welcome.token:
-            self._token.keep(welcome.token)
+            self._token.set_token(welcome.token)
         self._renewed(before)
 
     def _renewed(self, before: float | None) -> None:
         """Ping the shims now if the lease they know ends before the next tick."""
         now = self._loop.time()
         if before is not None and before - now < 2 * BEAT_S:
-            self._shims.look(now, self._tenancy.until)
+            self._shims.check_shims(now, self._tenancy.until)
 
     async def _write(self, link: SupervisorLink) -> None:
         while True:
             await self._news.wait()
             self._news.clear()
             outbox, self._outbox = self._outbox, []
-            stacks = [wire.StacksFound(nonce=nonce, found=dict(found)) for nonce, found in self._shims.stacks()]
-            news = [wire.PartNews(plain(state)) for state in self._shims.news()]
+            stacks = [wire.StacksFound(nonce=nonce, found=dict(found)) for nonce, found in self._shims.take_stacks()]
+            news = [wire.PartNews(plain(state)) for state in self._shims.take_changed_states()]
             for message in (*stacks, *news, *outbox):  # stacks first: the report of an end shows those received
                 await link.send(wire.encode(message))
 
-    def _tell(self, message: wire.AgentMessage) -> None:
+    def _send(self, message: wire.AgentMessage) -> None:
         self._outbox.append(message)
         self._news.set()
 
@@ -380,15 +380,15 @@ class Agent:
         match order:
             case wire.Heard(number):
                 before = self._tenancy.until
-                self._tenancy.heard(number)
+                self._tenancy.extend_lease(number)
                 self._renewed(before)
             case wire.NewToken(member, operator):
-                self._token.keep(member)
+                self._token.set_token(member)
                 self._on_token(operator)
             case wire.Over(reason):
                 self._end(reason)
             case wire.Clean() | wire.LogQuery() | wire.Examine():
-                self._long.begin(order)
+                self._long.start_order(order)
             case wire.Welcome() | wire.Refused():
                 log.error("ignoring an unexpected %s of the supervisor", type(order).__name__)
             case _:

@@ -51,7 +51,7 @@ class AgentFolder(LockedFolder):
         """
         try:
             self._made = not self.path.exists()
-            self._take()
+            self._lock_folder()
         except OSError as error:
             text = f"cannot use the state folder {self.path}: {error.strerror or error}"
             raise errors.UsageError(text, hint="name another one with --state-dir") from error
@@ -74,7 +74,7 @@ class AgentFolder(LockedFolder):
         if orphans and time.monotonic() - self._said_at > _SAY_INTERVAL_S:
             self._said_at = time.monotonic()
             log.warning("killing shims of an earlier agent that lock the state folder: %s", orphans)
-        Sweep(finder(lambda: orphans, leftovers.is_orphan)).once()
+        Sweep(finder(lambda: orphans, leftovers.is_orphan)).kill_once()
 
     def _taken(self, owner: Owner) -> errors.ReplicasError:
         return errors.UsageError(

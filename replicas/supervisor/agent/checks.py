@@ -24,7 +24,7 @@ from replicas.linux.files import kernel_lines
 from replicas.linux.needs import CALLS, missing
 from replicas.linux.processes import descendants
 from replicas.linux.smi import gpu_processes
-from replicas.supervisor.agent.machine import Machine, look
+from replicas.supervisor.agent.machine import Machine, inspect_machine
 from replicas.supervisor.state import leftovers
 from replicas.supervisor.state.locked_folder import identity_of
 from replicas.supervisor.state.run_state import RunState
@@ -85,7 +85,7 @@ def examine_node(state_dir: Path, supervisor: int, demand: Demand) -> tuple[Find
     :param supervisor: pid of the supervisor; 0 if it is on another machine.
     """
     try:
-        return tuple(examine_machine(look(), state_dir, family(os.getpid(), supervisor), demand))
+        return tuple(examine_machine(inspect_machine(), state_dir, family(os.getpid(), supervisor), demand))
     except OSError as error:
         text = f"its machine cannot be examined: {error}"
         return (Finding("node", "problem", text, "correct that, or run `replicas doctor` there"),)

@@ -6,8 +6,8 @@ If they probably never will, because all members share memory, the agent listens
 socket and starts it at the first connection; the rank waits for the answer. (systemd
 does so with a service's socket.) Ranks that differ in environment variables that a
 process reads only at its start have a separate forkserver
-(:func:`replicas.linux.place.lasting`). A forkserver that no replica of the node uses
-ends when the next replica starts.
+(:func:`replicas.linux.rank_environment.lasting`). A forkserver that no replica of the
+node uses ends when the next replica starts.
 
 A forkserver that died, or could not be started for lack of processes, is started again
 in the same way, after growing delays. A forkserver that froze (SIGSTOP), or stalls
@@ -33,8 +33,8 @@ from replicas.common.backoff import Backoff
 from replicas.common.child import ChildLife
 from replicas.common.logs import Log
 from replicas.linux.helpers import apart, python_module
-from replicas.linux.place import lasting
 from replicas.linux.processes import Child, room_for_mark
+from replicas.linux.rank_environment import lasting
 from replicas.linux.scarce import naming_limits
 from replicas.linux.sockets import SocketAddress
 from replicas.linux.stalls import LOOK_INTERVAL_S, StallWatch
@@ -151,12 +151,12 @@ class KeptForkserver:
         if not self._ahead:
             self._ahead = True
             if self._life.state == "waiting" and not self._life.wakes:
-                self._begin()
+                self._start()
 
     def kill(self) -> None:
         """Kill the process and close its socket, for good."""
         self._life.stop()
-        self._deafen()
+        self._stop_listening()
         self._forget_readiness()
         if self._timer is not None:
             self._timer.cancel()
@@ -165,13 +165,13 @@ class KeptForkserver:
         self._listener.close()
 
     def _listen(self) -> None:
-        self._loop.add_reader(self._listener, self._begin)
+        self._loop.add_reader(self._listener, self._start)
 
-    def _deafen(self) -> None:
+    def _stop_listening(self) -> None:
         self._loop.remove_reader(self._listener)
 
-    def _begin(self) -> None:
-        self._deafen()
+    def _start(self) -> None:
+        self._stop_listening()
         self._forget_readiness()  # of the previous process
         now = self._loop.time()
         self._life.start(now)
@@ -217,16 +217,16 @@ class KeptForkserver:
     def _on_time(self) -> None:
         match self._life.on_time(self._loop.time()):
             case "start":
-                (self._begin if self._ahead else self._listen)()
+                (self._start if self._ahead else self._listen)()
             case "look":
-                self._look()
+                self._kill_if_stalled()
         if self._life.state != "over":
             self._schedule()
 
-    def _look(self) -> None:
+    def _kill_if_stalled(self) -> None:
         assert self._child is not None
         assert self._watch is not None
-        reason = self._watch.look(self._loop.time(), starting=self._life.state == "starting")
+        reason = self._watch.reason_to_give_up(self._loop.time(), starting=self._life.state == "starting")
         if reason:
             log.warning("killing the forkserver, process %d: it %s", self._child.pid, reason)
             self._life.give_up()

@@ -37,7 +37,7 @@ class LongOrders:
         self._examining = asyncio.Lock()
         self.tasks: set[asyncio.Task[None]] = set()
 
-    def begin(self, order: wire.Clean | wire.Query) -> None:
+    def start_order(self, order: wire.Clean | wire.Query) -> None:
         """Start a task that carries out an order and sends the reply."""
         kept(asyncio.create_task(self._carry_out(order)), self.tasks)
 

@@ -43,7 +43,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     limits_refused: str = ""
 
 
-def look(*, gpus: bool = True, environ: Mapping[str, str] | None = None) -> Machine:
+def inspect_machine(*, gpus: bool = True, environ: Mapping[str, str] | None = None) -> Machine:
     """Return the resources within CPU set, cgroups and ``CUDA_VISIBLE_DEVICES``.
 
     :param gpus: look for GPUs. This takes up to 1 s, and 20 s if the driver hangs.

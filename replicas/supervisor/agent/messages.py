@@ -95,7 +95,7 @@ class Cleaned(msgspec.Struct, frozen=True, tag=True):
 
 
 class Leaving(msgspec.Struct, frozen=True, tag=True):
-    """The node is about to be taken away: move its replicas, then send ``Over``."""
+    """The node is about to be taken away: move its replicas, then send ``HungUp``."""
 
     reason: _Text
 

@@ -21,7 +21,7 @@ from replicas.messages.bounds import encodable
 from replicas.supervisor.agent.agent import Agent, SupervisorLink
 from replicas.supervisor.agent.agent_folder import AgentFolder
 from replicas.supervisor.agent.local import CONNECTING
-from replicas.supervisor.agent.machine import look
+from replicas.supervisor.agent.machine import inspect_machine
 from replicas.supervisor.agent.shims import Shims
 from replicas.trust.dial import PortConnection, dial
 from replicas.trust.way import way_to
@@ -63,7 +63,7 @@ async def _dial(to: Invitation) -> tuple[SupervisorLink, str]:
 
 async def _serve(to: Invitation, name: str, labels: Mapping[str, str], folder: AgentFolder, address: str) -> int:
     identity = await anyio.to_thread.run_sync(folder.acquire)
-    machine = await anyio.to_thread.run_sync(look)
+    machine = await anyio.to_thread.run_sync(inspect_machine)
     groups = RunCgroups(f"agent-{name}", limited=True)
     if groups.path is None:
         log.info("running without control groups: %s", groups.refused)

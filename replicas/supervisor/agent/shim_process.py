@@ -144,7 +144,7 @@ class ShimProcess:
         if not self._finishing:
             send_signal(self._pidfd, signal.SIGKILL)
 
-    def look(self, now: float, lease_until: float | None, patience_s: float) -> None:
+    def check_shim(self, now: float, lease_until: float | None, patience_s: float) -> None:
         """Record how long the shim is silent, and ping it. To be called every second.
 
         :param lease_until: when the shim ends unless it learns a later time before, in
@@ -176,14 +176,14 @@ class ShimProcess:
             if message is None:
                 self._close_control()
                 return False
-            self._take(message)
+            self._handle_message(message)
         except BlockingIOError:
             return False
         except orders.Malformed as error:
             log.error("malformed message of the shim of %s/%s: %s", self.spec.group, self.spec.replica, error)
         return True
 
-    def _take(self, message: orders.Message) -> None:
+    def _handle_message(self, message: orders.Message) -> None:
         self._silence.answered()
         self._answered_at = time.monotonic()
         match message["type"]:
@@ -203,7 +203,7 @@ class ShimProcess:
                 __version__,
             )
         self._said_gone = state.gone
-        known, self.state = self.state, state.of_part(self.state)
+        known, self.state = self.state, state.with_identity_of(self.state)
         losses = (*self._unlogged, *state.losses)
         self._change(gone=False, losses=losses, silent_s=known.silent_s)  # a part is gone only after its shim
 

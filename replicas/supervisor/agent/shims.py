@@ -5,8 +5,9 @@ the shim starts a process, so no process is lost, whichever is killed next. Wher
 control groups cannot be made, processes are found by descent and by their mark.
 
 The agent keeps a shim, by its mark (``nonce``), from the order to start it until the
-supervisor has recorded its end. :meth:`Shims.news` returns the states that changed
-since they were last sent; :meth:`Shims.all` returns all, for a new connection.
+supervisor has recorded its end. :meth:`Shims.take_changed_states` returns the states
+that changed since they were last sent; :meth:`Shims.take_all_states` returns all, for a
+new connection.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class Shims:
         self._shims: dict[str, ShimProcess] = {}
         self._unstarted: dict[str, PartState] = {}
         """The states of parts whose shims could not be started."""
-        self._told: dict[str, PartState] = {}
-        self._forkservers = Forkservers(self._cannot_sync)
+        self._sent_states: dict[str, PartState] = {}
+        self._forkservers = Forkservers(self._stop_users_of)
         self.identity = ""
         """Identity of the state folder, in the environment of the processes."""
         self.address = ""
@@ -86,7 +87,7 @@ class Shims:
             case Start():
                 self._start(order)
             case Forget(nonce):
-                self._forget(nonce)
+                self._remove_ended(nonce)
             case Stop(timeout_s=timeout_s, stacks=stacks) if shim is not None:
                 shim.stop(timeout_s, stacks=stacks)
             case Meet(host=host, port=port) if shim is not None:
@@ -98,17 +99,17 @@ class Shims:
 
     def _start(self, order: Start) -> None:
         """Start a shim, unless it is known; report a failure as its end."""
-        state = _identity(order.spec)
+        state = identify_part(order.spec)
         nonce = state.nonce
         if nonce in self:
             return
         try:
             spec = self._in_group(self._localized(PartSpec.of(order.spec)), order)
-            self._shims[nonce] = self._begin(spec, self._moved, self._lock)
+            self._shims[nonce] = self._begin(spec, self._update_empty, self._lock)
         except (OtherOrders, OSError) as error:
             report = ExitReport("lost", text=f"a shim cannot be started: {error}")
             self._unstarted[nonce] = state._replace(report=report, gone=True)
-        self._moved()
+        self._update_empty()
 
     def _localized(self, spec: PartSpec) -> PartSpec:
         """Return the spec with this node's environment, folders and address."""
@@ -147,30 +148,30 @@ class Shims:
             return spec
         return spec._replace(cgroup=str(path))
 
-    def _cannot_sync(self, forkserver: str, reason: str) -> None:
+    def _stop_users_of(self, forkserver: str, reason: str) -> None:
         """Stop the replicas that cannot sync without this forkserver."""
         for shim in self._living():
             if shim.spec.env.get(environ.FORKSERVER) == forkserver:
                 shim.stop(shim.spec.stop_timeout_s, broken=f"the sidecar forkserver of its node {reason}")
 
-    def _forget(self, nonce: str) -> None:
+    def _remove_ended(self, nonce: str) -> None:
         if nonce in self and self._states[nonce].gone:
-            for known in (self._shims, self._unstarted, self._told):
+            for known in (self._shims, self._unstarted, self._sent_states):
                 known.pop(nonce, None)
 
     # ------------------------------------------------------------ watching
 
-    def look(self, now: float, lease_until: float | None) -> None:
+    def check_shims(self, now: float, lease_until: float | None) -> None:
         """Ping the shims, so that they live until ``lease_until``.
 
         To be called every second.
         """
         self.lease_until = lease_until
         for shim in self._living():
-            shim.look(now, lease_until, self.patience_s)
+            shim.check_shim(now, lease_until, self.patience_s)
         self.changed()
 
-    def end(self, timeout_s: float) -> None:
+    def stop_all(self, timeout_s: float) -> None:
         """Send SIGTERM to all processes now, and SIGKILL after ``timeout_s``."""
         for shim in self._living():
             shim.stop(timeout_s)
@@ -187,7 +188,7 @@ class Shims:
     def _living(self) -> list[ShimProcess]:
         return [shim for shim in self._shims.values() if not shim.state.gone]
 
-    def _moved(self) -> None:
+    def _update_empty(self) -> None:
         if self._living():
             self.empty.clear()
         else:
@@ -196,21 +197,21 @@ class Shims:
 
     # ------------------------------------------------------------ telling
 
-    def all(self) -> tuple[PartState, ...]:
+    def take_all_states(self) -> tuple[PartState, ...]:
         """Return the state of each part, and mark all as sent."""
-        before, self._told = self._told, self._states
+        before, self._sent_states = self._sent_states, self._states
         return tuple(
             state._replace(known_losses=before[nonce].losses if nonce in before else ())
-            for nonce, state in self._told.items()
+            for nonce, state in self._sent_states.items()
         )
 
-    def news(self) -> list[PartState]:
+    def take_changed_states(self) -> list[PartState]:
         """Return the states that changed since they were sent; mark them as sent."""
-        changed = [state for nonce, state in self._states.items() if state != self._told.get(nonce)]
-        self._told |= {state.nonce: state for state in changed}
+        changed = [state for nonce, state in self._states.items() if state != self._sent_states.get(nonce)]
+        self._sent_states |= {state.nonce: state for state in changed}
         return changed
 
-    def stacks(self) -> Iterable[tuple[str, Mapping[str, str]]]:
+    def take_stacks(self) -> Iterable[tuple[str, Mapping[str, str]]]:
         """Take out the received stacks; yield each shim's mark with its stacks."""
         for nonce, shim in self._shims.items():
             if (stacks := shim.stacks) is not None:
@@ -218,7 +219,7 @@ class Shims:
                 yield nonce, stacks
 
 
-def _identity(spec: Plain) -> PartState:
+def identify_part(spec: Plain) -> PartState:
     """Return a state that identifies the part of a spec, maybe of another release."""
     known: dict[str, Any] = {name: spec.get(name) for name in IDENTITY}
     return UNKNOWN._replace(**{name: one for name, one in known.items() if type(one) is type(getattr(UNKNOWN, name))})

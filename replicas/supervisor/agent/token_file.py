@@ -22,12 +22,12 @@ class TokenFile:
         self._token = self._written = ""
         self._problem = ""
 
-    def keep(self, token: str) -> None:
-        """Write the token, now or at a later :meth:`look`."""
+    def set_token(self, token: str) -> None:
+        """Write the token, now or at a later :meth:`write_if_changed`."""
         self._token = token
-        self.look()
+        self.write_if_changed()
 
-    def look(self) -> None:
+    def write_if_changed(self) -> None:
         """Write the token if the file has another one. To be called each second."""
         if self._token == self._written:
             return

@@ -1,7 +1,7 @@
 """Obstacles to a start: dying processes, and the GPU memory of a dead generation.
 
-The driver frees that memory late. :meth:`HoldUps.until_clear` waits for it, up to a
-limit; then it reports the holder, and the next generation starts nevertheless.
+The driver frees that memory late. :meth:`StartObstacles.wait_until_clear` waits for it,
+up to a limit; then it reports the holder, and the next generation starts nevertheless.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import anyio.to_thread
 from replicas.common.foreign import one_line
 from replicas.linux.processes import command_line
 from replicas.linux.smi import gpu_processes
-from replicas.supervisor.wire.part_state import Belongings, Remains
+from replicas.supervisor.wire.part_state import Inventory, Remains
 from replicas.telemetry.events import Event, HeldUp
 
 CLEAR_S = 10.0
@@ -28,7 +28,7 @@ Held = tuple[str, str]
 """``512 MiB on GPU 0``, and its holder ``process 1234 (python serve.py)``."""
 
 
-class HoldUps:
+class StartObstacles:
     """Obstacles of one generation. Each is reported once, and shown while it lasts."""
 
     def __init__(self, emit: Callable[[Event], None], group: str, replica: int, generation: int) -> None:
@@ -47,7 +47,7 @@ class HoldUps:
         names = ", ".join(_named(*one) for one in self._remains.processes)
         return f"held up by {names}: not dead {max(0.0, time.time() - self._remains.since):.0f} s after SIGKILL"
 
-    def remain(self, remains: Remains | None, *, gave_up: bool = False) -> bool:
+    def report_remains(self, remains: Remains | None, *, gave_up: bool = False) -> bool:
         """Report processes that SIGKILL has not ended. Return True if one is new."""
         self._remains = remains
         if remains is None:
@@ -59,7 +59,7 @@ class HoldUps:
             self._emit(self._event(what=what, holder=holder, gave_up=gave_up, pid=pid, since=remains.since))
         return bool(new)
 
-    async def until_clear(self, old: Sequence[Belongings], pause: Callable[[float], Awaitable[bool]]) -> None:
+    async def wait_until_clear(self, old: Sequence[Inventory], pause: Callable[[float], Awaitable[bool]]) -> None:
         """Wait for the GPU memory of the last generation, up to :data:`CLEAR_S`.
 
         :param pause: waits for the given seconds; returns False to give up.

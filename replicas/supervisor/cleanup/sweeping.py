@@ -12,7 +12,7 @@ them:
 * a log pump, which ends on its own when it has read the output of the others;
 * Python's resource trackers, which unlink the named shared memory and semaphores of a
   dead program. They have ``TRACKERS_S`` after the last of the others, and
-  ``TRACKERS_MAX_S`` in all (:class:`Grace`, which the shim uses, too).
+  ``TRACKERS_MAX_S`` in all (:class:`TrackerGrace`, which the shim uses, too).
 
 A process may take long to die of SIGKILL (a driver that frees GPU memory, a file server
 that does not answer, a freezer): :meth:`Sweep.run` returns it, to be called again. A
@@ -45,7 +45,7 @@ Finder = Callable[[], Mapping[int, int]]
 """Returns living processes: pid, and start time in clock ticks from boot, of each."""
 
 
-class Grace:
+class TrackerGrace:
     """Spares Python's resource trackers for a moment."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Sweep:
         self._groups = list(groups)
         self._known = dict(known or {})
         self._pumps_until = time.monotonic() + ALONE_S + _PUMP_ENDS_S
-        self._grace = Grace()
+        self._grace = TrackerGrace()
 
     def run(self, timeout_s: float) -> list[int]:
         """Kill until two looks find no process, or ``timeout_s`` is over. Blocks.
@@ -89,13 +89,13 @@ class Sweep:
         deadline = time.monotonic() + timeout_s
         quiet = 0
         while True:
-            left = self.once()
+            left = self.kill_once()
             quiet = 0 if left else quiet + 1
             if quiet >= _QUIET_LOOKS or (left and time.monotonic() > deadline):
                 return sorted(left)
             time.sleep(_INTERVAL_S)  # no SIGCHLD: they are not our children
 
-    def once(self) -> set[int]:
+    def kill_once(self) -> set[int]:
         """Kill all processes found now; return them, but not those of other users."""
         now = time.monotonic()
         for find in self._finders:

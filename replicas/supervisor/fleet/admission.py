@@ -1,4 +1,4 @@
-"""One node of a run with the connection to its agent, and which agents a run takes."""
+"""A node of a run, the connection to its agent, and the admission of agents."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ NODES_MAX = 4096
 
 
 class AgentLink:
-    """A connection to an agent, which has the limit of a member's session: with too
-    much that it has not read, one more message ends it.
+    """A connection to an agent. With too much unread data, one more message ends it.
 
-    :param refused: called with the reason then.
+    :param refused: called with the reason in that case.
     """
 
     def __init__(self, connection: WebSocket, refused: Callable[[str], None]) -> None:
@@ -35,11 +34,11 @@ class AgentLink:
         self.over = asyncio.Event()
 
     def send(self, data: bytes) -> None:
-        """Send without waiting; after its end nothing is sent."""
+        """Send without waiting; does nothing after the end of the connection."""
         if self.over.is_set():
             return
         if self._connection.unread_nbytes > OUTBOX_NBYTES:
-            log.error("an agent does not read what it is sent: it is disconnected")
+            log.error("disconnecting an agent that does not read its messages")
             self._refused("overflow")
             self.close()
             self._connection.cut()
@@ -65,18 +64,18 @@ class NodeEntry:
         self.limits_refused = ""
         self.link: AgentLink | None = None
         self.drain = 0
-        """Number of the drain that is under way, or has been done; 0: there is none."""
+        """Number of the drain in progress or done, or 0."""
         self.handles: dict[str, ShimHandle] = {}
         self.cleaning: dict[str, ShimHandle] = {}
-        """Of an earlier agent of the node, until the present one has ended them."""
+        """Shims of an earlier agent of the node, until the present agent ended them."""
         self.scope = ""
-        """Where pids of the agent are valid."""
+        """Machine, boot and pid namespace in which the agent's pids are valid."""
         self.elsewhere: list[tuple[float, dict[str, ShimHandle]]] = []
-        """Of earlier agents of that name elsewhere, and when their lease is over."""
+        """Shims of earlier agents of that name elsewhere, and when their lease ends."""
 
     @property
     def local(self) -> bool:
-        """Whether it is the supervisor's own machine, whose agent has no lease."""
+        """True for the supervisor's own machine, whose agent has no lease."""
         return not self.life.leased
 
     def send(self, order: Order) -> None:
@@ -90,11 +89,11 @@ class NodeEntry:
 
 
 class Admission:
-    """Refuses agents, and grants leases to the others.
+    """Decides which agents may join, and writes their leases.
 
     :param nodes: of the run, by name.
-    :param is_own: tells whether this supervisor has started, or taken over, the agent
-        of a Hello that came through the run's own socket.
+    :param is_own: returns True if this supervisor started, or took over, the agent of a
+        Hello that came through the run's own socket.
     """
 
     def __init__(
@@ -111,18 +110,18 @@ class Admission:
         self._loop = asyncio.get_running_loop()
 
     def lease_s(self, *, local: bool) -> float:
-        """How long processes of a node may outlive the supervisor, in seconds."""
+        """Return for how many seconds a node's processes may outlive the supervisor."""
         return self._outlives_s if local else self._lease_s
 
     def refusal(self, hello: Hello, *, local: bool) -> wire.Refused | None:
-        """Return why this agent is not taken; None: it is, and its lease is on disk."""
+        """Return why this agent is refused, or None when its lease is on disk."""
         if hello.protocol != wire.PROTOCOL:
             text = f"this agent speaks protocol {hello.protocol}, the supervisor {wire.PROTOCOL}: install one release"
             return wire.Refused(message=text)
         if hello.node not in self._nodes and len(self._nodes) >= NODES_MAX:
             return wire.Refused(message=f"a run has {NODES_MAX:,} nodes at most", again=True)
         if local and not self._is_own(hello):
-            return wire.Refused(message="another agent of this machine has taken the place of this one")
+            return wire.Refused(message="another agent of this machine has replaced this one")
         entry = self._nodes.get(hello.node)
         if entry is not None and entry.incarnation != hello.incarnation:
             if entry.local != local:
@@ -132,9 +131,9 @@ class Admission:
         return self._offered_twice(hello) or self._ungranted(hello, local=local)
 
     def _ungranted(self, hello: Hello, *, local: bool) -> wire.Refused | None:
-        """The refusal of an agent whose lease cannot be written down."""
+        """Write the agent's lease. Return a refusal if that fails."""
         lease_s = self.lease_s(local=local)
-        if not lease_s:  # it ends with this supervisor, which nobody follows before
+        if not lease_s:  # it ends with this supervisor
             self._awaited.seen(hello.incarnation)
             return None
         lease = Lease(
@@ -147,12 +146,12 @@ class Admission:
         )
         problem = self._awaited.grant(lease)
         if problem:
-            log.error("node %s is not taken: its lease cannot be written down: %s", hello.node, problem)
-            return wire.Refused(message=f"the supervisor cannot write its lease down: {problem}", again=True)
+            log.error("refusing node %s: its lease cannot be written: %s", hello.node, problem)
+            return wire.Refused(message=f"the supervisor cannot write its lease: {problem}", again=True)
         return None
 
     def _offered_twice(self, hello: Hello) -> wire.Refused | None:
-        """The refusal of an agent whose GPUs another agent beside it offers."""
+        """Return a refusal if another agent of this machine offers the same GPUs."""
         gpus = set(hello.machine.gpus if hello.machine is not None else ())
         for entry in self._nodes.values():
             beside = entry.name != hello.node and entry.scope == hello.scope and not entry.life.over

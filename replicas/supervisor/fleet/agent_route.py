@@ -28,12 +28,12 @@ def agent_route(
     access: Callable[[Mapping[str, str]], str] | None,
     tokens: Callable[[], Tokens],
 ) -> SocketRoute:
-    """The route.
+    """Return the route.
 
     :param refused: called with the reason of each refusal.
-    :param access: why an agent with these headers is not let in; None: this is the
-        run's own socket.
-    :param tokens: of the run; the connection ends when its own is retired.
+    :param access: returns why headers do not allow an agent to join, or "". None on
+        the run's own socket.
+    :param tokens: of the run; a connection ends when its token is revoked.
     """
 
     def refusal(headers: Mapping[str, str]) -> tuple[int, str] | None:
@@ -64,7 +64,7 @@ async def _serve(
         return
     except msgspec.DecodeError as error:
         refused("malformed")
-        link.send(encode(Refused(message=f"this is no agent of this release: {error}")))
+        link.send(encode(Refused(message=f"the agent does not speak this release's protocol: {error}")))
         return
     if not isinstance(hello, Hello):
         refused("out_of_order")
@@ -74,7 +74,7 @@ async def _serve(
         node = cluster.hello(hello, link, local=local, seen_at=seen_at)
     except msgspec.DecodeError as error:
         refused("malformed")
-        log.error("the agent of node %s is not taken: %s", hello.node, error)
+        log.error("refusing the agent of node %s: %s", hello.node, error)
         return
     if not node:
         return
@@ -88,7 +88,7 @@ async def _serve(
         ended, _ = await cancelled(reading, closed)
         if isinstance(ended, msgspec.DecodeError):
             refused("malformed")
-            log.error("the agent of node %s is disconnected: %s", node, ended)
+            log.error("disconnecting the agent of node %s: %s", node, ended)
             websocket.close(_BAD_DATA, str(ended))
         elif isinstance(ended, Exception) and not isinstance(ended, Ended):
             log.error("a bug: the connection of node %s failed", node, exc_info=ended)

@@ -1,14 +1,14 @@
-"""What of earlier supervisors may still run, and keeps replicas from starting.
+"""Wait for processes of earlier supervisors before starting replicas.
 
-Two things keep them:
+Replicas wait for two things:
 
-* a lease under which *anything* may run, as no state says what
-  (:mod:`replicas.supervisor.state.heritage`): nothing starts anywhere until its agent
-  has joined and said what it has, or the lease is over;
-* a *stranger*: a shim that an agent has and no replica knows. It is told to end, and
-  until it has, its replica does not start, and its node takes no other.
+* an *unseen* lease: no saved state says which processes run under it
+  (:mod:`replicas.supervisor.state.predecessor`). No replica starts until its agent has
+  joined and reported its shims, or the lease is over;
+* a *stranger*: a shim that an agent has and that belongs to no replica. It is ended;
+  until then its replica does not start, and its node takes no other.
 
-Leases are granted here, too: each is on disk before its agent is welcomed.
+This module also grants leases: each is on disk before its agent gets a Welcome.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from replicas.supervisor.wire.part_state import PartState
 
 log = Log("replicas.supervisor")
 
-_UNKNOWN = "nodes that are not known"
+_UNKNOWN = "unknown nodes"
 
 
 class Awaited:
-    """Leases and strangers of a run; ``file``: the leases on disk."""
+    """Leases and strangers of a run. ``file``: the leases on disk."""
 
     def __init__(self, file: Leases) -> None:
         self._file = file
         self._leases: dict[str, Lease] = {}
-        """All that may still run, by the incarnation of the agent."""
+        """Leases that are not over, by the incarnation of the agent."""
         self._unseen: dict[str, float] = {}
-        """When those are over under which anything may run."""
+        """When the unseen ones of these are over."""
         self._strangers: dict[str, tuple[tuple[str, int], ShimHandle]] = {}
         self._generations: dict[tuple[str, int], int] = {}
 
     # ------------------------------------------------------------ leases
 
     def inherit(self, leases: Iterable[Lease], unseen: Collection[Lease], now: float) -> None:
-        """Take what an earlier supervisor has granted."""
+        """Add the leases that earlier supervisors granted."""
         for number, lease in enumerate(leases):
             key = lease.incarnation or f"line {number}"
             self._leases[key] = msgspec.structs.replace(lease, unseen=lease in unseen)
@@ -53,7 +53,7 @@ class Awaited:
         self._note()
 
     def grant(self, lease: Lease) -> str:
-        """Have it on disk, before its agent is welcomed; why it is not, in words."""
+        """Write a lease to disk. Return the problem, or "" if it is written."""
         changed = {**self._leases, lease.incarnation: lease}
         try:
             self._file.write(tuple(changed.values()))
@@ -64,13 +64,13 @@ class Awaited:
         return ""
 
     def seen(self, incarnation: str) -> None:
-        """Note that an agent says what runs under its lease, and gets no other."""
+        """Note that an agent with an unseen lease has reported its shims."""
         if self._unseen.pop(incarnation, None) is not None:
             self._leases[incarnation] = msgspec.structs.replace(self._leases[incarnation], unseen=False)
             self._note()
 
     def end(self, node: str, *, but: str = "") -> None:
-        """Note that nothing is left of a node, but of this incarnation of its agent."""
+        """Forget a node's leases, except that of the incarnation ``but``."""
         over = [key for key, one in self._leases.items() if one.node == node and key not in (but, *self._unseen)]
         for key in over:
             del self._leases[key]
@@ -78,7 +78,7 @@ class Awaited:
             self._note()
 
     def tick(self, now: float) -> bool:
-        """Forget leases that are over; return True if the last unseen one was."""
+        """Forget leases that are over. Return True if the last unseen one was."""
         over = [key for key, until in self._unseen.items() if now > until]
         for key in over:
             del self._unseen[key], self._leases[key]
@@ -87,20 +87,20 @@ class Awaited:
         return bool(over) and not self._unseen
 
     def left(self, nodes: Collection[str]) -> tuple[Lease, ...]:
-        """Leases under which ``nodes``, or unseen agents, may leave something."""
+        """Return the leases under which processes may be left: of ``nodes``, unseen."""
         kept = (one for key, one in self._leases.items() if one.node in nodes or key in self._unseen)
         return tuple(msgspec.structs.replace(one, unseen=True) for one in kept)
 
     def _note(self) -> None:
         try:
             self._file.write(tuple(self._leases.values()))
-        except OSError as error:  # too many are named then, which costs the next supervisor a wait
-            log.warning("the leases of nodes cannot be written: %s", error.strerror or error)
+        except OSError as error:  # the file names too many, which costs the next supervisor a wait
+            log.warning("cannot write the leases of nodes: %s", error.strerror or error)
 
     # ------------------------------------------------------------ strangers
 
     def stranger(self, state: PartState, handle: ShimHandle) -> None:
-        """Note a shim that no replica knows, and have it end."""
+        """Note a shim that belongs to no replica; the caller ends it."""
         key = (state.group, state.replica)
         if key in self._generations or len(self._generations) < REPLICAS_MAX:
             self._generations[key] = max(self._generations.get(key, 0), state.generation)
@@ -111,25 +111,25 @@ class Awaited:
         return any(handle.node == node for _, handle in self._strangers.values())
 
     def generation(self, group: str, replica: int) -> int:
-        """The highest number of a generation that may have been used unknown to the
+        """Return the highest generation that may have been used before, unknown to the
         replica."""
         return max(self._file.floor, self._generations.get((group, replica), 0))
 
     def _forget_gone(self) -> None:
         self._strangers = {nonce: one for nonce, one in self._strangers.items() if not one[1].state.gone}
 
-    # ------------------------------------------------------------ what it keeps
+    # ------------------------------------------------------------ questions
 
     def nodes(self) -> tuple[str, ...]:
-        """The nodes on which anything may run."""
+        """Return the nodes with unseen leases."""
         return tuple(dict.fromkeys(self._leases[key].node for key in self._unseen))
 
     def left_s(self, now: float) -> float:
-        """Seconds until the last of these leases is over."""
+        """Return the seconds until the last unseen lease is over."""
         return max(0.0, max(self._unseen.values(), default=now) - now)
 
     def blocks(self, group: str, replica: int, now: float) -> str:
-        """What keeps this replica from starting, as in "waits ..."; empty: nothing."""
+        """Return what this replica's start waits for ("waits ..."), or ""."""
         if self._unseen:
             return f"{self.left_s(now):.0f} s for {words(self.nodes())}"
         self._forget_gone()
@@ -140,7 +140,7 @@ class Awaited:
 
 
 def words(nodes: Sequence[str]) -> str:
-    """The leases of these nodes, for people; an empty name: it is not known."""
+    """Describe the leases for a log line; an empty node name means "unknown"."""
     known = [one for one in nodes if one]
     if not known:
         return f"the lease of {_UNKNOWN}"

@@ -1,7 +1,7 @@
-"""Why a generation ends, by its health and its nodes' reports, and lines that say so.
+"""Find why a generation ends, from its health and its shims' reports; describe it.
 
-Only the report of a failure shows the last lines of a rank; the traceback that
-torchelastic wrote is added where the log lacks it. Pure: the clock is the caller's.
+Only the report of a failure shows the last lines of a rank, and the traceback that
+torchelastic wrote if the log lacks it. Pure: callers pass the time.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from replicas.supervisor.wire.part_state import ExitReport, LogLoss, RankExit
 from replicas.telemetry.events import Event, LogLinesDropped, RankEnd, ReplicaExited
 
 STOPPED = "stopped"
-"""How a generation that was asked to end has ended."""
+"""The end of a generation that was stopped as ordered."""
 _MANY = 1000
 _END_S = 2.0
-"""A rank that is lost has ended: its report, with the cause, comes within this time."""
+"""Time within which the report of a lost rank, with the cause, arrives."""
 _SENT = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Signals from outside: the program's last line of output does not explain them."""
+"""Signals from outside, which the program's last line of output does not explain."""
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a generation ends: the restart's bounded label, and one line of text."""
+    """Why a generation ends: a label from a fixed set, and one line of text."""
 
     reason: RestartReason
     text: str
@@ -47,8 +47,8 @@ class Health:
     """The health of one generation.
 
     :ivar view: the coordinator's last view of it.
-    :ivar left: a rank has left in order since it was ready, and is not expected back.
-    :ivar unready_at: when it was last ready. :ivar lost_at: when a rank ended.
+    :ivar left: a rank left in order after it was ready; it is not expected back.
+    :ivar unready_at: when it was ready last. :ivar lost_at: when a rank ended.
     """
 
     view: Readiness | None = None
@@ -58,7 +58,7 @@ class Health:
     lost_at: float = -math.inf
 
     def silence(self, config: HealthConfig) -> tuple[str, float]:
-        """Return which ranks are silent, in words, and for how many seconds."""
+        """Return the silent ranks, in words, and the seconds of their silence."""
         view = self.view
         if view is None or not view.silent:
             return "", 0.0
@@ -66,7 +66,7 @@ class Health:
         return f"no heartbeat from rank {ranks} (limit: {config.heartbeat_timeout_s:g} s)", view.heartbeat_age_s or 0.0
 
     def step(self, state: ReplicaState, *, ready: bool, silent: bool, now: float) -> ReplicaEvent | None:
-        """Return the event that makes ``state`` what is seen; None: it is that."""
+        """Return the event from ``state`` to the observed one, or None if equal."""
         if ready:
             self.was_ready, self.unready_at = True, now
         if silent:
@@ -77,12 +77,12 @@ class Health:
         return ReplicaEvent.UNREADY if not ready and state != "starting" and now - self.lost_at > _END_S else None
 
     def until(self, config: HealthConfig, life: Lifecycle, now: float) -> float:
-        """Return when :meth:`judge` finds its start or load too late; 0: never."""
+        """Return when :meth:`judge` reports its start or load as late, or 0 (never)."""
         ready_by = 0.0 if self.left else self.unready_at + config.load_deadline_s
         return ready_by if self.was_ready else now - life.starting_s(now) + config.start_timeout_s
 
     def judge(self, config: HealthConfig, *, ready: bool, starting_s: float, now: float) -> Cause | None:
-        """What is wrong by the last :attr:`view`: a timeout; None: nothing."""
+        """Return the fault shown by :attr:`view` or a timeout, or None."""
         view = self.view
         if not ready and not self.was_ready and starting_s > config.start_timeout_s:
             why = f": {view.reason}" if view is not None and view.reason else ""
@@ -95,7 +95,7 @@ class Health:
             return Cause("progress_timeout", f"no progress for {config.progress_timeout_s:g} s")
         if view.partial:
             return Cause("load_failed", f"{view.partial}; a part of it may be in memory")
-        # A rank that has left is waited for only if others wait for it.
+        # After a rank has left, it is late only if other ranks wait.
         overdue = not ready and self.was_ready and (not self.left or view.stranded)
         if overdue and now - self.unready_at > config.load_deadline_s:
             return Cause("load_timeout", f"not ready again within {config.load_deadline_s:g} s: {view.reason}")
@@ -103,7 +103,7 @@ class Health:
 
 
 def verdict(reports: list[ExitReport]) -> Cause | None:
-    """Why a generation ended: the first failure, not what it made torchrun end."""
+    """Return the first failure, not the ranks that torchrun ended because of it."""
     if all(report.outcome == "ok" for report in reports):
         return None
     failed = [report for report in reports if report.outcome == "failed"]
@@ -127,7 +127,7 @@ def _words(rank: RankExit) -> str:
 
 
 def exited(group: str, replica: int, generation: int, reports: list[ExitReport], *, reason: str) -> ReplicaExited:
-    """The event for the end of the programs, with log lines of the first rank only."""
+    """Return the event for the end of the programs, with log lines of one rank."""
     outcomes: tuple[Literal["failed", "lost", "stopped"], ...] = ("failed", "lost", "stopped")
     found = {"lost" if report.outcome == "node" else report.outcome for report in reports}
     ranks = sorted((rank for report in reports for rank in report.ranks), key=lambda rank: (rank.at, rank.rank))
@@ -152,9 +152,9 @@ def dropped(group: str, replica: int, generation: int, loss: LogLoss) -> LogLine
 
 
 def line(transition: Transition, logs: Path | None) -> str:
-    """One line about this transition; empty: it tells nothing new.
+    """Return a line for people about this transition, or "" if it is not news.
 
-    :param logs: the folder of the run's logs; None: those of the replica are on another
+    :param logs: the folder of the run's logs; None if this replica's are on another
         machine.
     """
     name = f"{transition.group}/{transition.replica}"
@@ -167,7 +167,7 @@ def line(transition: Transition, logs: Path | None) -> str:
         case ReplicaEvent.START | ReplicaEvent.BACKOFF_ELAPSED:
             return f"{name}: starting{again}"
         case ReplicaEvent.ADOPT:
-            return f"{name}: goes on{again}"
+            return f"{name}: continues{again}"
         case ReplicaEvent.READY if transition.start_s is not None:
             return f"{name}: ready after {transition.start_s:.1f} s{again}"
         case ReplicaEvent.READY:
@@ -194,15 +194,14 @@ def line(transition: Transition, logs: Path | None) -> str:
 
 
 class WaitReports:
-    """Lines about waits of more than :data:`WAIT_S`, each told once, and for all that
-    wait for the same."""
+    """Lines about waits of more than :data:`WAIT_S`, each once, grouped by reason."""
 
     def __init__(self) -> None:
         self._since: dict[tuple[str, str], float] = {}
 
     def due(self, waits: Mapping[str, str], now: float) -> list[str]:
-        """Return the lines that are due. ``waits``: what each waits for, by name."""
-        keys = {name: (name, re.sub("[0-9]+", "", what)) for name, what in waits.items() if what}  # times pass
+        """Return the lines that are due. ``waits``: the present waits, by name."""
+        keys = {name: (name, re.sub("[0-9]+", "", what)) for name, what in waits.items() if what}  # without times
         self._since = {key: self._since.get(key, now) for key in keys.values()}
         due = [name for name, key in keys.items() if now - self._since[key] > WAIT_S]
         self._since |= {keys[name]: math.inf for name in due}
@@ -211,7 +210,7 @@ class WaitReports:
 
 
 class FailureReports:
-    """Reports of failures; of losses, once for each replica, place and reason."""
+    """Reports of failures; of lost lines once for each replica, place and reason."""
 
     def __init__(self) -> None:
         self._said: set[tuple[str, int, str, str]] = set()
@@ -234,8 +233,8 @@ class FailureReports:
         self._said.add(key)
         name = f"{event.group}/{event.replica}"
         if event.where == "tee":
-            return f"{name}: not all of its lines are shown here: {event.reason}; they are in its log"
-        return f"{name}: lines of its log are being lost: {event.reason}"
+            return f"{name}: some of its lines are shown only in its log: {event.reason}"
+        return f"{name}: losing lines of its log: {event.reason}"
 
 
 def _last_words(event: ReplicaExited) -> str:
@@ -249,8 +248,8 @@ def _last_words(event: ReplicaExited) -> str:
 
 
 def lacks(view: Readiness | None) -> str:
-    """What a ready replica lacks: it may have joined before anything was committed, or
-    have refused the newest version."""
+    """Return which versions a ready replica lacks: none may be committed yet, or it
+    refused the newest one."""
     if view is None:
         return ""
     missing = ", ".join(f"no version of {name} yet" for name, version in view.versions.items() if not version)

@@ -1,19 +1,19 @@
-"""The nodes of a run: their agents, and the shims that these are told to start.
+"""The nodes of a run: connect their agents, and start shims through them.
 
-A node is known by its name, from the first Hello of its agent until it is drained. What
-is heard of it, and whether it takes new replicas, are two tables
-(:mod:`replicas.core.lives.node_life`). The replicas of a node that is lost have ended,
-for the reason ``node``, which spends no budget, and start elsewhere.
+A node is known by its name, from the first Hello of its agent until it is drained. Its
+connection and its willingness to take replicas are two tables
+(:mod:`replicas.core.lives.node_life`). The replicas of a lost node end for the reason
+``node``, which does not use the restart budget, and start elsewhere.
 
-Another process of an agent on the same node (another *incarnation*) has none of the
-earlier one's shims: it is told to end what they have left, and only then have the
-replicas ended. It can do that only where the earlier one's processes can be seen: an
-agent of the same name elsewhere (another machine or boot, another pid namespace, such
-as another pod) waits for the earlier one's lease. A supervisor that takes a run over
-expects the nodes that its state names, with their shims, as if they were away, and for
-as long as the lease that they were given. The agent of another supervisor's own machine
-cannot come back to this one: what it has ends with its lease. What no state names is
-waited for, too (:mod:`replicas.supervisor.fleet.awaited`).
+A new agent process on a node (another *incarnation*) has none of the earlier agent's
+shims. It is ordered to end their leftover processes; only then have the replicas ended.
+That works only if it can see those processes. With the same name elsewhere (another
+machine or boot, or another pid namespace, such as another pod), the earlier agent's
+lease must end first. A supervisor that takes a run over expects the nodes of the saved
+state, with their shims, as if they were away, for the length of their leases. The agent
+of an earlier supervisor's own machine cannot reconnect to this one: its processes end
+with its lease. Agents that no state names are waited for, too
+(:mod:`replicas.supervisor.fleet.awaited`).
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ Reply = TypeVar("Reply", wire.LogReply, wire.Examined)
 class Cluster:
     """The nodes of a run. For the event loop's thread only.
 
-    :param lease_s: time after which a node of which nothing is heard is lost.
+    :param lease_s: time after which a silent node is lost.
     :param outlives_s: for how long the own node's processes may outlive the supervisor.
-    :param is_own: tells whether this supervisor has started, or taken over, the agent
-        of a Hello that came through the run's own socket.
+    :param is_own: returns True if this supervisor started, or took over, the agent of a
+        Hello that came through the run's own socket.
     :param leaving: called with a node that is about to be taken away, and the reason.
     """
 
@@ -78,7 +78,7 @@ class Cluster:
         self._loop = asyncio.get_running_loop()
         self._clock = PauseClock(math.inf)
         self.incarnation = secrets.token_hex(8)
-        """Random, new for each process of a supervisor."""
+        """Random id of this supervisor process."""
         self.joined = asyncio.Event()
         """Set when the supervisor's own agent has joined."""
         self._hung_up = asyncio.Event()
@@ -86,16 +86,16 @@ class Cluster:
         self._replies: dict[tuple[type, int], asyncio.Future[Any]] = {}
         self._drains = itertools.count(1)
         self._released: set[str] = set()
-        """Incarnations of agents that were told to end."""
+        """Incarnations of agents that were ordered to end."""
 
     # ------------------------------------------------------------ shims
 
     def start_shim(self, spec: PartSpec, changed: Callable[[], None]) -> ShimHandle:
-        """Have a shim started on the node that its replica holds.
+        """Order a shim on the node that its replica holds, and return its handle.
 
-        On a node that has gone away meanwhile it has ended, for that reason.
+        If the node has gone away meanwhile, the handle has ended, for that reason.
 
-        :raises OSError: a part of the replica is on no node that is known.
+        :raises OSError: the node of this part is unknown.
         """
         try:
             name = self._context.resources.node(spec.group, spec.replica, spec.node)
@@ -103,11 +103,11 @@ class Cluster:
             raise OSError(f"{spec.group}/{spec.replica} has no node") from None
         member = self._members.get(name)
         if member is None:
-            raise OSError(f"node {name} is not there")
+            raise OSError(f"node {name} is unknown")
         limits = self._context.config.groups[spec.group].resources
         order = wire.Start(spec=plain(spec), memory_nbytes=limits.memory_nbytes, max_processes=limits.max_processes)
         handle = self._handle(spec.nonce, member, changed, start=order)
-        if member.life.state != "up":  # since the replica took its place there: no failure of its own
+        if member.life.state != "up":  # not a failure of the replica
             handle.end(ExitReport("node", text=f"node {name} is {member.life.state}"))
             return handle
         member.handles[spec.nonce] = handle
@@ -125,7 +125,7 @@ class Cluster:
         def unheard_s() -> float:
             if member.local:
                 return 0.0
-            return self.silent_s(member.name) if member.life.state == "up" else math.inf  # its last words may come late
+            return self.silent_s(member.name) if member.life.state == "up" else math.inf  # messages may come late
 
         return ShimHandle(
             nonce, member.name, member.send, changed, start=start, local=member.local, unheard_s=unheard_s
@@ -134,9 +134,9 @@ class Cluster:
     def expect(
         self, agents: Iterable[AgentRecord], shims: Iterable[ShimRecord], scope: str = ""
     ) -> dict[str, ShimHandle]:
-        """Expect the nodes and shims of an earlier supervisor; handles by mark.
+        """Expect the nodes and shims of an earlier supervisor; return handles by mark.
 
-        :param scope: in which the agent of its own machine can be this one's, too.
+        :param scope: of this machine: that supervisor's own agent must have the same.
         """
         now = self._loop.time()
         elsewhere: set[str] = set()
@@ -171,11 +171,11 @@ class Cluster:
     # ------------------------------------------------------------ agents
 
     def hello(self, hello: Hello, link: AgentLink, *, local: bool, seen_at: str) -> str:
-        """Take an agent, or refuse it.
+        """Accept an agent, or refuse it.
 
         :param local: it came through the run's own socket.
         :param seen_at: the address from which it came.
-        :return: the name of its node; empty: it was refused.
+        :return: the name of its node, or "" if it was refused.
         """
         if refusal := self._admission.refusal(hello, local=local):
             link.send(wire.encode(refusal))
@@ -204,13 +204,13 @@ class Cluster:
             self._ask(member, "release")
         member.send(self._welcome(local=local))
         if not local:
-            member.send(self._new_token())  # it may have been away when they were replaced
+            member.send(self._new_token())  # tokens may have been replaced while it was away
         self._compare(member, states)
-        self._settle(member)
+        self._drop_empty_leases(member)
         if member.cleaning:
             member.send(wire.Clean(tuple(one.left for one in member.cleaning.values())))
         if released:
-            member.send(wire.Over(_DRAINED))  # it has not arrived
+            member.send(wire.Over(_DRAINED))  # the first one did not arrive
         self._offer(member)
         self._changed(member, before)
         if local:
@@ -234,7 +234,7 @@ class Cluster:
         return wire.NewToken(tokens.text("member"), tokens.text("operator"))
 
     def _inherit(self, member: NodeEntry, scope: str) -> None:
-        """Have a new agent of the node end what the earlier one has left, if it can."""
+        """Assign the earlier agent's shims to a new agent, which ends them."""
         handles = member.cleaning | member.handles
         left = {nonce: handle for nonce, handle in handles.items() if not handle.state.gone}
         member.cleaning, member.handles = {}, {}
@@ -247,7 +247,7 @@ class Cluster:
 
     @staticmethod
     def _wait_for_lease(member: NodeEntry, handles: dict[str, ShimHandle], *, since: float) -> None:
-        """Have shims of an agent elsewhere end with its lease."""
+        """Note that shims of an agent elsewhere end with its lease."""
         until = since + lost_after_s(member.life.lease_s)
         member.elsewhere.append((until, handles))
         for handle in handles.values():
@@ -255,7 +255,7 @@ class Cluster:
             handle.lose(ExitReport("node", text=f"the agent of node {member.name} died"))
 
     def _compare(self, member: NodeEntry, states: Iterable[PartState]) -> None:
-        """Bring what the agent has and what it should have together."""
+        """Compare an agent's shims with the expected ones; repeat orders."""
         told = {state.nonce: state for state in states}
         for nonce, handle in list(member.handles.items()):
             state = told.pop(nonce, None)
@@ -271,11 +271,11 @@ class Cluster:
 
     def _state(self, member: NodeEntry, state: PartState) -> None:
         handle = member.handles.get(state.nonce)
-        if handle is None and not state.gone:  # of a replica that runs elsewhere by now, or of another supervisor
+        if handle is None and not state.gone:  # of a replica that runs elsewhere now, or of another supervisor
             handle = self._stranger(member, state)
         if handle is not None:
             handle.start = None
-            handle.take(state)
+            handle.update_state(state)
         if state.gone:
             member.handles.pop(state.nonce, None)
             member.send(wire.Forget(state.nonce))
@@ -284,7 +284,7 @@ class Cluster:
 
     def _stranger(self, member: NodeEntry, state: PartState) -> ShimHandle:
         if len(member.handles) >= wire.SHIMS_MAX:
-            raise msgspec.DecodeError(f"it names more than {wire.SHIMS_MAX:,} shims")
+            raise msgspec.DecodeError(f"more than {wire.SHIMS_MAX:,} shims")
 
         def changed() -> None:
             if handle.state.gone and not member.life.over:
@@ -300,7 +300,7 @@ class Cluster:
     def receive(self, node: str, data: bytes) -> None:
         """Handle a message of this node's agent.
 
-        :raises msgspec.DecodeError: it is no message of this protocol.
+        :raises msgspec.DecodeError: it is not a message of this protocol.
         """
         message = wire.decode_from_agent(data)
         if (member := self._members.get(node)) is None:
@@ -320,7 +320,7 @@ class Cluster:
                 for nonce in nonces:
                     if (left := member.cleaning.pop(nonce, None)) is not None:
                         left.end(ExitReport("node", text=f"the agent of node {member.name} died"))
-                self._settle(member)
+                self._drop_empty_leases(member)
             case wire.Leaving(reason):
                 self._leaving(node, one_line(reason))
             case wire.LogReply(number=number) | wire.Examined(number=number):
@@ -349,13 +349,13 @@ class Cluster:
             self._changed(member, "up")
 
     def tick(self) -> None:
-        """Find nodes that are away or lost; call it at least each second."""
+        """Find nodes that are away or lost. Call it at least every second."""
         now = self._loop.time()
-        pause_s, self._clock.due = self._clock.look(now), now + BEAT_S
+        pause_s, self._clock.due = self._clock.pause_at(now), now + BEAT_S
         for member in [*self._members.values()]:
             member.life.heard_at += pause_s  # what has arrived meanwhile is not handled yet
             self._end_elsewhere(member, now)
-            match member.life.due(now):
+            match member.life.due_event(now):
                 case "silent":
                     self._away(member, "silent")
                 case "lease_over":
@@ -364,30 +364,30 @@ class Cluster:
                     if member.life.duty == "released":
                         del self._members[member.name]
         if self.awaited.tick(now):
-            self._context.say("all leases of an earlier supervisor are over")
+            self._context.say("the leases of earlier supervisors are over")
             self._nodes_changed()
 
     def _end_elsewhere(self, member: NodeEntry, now: float) -> None:
-        """Take what an agent of that name had elsewhere for ended, with its lease."""
+        """End handles of an agent elsewhere whose lease is over."""
         over = [handles for until, handles in member.elsewhere if now > until]
         member.elsewhere = [(until, handles) for until, handles in member.elsewhere if now <= until]
         for handle in itertools.chain(*(handles.values() for handles in over)):
             handle.end(ExitReport("node", text=f"the agent of node {member.name} died"))
         if over:
-            self._settle(member)
+            self._drop_empty_leases(member)
 
-    def _settle(self, member: NodeEntry) -> None:
-        """Forget leases of earlier agents of the node of which nothing is left."""
+    def _drop_empty_leases(self, member: NodeEntry) -> None:
+        """Forget leases of earlier agents of the node if their shims are gone."""
         if not (member.elsewhere or member.cleaning):
             self.awaited.end(member.name, but=member.incarnation)
 
     def silent_s(self, node: str) -> float:
-        """Seconds since a beat of this node."""
+        """Return the seconds since this node was heard."""
         member = self._members.get(node)
         return self._loop.time() - member.life.heard_at if member is not None else 0.0
 
     def _lose(self, member: NodeEntry, event: Literal["left", "lease_over"], reason: str) -> None:
-        """Note that nothing of this node is left: its replicas may start elsewhere."""
+        """Note that the node's processes are gone, so replicas may start elsewhere."""
         before = member.life.state
         member.life.step(event)
         if member.link is not None:
@@ -421,13 +421,13 @@ class Cluster:
         self._nodes_changed()
 
     def _nodes_changed(self) -> None:
-        self._context.look()
+        self._context.wake_monitor()
         self._context.save()
 
-    # ------------------------------------------------------------ orders of people
+    # ------------------------------------------------------------ operators' orders
 
     def limits_refused(self, node: str) -> str:
-        """Why memory and processes cannot be limited there; empty: they can."""
+        """Return why memory and processes cannot be limited there, or ""."""
         member = self._members.get(node)
         return member.limits_refused if member is not None else ""
 
@@ -435,11 +435,11 @@ class Cluster:
         return list(self._members)
 
     def others(self) -> list[str]:
-        """The nodes of other machines that are there."""
+        """Return the nodes of other machines that are up."""
         return [name for name, member in self._members.items() if not member.local and member.life.state == "up"]
 
     def drain(self, node: str) -> int:
-        """Let the node take no new replicas; return the number of this drain."""
+        """Start no new replicas on the node. Return the number of this drain."""
         member = self._members[node]
         self._ask(member, "drain")
         self._offer(member)
@@ -451,7 +451,7 @@ class Cluster:
         member.drain = 0 if member.life.duty == "open" else member.drain or next(self._drains)
 
     def undrain(self, node: str) -> None:
-        """Let the node take new replicas again."""
+        """Allow new replicas on the node again."""
         member = self._members[node]
         self._ask(member, "undrain")
         self._released.discard(member.incarnation)
@@ -459,13 +459,12 @@ class Cluster:
         self._nodes_changed()
 
     def drains(self, node: str, number: int) -> bool:
-        """Return True if drain ``number`` is still in effect: it was not undone, and
-        the node has the same agent."""
+        """Return True if drain ``number`` was not undone, and the agent is the same."""
         member = self._members.get(node)
         return member is None or member.drain == number
 
     def draining(self) -> list[str]:
-        """The nodes that are being drained, or were."""
+        """Return the nodes that are being drained or are drained."""
         return [name for name, member in self._members.items() if member.life.duty != "open"]
 
     def is_empty(self, node: str) -> bool:
@@ -474,7 +473,7 @@ class Cluster:
         return member is None or member.life.over or not member.living
 
     def release(self, node: str) -> None:
-        """Let the agent of a drained node end; forget a node that is lost."""
+        """Order the agent of a drained node to end; forget a lost node."""
         if (member := self._members.get(node)) is not None:
             self._released.add(member.incarnation)
             self._ask(member, "release")
@@ -483,17 +482,17 @@ class Cluster:
                 del self._members[node]
 
     def living(self) -> list[str]:
-        """The nodes on which something may be left."""
+        """Return the nodes on which processes may be left."""
         return [name for name, member in self._members.items() if member.living]
 
     def tell_tokens(self) -> None:
-        """Give the agents of other machines the present tokens."""
+        """Send the present tokens to the agents of other machines."""
         for node in self._members.values():
             if not node.local:
                 node.send(self._new_token())
 
     def unreached(self) -> tuple[str, ...]:
-        """The nodes that may run on, and do not hear of another token now."""
+        """Return the nodes that may live but cannot be sent a new token now."""
         now = self._loop.time()
         silent = [
             one.name
@@ -506,7 +505,7 @@ class Cluster:
         return tuple(dict.fromkeys((*silent, *awaited)))
 
     def over(self, reason: str = "the run is over") -> None:
-        """Have all agents end what is left, and themselves."""
+        """Order all agents to end their processes, and to exit."""
         self._over = True
         for member in self._members.values():
             member.send(wire.Over(reason))
@@ -522,7 +521,7 @@ class Cluster:
             await is_set_within(self._hung_up, left)
 
     async def ask(self, node: str, query: wire.Query, kind: type[Reply], timeout_s: float = 10.0) -> Reply:
-        """The reply of this node's agent. TimeoutError: it is away, or silent."""
+        """Return the reply of this node's agent. TimeoutError if there is none."""
         member = self._members.get(node)
         if member is None or member.link is None or member.life.state != "up":
             raise TimeoutError(f"node {node} is away")
@@ -535,10 +534,10 @@ class Cluster:
         finally:
             self._replies.pop((kind, query.number), None)
 
-    # ------------------------------------------------------------ what is known
+    # ------------------------------------------------------------ state
 
     def records(self) -> tuple[AgentRecord, ...]:
-        """The agents that another supervisor would have to find."""
+        """Return the agents that the next supervisor has to find."""
         return tuple(
             AgentRecord(
                 node=member.name,

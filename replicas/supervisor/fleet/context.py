@@ -1,7 +1,7 @@
-"""What the parts of one supervisor share: the fleet, its replicas and the nodes.
+"""The context that the parts of one supervisor share: fleet, replicas, nodes.
 
-Each part is given the one :class:`FleetContext` of the run, and the few other parts
-that it works with. Tests build a context of fakes.
+Each part gets the run's :class:`FleetContext`, and the few other parts that it uses.
+Tests build a context of fakes.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from replicas.telemetry.events import Event
 
 class Save(Protocol):
     def __call__(self, *, order: bool = False) -> bool:
-        """Save the state that must survive a kill now; False: it could not be.
+        """Save the state that must survive a kill. Return False if that fails.
 
-        :param order: for good, or WorldError: then the order is refused.
+        :param order: sync it to disk, and raise WorldError if that fails.
         """
         ...
 
 
 class Neighbours(Protocol):
-    """What a replica asks of the fleet, where other replicas are concerned."""
+    """The fleet's methods for a replica, about other replicas."""
 
     def size(self, group: str) -> int: ...
     def waits_for(self, group: str, replica: int, *, first: bool) -> str:
-        """What the start of a replica waits for, as in "waits ..."; empty: its share is
-        now taken, which a reload may have changed.
+        """Return what the start of a replica waits for ("waits ..."), or "" when its
+        share of the nodes is taken.
 
-        A group that restarts as a whole waits for its last replica, a ``first`` start
-        also for other groups.
+        A group that restarts as a whole waits for its last replica; a ``first`` start
+        also waits for other groups.
         """
         ...
 
@@ -53,7 +53,8 @@ class Neighbours(Protocol):
         ...
 
     def progressed(self, group: str, replica: int) -> bool | None:
-        """True if this generation made a new step or version; None: on no channel."""
+        """Return True if this generation made a new step or version, None if it is on
+        no channel."""
         ...
 
     def moved(self, transition: Transition) -> None: ...
@@ -68,12 +69,12 @@ class FleetContext:
     """The shared parts of one run's supervisor. For the event loop's thread only.
 
     :ivar config: the config in use; a reload replaces it.
-    :ivar emit: takes each event of the run.
-    :ivar say: takes a line for people.
+    :ivar emit: called with each event of the run.
+    :ivar say: called with a line for people.
     :ivar spawn: runs a coroutine function in a task until the supervisor ends.
-    :ivar start_shim: starts a shim on the node that its replica holds; is given the
-        spec, and what to call after each change. OSError: it cannot be started.
-    :ivar changed: set when the fleet's monitor should look at once.
+    :ivar start_shim: ``start_shim(spec, changed)`` starts a shim on the node that its
+        replica holds, and calls ``changed`` after each change; raises OSError.
+    :ivar changed: set to wake the fleet's monitor.
     """
 
     config: Config
@@ -89,14 +90,14 @@ class FleetContext:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     waits: WaitReports = field(default_factory=WaitReports)
     awaited: Awaited = field(init=False)
-    """What of earlier supervisors keeps replicas from starting."""
+    """Processes of earlier supervisors for which replicas wait."""
 
     def __post_init__(self) -> None:
         self.awaited = Awaited(self.state.leases)
 
     @property
     def coordinator(self) -> Coordinator:
-        """The run's coordinator. UsageError: the supervisor has not been entered."""
+        """The run's coordinator; UsageError before the supervisor is entered."""
         if self.opened is None:
             raise errors.UsageError("the supervisor is not running", hint="use it with `async with`")
         return self.opened
@@ -106,15 +107,15 @@ class FleetContext:
         """The path of the run's Unix socket."""
         return self.config.control.socket or self.state.path / SOCKET_FILE
 
-    def look(self) -> None:
-        """Wake the fleet's monitor: something has changed."""
+    def wake_monitor(self) -> None:
+        """Wake the fleet's monitor after a change."""
         self.changed.set()
 
     def on_channel(self, group: str) -> bool:
         return any(group in one.groups for one in self.config.channels.values())
 
     def environment(self) -> Mapping[str, str]:
-        """What each process of the run has in its environment."""
+        """Return the environment variables of all processes of the run."""
         return {
             environ.ENDPOINT: self.coordinator.endpoint,
             environ.TOKEN_FILE: str(self.state.token_file),

@@ -1,19 +1,19 @@
-"""One replica of an external group: others start it, restart it and end it.
+"""One replica of an external group, which another launcher starts and ends.
 
 :class:`External` is a :class:`~replicas.supervisor.fleet.replica.Replica` whose
-generations are the *lives* of a program that joins: what the coordinator sees of its
-members is all that is known of it.
+generations are the *lives* of a program that joins. It is known only by its members on
+the coordinator.
 
 * A life begins with the first member of the replica: pending -> starting. It is ready
   when all ranks have joined and serve the newest version, as any other replica.
-* A life ends when no member is left, or only such that joined after all those that the
-  life had were gone: -> pending, and the coordinator forgets who left in order. So a
-  program that takes the place of another one between two looks is a new life, too.
-* A drain (of the replica, or of the run) ends its part in syncs, not its program, which
-  is not ours to end. It is then drained until a new life begins.
+* A life ends when all its members are gone, even if others have joined meanwhile:
+  -> pending, and the coordinator forgets which ranks left in order. So a program that
+  replaces another one between two checks is a new life, too.
+* A drain (of the replica, or of the run) ends its part in syncs, not its program. It is
+  then drained until a new life begins.
 
-There are no restarts, timeouts or failures: whoever starts the program judges it.
-Times that a frozen member may be silent are the lease's, as on every channel.
+There are no restarts, timeouts or failures, which are its launcher's part. A frozen
+member is lost when its lease ends, as on every channel.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from replicas.supervisor.fleet.causes import Cause
 from replicas.supervisor.fleet.replica import REQUESTED, Replica
 
 _EVERY_GENERATION = sys.maxsize
-"""Members of programs that others start number their generations as they like."""
+"""Other launchers number generations as they like."""
 
 
 class External(Replica):
-    """A replica of an external group, which the coordinator alone can see."""
+    """A replica of an external group, seen only through the coordinator."""
 
     _seen: frozenset[str] = frozenset()
     """Incarnations of the members that this life has had."""
     _end = ""
-    """How the last member that is gone ended."""
+    """How the last lost member ended."""
 
     @property
     def _joined(self) -> frozenset[str]:
@@ -49,15 +49,13 @@ class External(Replica):
     # ------------------------------------------------------------ requests
 
     def restart(self, cause: Cause = REQUESTED, *, drain: bool = True) -> None:
-        """:raises replicas.errors.UsageError: always: others start it."""
-        raise errors.UsageError(
-            f"replica {self.name} is started by others", hint="restart its program where it was started"
-        )
+        """:raises replicas.errors.UsageError: always: another launcher starts it."""
+        raise errors.UsageError(f"replica {self.name} is external", hint="restart its program where it was started")
 
     def halt(self, hurry_s: float | None = None) -> None:
         """Exclude the running program, if there is one, from further syncs."""
         super().halt(hurry_s)
-        if self.life.state == "drained":  # members of an earlier coordinator may come back to it
+        if self.life.state == "drained":  # members of an earlier coordinator may reconnect
             self._context.coordinator.set_draining(*self._key, self.members_generation)
 
     def _end_processes(self, timeout_s: float, *, stacks: bool = False) -> None:
@@ -76,9 +74,9 @@ class External(Replica):
     # ------------------------------------------------------------ its lives
 
     def check(self, now: float) -> None:
-        """Update its readiness; a life that begins or ends wakes its task."""
+        """Update its readiness; wake its task when a life begins or ends."""
         if self.life.state not in RUNNING or self._is_another(self._joined):
-            self._course.check_sync(now)
+            self._lifecycle.check_sync(now)
             self.poke()
             return
         self._seen |= self._joined
@@ -93,17 +91,17 @@ class External(Replica):
             if self._context.coordinator.recovering or not self._is_another(joined):
                 return False
             self._end_life(ReplicaEvent.RESTART, "its drained program has ended")
-        self._waits_for = "for its program, which others start, to join"
+        self._waits_for = "for its program, which you start, to join"
         if joined and self.life.state == "pending":
             self._seen = joined
             self._apply(ReplicaEvent.START)
-            self._begin()
-            self._course.take("launched")
+            self._new_generation()
+            self._lifecycle.apply_event("launched")
         return bool(joined)
 
     async def _run_generation(self) -> None:
         self.check(self._now())
-        while self._course.state in ("running", "syncing") and not self._is_another(joined := self._joined):
+        while self._lifecycle.state in ("running", "syncing") and not self._is_another(joined := self._joined):
             self._seen |= joined
             await self.poked()
         if self.unwanted:
@@ -120,4 +118,4 @@ class External(Replica):
         self._apply(event, reason=reason)
 
     async def stacks(self) -> dict[str, str]:
-        return {self.name: "started by others: its stacks cannot be dumped from here"}
+        return {self.name: "an external replica: its stacks cannot be dumped from here"}

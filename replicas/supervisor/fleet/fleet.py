@@ -1,34 +1,32 @@
-"""All groups of a run: when replicas start, which end together, when the run is over.
+"""All groups of a run: start order, common ends, and the end of the run.
 
-Each replica has its own task (:mod:`replicas.supervisor.fleet.replica`), which calls
-the fleet where others are concerned: before it starts, before it restarts, and when it
-fails. A monitor looks at all replicas four times a second, and at once after a change:
-a transition, or an event of the coordinator. The monitor also decides when the run is
-over:
+Each replica has its own task (:mod:`replicas.supervisor.fleet.replica`), which asks the
+fleet before a start or restart, and reports failures to it. A monitor checks all
+replicas four times a second, and after each change (a transition, or an event of the
+coordinator). The monitor also decides when the run is over:
 
 * with exit code 0 when the groups of ``stop_when``, or all groups, have finished;
 * with exit code 2 when ``cluster.min_nodes`` nodes have not joined in time;
-* with exit code 1 when a group's failures end the run: its ``on_failure`` says so, or
-  fewer than ``min_ready`` of its replicas are left, or of a channel's targets none
-  (``least_left``). A group that the end of the run waits for ends it in any case when
-  none of its replicas is left.
+* with exit code 1 when a group's failures end the run: by its ``on_failure``, if fewer
+  than ``min_ready`` of its replicas are left, or if no target of a channel is left
+  (``least_left``). A group for which the end of the run waits always ends it when no
+  replica of it is left.
 
-A group that is scaled to 0 rests; it has not finished.
+A group that is scaled to 0 has not finished.
 
-Groups start when their dependencies are met, and end in reverse order, one level of
-``depends_on`` after the other. With ``strategy = "group"`` a failed replica ends the
-others of its group; they start again together, when the last of them is gone.
+Groups start when their dependencies are met, and end in reverse order, level by level
+of ``depends_on``. With ``strategy = "group"`` a failed replica ends the others of its
+group; they start again together, when all are gone.
 
-An *external* group (:mod:`replicas.supervisor.fleet.external`) has a replica for each
-that is expected, and for each other one that has joined; the run does not wait for its
-end.
+An *external* group (:mod:`replicas.supervisor.fleet.external`) has each expected
+replica, and each other one that has joined; the run does not wait for its end.
 
 A long command runs in its caller's task, which waits for conditions that the monitor
-sees (:meth:`Fleet.until`): any number of commands and the status go on side by side.
+checks (:meth:`Fleet.until`), so that commands and the status run concurrently.
 
-The clock is the loop's, and all else is behind
-:class:`~replicas.supervisor.fleet.context.FleetContext`, so that a whole fleet can run
-in virtual time.
+The clock is the loop's, and all other dependencies are in
+:class:`~replicas.supervisor.fleet.context.FleetContext`, so that tests run a whole
+fleet in virtual time.
 """
 
 from __future__ import annotations
@@ -47,14 +45,14 @@ from replicas.config.structs import GroupConfig
 from replicas.control.exit_codes import DONE, FAILED, USAGE
 from replicas.core.lives.lifecycle import SETTLED, Transition
 from replicas.core.lives.lifecycle import ReplicaEvent as Step
-from replicas.core.lives.ordering import is_good, least_left, start_levels, unmet, within
+from replicas.core.lives.ordering import is_good, least_left, restartable_now, start_levels, unmet
 from replicas.core.lives.placement import Share
 from replicas.core.members.roster import GroupShape
 from replicas.messages.bounds import text_of
 from replicas.supervisor.fleet.causes import Cause, line
 from replicas.supervisor.fleet.context import FleetContext
-from replicas.supervisor.fleet.course import new_turns
 from replicas.supervisor.fleet.external import External
+from replicas.supervisor.fleet.generation_lifecycle import new_turns
 from replicas.supervisor.fleet.group import Group
 from replicas.supervisor.fleet.handle import ShimHandle
 from replicas.supervisor.fleet.replica import REQUESTED, Replica
@@ -77,7 +75,7 @@ def _now() -> float:
 class Fleet:
     """The groups of a run. Create it on the event loop.
 
-    :param saved: a dead supervisor's state of its groups.
+    :param saved: an earlier supervisor's state of its groups.
     :param wall: the time of day, in seconds.
     """
 
@@ -98,7 +96,7 @@ class Fleet:
             for name, group in context.config.groups.items()
         }
         self.removed = {name: group.once_removed for name, group in known.items() if name not in self.groups}
-        """Generations of groups of earlier configs: a new one of the name continues."""
+        """State of removed groups: a new group of the same name continues from it."""
         self.exit_code: int | None = None
         self.ended_by = ""
         """Why the run is over, in words."""
@@ -107,7 +105,7 @@ class Fleet:
         self.looked_at = 0.0
         """When the monitor last ran, on the loop's clock."""
         self._short_since: float | None = None
-        """Since when a replica waits for nodes that are to join at the start."""
+        """Since when a replica waits for the nodes of the start, or None."""
         self._drained = self._unsaved = False
         self._hurry_s: float | None = None
         self._looked = asyncio.Condition()
@@ -117,8 +115,8 @@ class Fleet:
     def start(self, adopted: Adopted | None = None) -> None:
         """Start the monitor and all replicas.
 
-        :param adopted: generations that go on; None: nothing of an earlier supervisor
-            does.
+        :param adopted: generations that continue, or None if no agents of an earlier
+            supervisor do.
         """
         for name, group in self.groups.items():
             self.resize(name)
@@ -155,7 +153,7 @@ class Fleet:
                 self._context.spawn(replica.run)
 
     def _go_on(self, replica: Replica, number: int, records: list[ShimRecord], nodes: list[ShimHandle]) -> None:
-        """Take over a replica's generation of an earlier supervisor."""
+        """Take over a generation that an earlier supervisor started."""
         group, index = replica.group.name, replica.index
         shares = (Share(group=group, node=one.agent, gpus=one.gpus, memory_nbytes=one.memory_nbytes) for one in records)
         self._context.resources.keep(replica.group, index, tuple(shares))
@@ -177,10 +175,10 @@ class Fleet:
                 await self._context.changed.wait()
             self._context.changed.clear()
             now = self.looked_at = _now()
-            late_s, clock.due = clock.look(now), now + TICK_S
+            late_s, clock.due = clock.pause_at(now), now + TICK_S
             if late_s:
-                # Let messages that have arrived be handled before judging any replica,
-                # as the coordinator does.
+                # Handle the messages that have arrived before checking any replica, as
+                # the coordinator does.
                 for replica in self.all():
                     replica.forgive(late_s)
                 if self._short_since is not None:
@@ -215,7 +213,7 @@ class Fleet:
         failures = [text for one in self.groups.values() if (text := one.failure(least_left(config, one.config)))]
         named = [name for name in config.run.stop_when if name in self.groups]
         ours = [name for name, group in self.groups.items() if not group.config.external]
-        wanted = named or [name for name in ours if self.groups[name].size]  # a group scaled to 0 only rests
+        wanted = named or [name for name in ours if self.groups[name].size]  # a group scaled to 0 has not finished
         if failures:
             self._finish(FAILED, failures[0])
         elif wanted and all(self.groups[name].over for name in wanted):
@@ -237,15 +235,15 @@ class Fleet:
 
     @property
     def words_of_cut(self) -> str:
-        return f"killed or left behind, as not ended in time: {some(self.cut, _NAMED)}" if self.cut else ""
+        return f"killed or left behind, because not ended in time: {some(self.cut, _NAMED)}" if self.cut else ""
 
     @property
     def words_of_end(self) -> str:
-        """Why the run is over, and what did not end in time."""
+        """The reason for the end of the run, and replicas that did not end in time."""
         return "; ".join(filter(None, (self.ended_by, self.words_of_cut)))
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for ``condition``, which is checked after each look of the monitor."""
+        """Wait for ``condition``, which is checked after each run of the monitor."""
         async with self._looked:
             await self._looked.wait_for(condition)
 
@@ -266,20 +264,20 @@ class Fleet:
     # ------------------------------------------------------------ state
 
     def save(self, *, order: bool = False) -> bool:
-        """Save the run's state now; False: the disk does not take it.
+        """Save the run's state. Return False if that fails.
 
-        :raises replicas.errors.WorldError: that, for an ``order``, which is refused.
+        :raises replicas.errors.WorldError: it failed for an ``order``.
         """
         self._unsaved = False
         return self._context.save(order=order)
 
     def saved(self, wall: float) -> dict[str, SavedGroup]:
-        """The groups' state to save; ``wall``: the time of day, in seconds."""
+        """Return the groups' state to save. ``wall``: seconds since 1970."""
         now = _now()
         return self.removed | {name: group.saved(now, wall) for name, group in self.groups.items()}
 
     def shims(self) -> tuple[ShimRecord, ...]:
-        """Shims started, or about to be, and not known to be gone."""
+        """Return shims that are about to start, or may live."""
         return tuple(record for replica in self.all() for record in replica.shims)
 
     def replica(self, group: str, index: int) -> Replica | None:
@@ -289,7 +287,7 @@ class Fleet:
         return [replica for group in self.groups.values() for replica in group.replicas.values()]
 
     def group(self, name: str) -> Group:
-        """The group of this name; another name is a UsageError."""
+        """Return the group of this name; UsageError if there is none."""
         group = self.groups.get(name) if isinstance(name, str) else None
         if group is None:
             raise errors.UsageError(
@@ -298,7 +296,10 @@ class Fleet:
         return group
 
     def targets(self, target: str | None) -> list[Replica]:
-        """Replicas by ``group`` or ``group/index`` (else a UsageError); None: all."""
+        """Return the replicas of ``group`` or ``group/index``, or all for None.
+
+        :raises replicas.errors.UsageError: no such group or replica.
+        """
         if target is None:
             return self.all()
         name, slash, index = target.partition("/") if isinstance(target, str) else (target, "", "")
@@ -312,7 +313,7 @@ class Fleet:
             )
         return [group.replicas[int(index)]]
 
-    # ------------------------------------------------------------ what replicas ask
+    # ------------------------------------------------------------ called by replicas
 
     def size(self, group: str) -> int:
         return self.groups[group].size
@@ -327,11 +328,11 @@ class Fleet:
                 return f"for {', '.join(missing)}"
         if waits := self._context.awaited.blocks(group, replica, _now()):
             return waits
-        lacks = self._context.resources.take(one.config, replica)
+        lacks = self._context.resources.assign_nodes(one.config, replica)
         return f"for {lacks}" if lacks else ""
 
     def _held_back(self, group: Group) -> bool:
-        """Return True if the group restarts as a whole, and has to wait for that."""
+        """Return True if the group restarts as a whole, and is not ready for that."""
         if group.config.restart.strategy != "group":
             return False
         return group.falling or group.rules.resume_in_s(_now()) > 0
@@ -359,13 +360,13 @@ class Fleet:
         if replica is not None and transition.after in SETTLED and not replica.stuck:
             self._context.resources.release(transition.group, transition.replica)
         if transition.restart_reason is not None:
-            self.save()  # spent before it is reported: a kill here can only spend too much
+            self.save()  # before it is reported: a kill here can only use up too much budget
         self._unsaved = True
         self._context.emit(self._context.resources.placed(transition))
         logs = self._context.state.logs if replica is None or replica.here else None
         if text := line(transition, logs):
             self._context.say(text)
-        self._context.look()
+        self._context.wake_monitor()
         if group is not None and transition.event is Step.GIVE_UP and group.config.on_failure == "group":
             for other in group.replicas.values() if replica is not None and replica.asked != "fail" else ():
                 other.fail(f"its group failed: replica {transition.group}/{transition.replica}: {transition.reason}")
@@ -378,9 +379,9 @@ class Fleet:
             raise errors.UsageError("the run is being drained")
 
     async def scale(self, group: Group, replicas: int, *, reason: DrainReason = "scaled") -> None:
-        """Start more without waiting, or drain the highest, even if cancelled.
+        """Start replicas without waiting, or drain the highest, even if cancelled.
 
-        Of an external group only the expected number changes, for others to see.
+        For an external group only the expected number changes.
         """
         name, before, configured = group.config.name, group.size, group.configured
         group.size, group.configured = replicas, group.config.replicas
@@ -401,7 +402,7 @@ class Fleet:
         await self._see_off(group, leaving, reason).wait()
 
     def _see_off(self, group: Group, leaving: list[Replica], reason: DrainReason) -> asyncio.Event:
-        """Retire replicas that are stopped for good; the result is set when all are."""
+        """Remove stopped replicas when they end. The result is set when all are."""
         ended = asyncio.Event()
 
         async def finish() -> None:
@@ -414,7 +415,7 @@ class Fleet:
         return ended
 
     async def _await_end(self, group: Group, leaving: list[Replica], reason: DrainReason) -> None:
-        """Wait for the end of replicas that were stopped for good."""
+        """Wait for the end of stopped replicas, and remove them."""
         name, began = group.config.name, _now()
         for replica in leaving:
             self._context.emit(Draining(target=replica.name, reason=reason))
@@ -430,13 +431,13 @@ class Fleet:
                 self.removed[name] = group.saved(_now(), 0.0).once_removed
                 del self.groups[name]
             elif not self.draining:
-                self._fill(group)  # it may have been scaled up again meanwhile
-        self._context.look()
+                self._fill(group)  # a scale may have raised the size meanwhile
+        self._context.wake_monitor()
 
     async def drain_node(self, node: str, is_empty: Callable[[], bool], stands: Callable[[], bool]) -> None:
         """Restart the replicas of a closed node, and wait until it is empty.
 
-        :raises replicas.errors.WorldError: it was undone, or the agent is another.
+        :raises replicas.errors.WorldError: it was undone, or the agent was replaced.
         """
         cause, began = Cause("node", f"node {node} is being drained"), _now()
         self._context.emit(Draining(target=f"node {node}", reason="node"))
@@ -446,13 +447,13 @@ class Fleet:
                 replica.restart(cause)
         await self.until(lambda: is_empty() or not stands() or self.over.is_set())
         if not stands():
-            raise errors.WorldError(f"node {node} takes replicas again: its drain was undone, or its agent is another")
+            raise errors.WorldError(f"node {node} takes replicas again: its drain was undone, or its agent replaced")
         self._context.emit(Drained(target=f"node {node}", seconds=_now() - began))
 
     async def restart(self, target: str, *, rolling: bool = False) -> None:
-        """End the replicas, and wait for the start of their next generation, or a stop.
+        """End the replicas, and wait until their next generations start, or a stop.
 
-        Rolling: until all are ready or finished.
+        :param rolling: a few at a time; wait until all are ready or finished.
         """
         replicas = self.targets(target)
         self.refuse_while_draining()
@@ -462,16 +463,16 @@ class Fleet:
             )
         group = self.group(target.partition("/")[0])
         if group.config.external:
-            text = f"group {group.config.name} is started by others"
+            text = f"group {group.config.name} is external"
             raise errors.UsageError(text, hint="restart its programs where they were started")
-        self.save(order=True)  # a start that cannot be noted would have to wait
+        self.save(order=True)  # the start would fail if the state could not be written
         self._context.emit(RestartAsked(target=target, rolling=rolling))
         if rolling:
             await self.roll(group, replicas, REQUESTED)
             return
         before = [(replica, replica.life.generation) for replica in replicas]
         if "/" not in target:
-            group.rules.resumed()  # all restart: none waits for an earlier failure of the group
+            group.rules.resumed()  # all restart, without a delay for an earlier failure
         for replica in replicas:
             replica.restart()
 
@@ -481,11 +482,11 @@ class Fleet:
         await self.until(lambda: self.over.is_set() or all(begun(*one) for one in before))
 
     async def roll(self, group: Group, replicas: Iterable[Replica], cause: Cause) -> None:
-        """Restart these replicas, with at most ``max_unavailable`` of the group away.
+        """Restart these replicas, at most ``max_unavailable`` of the group at a time.
 
-        A replica that is stopped meanwhile is left as it is, and not waited for.
+        Replicas that are stopped meanwhile are skipped.
 
-        :raises replicas.errors.WorldError: one failed, or the run ended.
+        :raises replicas.errors.WorldError: a replica failed, or the run ended.
         """
         chosen = list(replicas)
         todo = [replica.index for replica in chosen]
@@ -500,7 +501,7 @@ class Fleet:
                 raise errors.WorldError(f"rolling restart: replica {failed.name} failed: {failed.life.reason}")
             if self.draining or self.over.is_set():
                 raise errors.WorldError("rolling restart: the run is over")
-            return within(states, todo, group.config.max_unavailable)
+            return restartable_now(states, todo, group.config.max_unavailable)
 
         while todo:
             for index in due():
@@ -512,9 +513,9 @@ class Fleet:
         await self.until(lambda: not due() and is_good([one.life.state for one in chosen if not one.unwanted]))
 
     def reset_failed(self, target: str | None = None) -> tuple[str, ...]:
-        """Start failed replicas, and those in backoff, at once.
+        """Start failed replicas, and those in backoff, now. Return their names.
 
-        Their groups, and those that have spent some of it, have a full budget again.
+        Refill the restart budgets of their groups.
         """
         chosen = self.targets(target)
         self.refuse_while_draining()
@@ -533,14 +534,14 @@ class Fleet:
             full = f"full restart budget for {', '.join(spent)}" if spent else ""
             began = f"starting {', '.join(names)}" if names else ""
             self._context.say(f"reset-failed: {'; '.join(filter(None, (began, full)))}")
-        self._context.look()
+        self._context.wake_monitor()
         return names
 
     async def drain(self, target: str | None = None, *, hurry: bool = False, reason: DrainReason = "requested") -> None:
-        """End replicas, and wait until no process of them is left.
+        """End replicas, and wait until their processes are gone.
 
-        Replicas of a target then rest until they are restarted. ``hurry``: SIGKILL at
-        once, also in a drain that is under way.
+        Replicas of a target stay stopped until they are restarted. ``hurry``: SIGKILL
+        immediately, also in a drain that is in progress.
         """
         if target is not None:
             chosen, began = self.targets(target), _now()
@@ -549,7 +550,7 @@ class Fleet:
             for replica in chosen:
                 replica.halt(0.0 if hurry else None)
             self.save(order=True)
-            # One may be restarted meanwhile.
+            # a replica may be restarted meanwhile
             await self.until(lambda: all(one.resting or one.over.is_set() or not one.unwanted for one in chosen))
             self._context.emit(Drained(target=target, seconds=_now() - began))
             return

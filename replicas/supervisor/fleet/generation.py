@@ -1,4 +1,4 @@
-"""One generation of a replica: a shim for each part, from start until all are gone."""
+"""One generation of a replica: a shim for each part, from start to end."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ from replicas.supervisor.wire.orders import PartSpec
 from replicas.supervisor.wire.part_state import ExitReport, Remains
 
 STUCK_S = 8.0
-"""Grace after a generation's stop timeout, in seconds: then shims that give no reason
-for being late are killed. At the end of the run, after the same time again, processes
-that do not die are abandoned."""
+"""Seconds after a generation's stop timeout until shims that report no reason are
+killed. At the end of the run, processes that survive as long again are abandoned."""
 PRESS_INTERVAL_S = 1.0
 _SHIM_DIES_S = 4.0
 
 
 class Generation:
-    """One generation. ``changed``: called when the state of a part has arrived."""
+    """One generation. ``changed`` is called when the state of a part has arrived."""
 
     def __init__(self, context: FleetContext, changed: Callable[[], None]) -> None:
         self.parts: list[ShimHandle] = []
@@ -45,7 +44,7 @@ class Generation:
         self._loop = asyncio.get_running_loop()
 
     def prepare(self, group: GroupConfig, index: int, number: int, *, replicas: int) -> str:
-        """Have it on disk which shims are to be started; the disk's problem, if not.
+        """Write to disk which shims will be started. Return the problem, or "".
 
         :param replicas: the wanted size of the group.
         """
@@ -73,12 +72,12 @@ class Generation:
         return problem
 
     def start(self) -> None:
-        """Start a shim for each part; OSError: one cannot be, and others may run."""
+        """Start a shim for each part. OSError if one fails; others may run then."""
         for spec in self._specs:
             self.parts.append(self._context.start_shim(spec, self._changed))
 
     def adopt(self, records: list[ShimRecord], parts: list[ShimHandle]) -> None:
-        """Go on with shims that an earlier supervisor has started."""
+        """Continue with shims that an earlier supervisor started."""
         self._records, self.parts = records, parts
         for part in parts:
             part.changed = self._changed
@@ -95,7 +94,7 @@ class Generation:
         return self._records
 
     def settled(self) -> None:
-        """Forget the records: nothing of it is left to be found."""
+        """Forget the records, because its shims are gone."""
         self._records = []
 
     @property
@@ -120,7 +119,7 @@ class Generation:
 
     @property
     def remains(self) -> Remains | None:
-        """Processes that SIGKILL has not ended yet; None if none are known."""
+        """Processes that survive SIGKILL, or None if none are known."""
         left = [part for part in self.parts if not part.state.gone]
         found = [part.state.remains for part in left if part.state.remains is not None]
         if self.late_s >= _SHIM_DIES_S:  # its shims were killed by then
@@ -135,7 +134,7 @@ class Generation:
 
     @property
     def awaits(self) -> str:
-        """The lease that ends it, as in "waits ..."; empty: its agents tell its end."""
+        """The lease whose end it waits for ("waits ..."), or "" if agents report it."""
         left = {part.node: part.over_at for part in self.parts if part.over_at is not None and not part.state.gone}
         if not left:
             return ""
@@ -163,7 +162,7 @@ class Generation:
                 part.meet(*meeting)
 
     def stop(self, timeout_s: float, *, stacks: bool = False) -> None:
-        """SIGTERM now, SIGKILL after ``timeout_s``; ``stacks``: dump these first."""
+        """Send SIGTERM now, SIGKILL after ``timeout_s``; ``stacks``: dump first."""
         if self.parts:
             self.be_gone_within(timeout_s + STUCK_S)
         for part in self.parts:
@@ -176,12 +175,12 @@ class Generation:
 
     @property
     def kill_at(self) -> float:
-        """When its processes get SIGKILL, by the loop's clock; 0: not known."""
+        """When its processes get SIGKILL, by the loop's clock, or 0 if unknown."""
         return 0.0 if self._gone_by is None or self.remains is not None else self._gone_by - STUCK_S
 
     @property
     def ending(self) -> str:
-        """When SIGKILL ends it, as in "waits ..."; empty: it is not being ended."""
+        """The time of its SIGKILL ("waits ..."), or "" if it is not being ended."""
         clock = time.strftime("%H:%M:%S", time.localtime(self._kill_time))
         return f"for its processes to end, until SIGKILL at {clock}" if self.kill_at > self._loop.time() else ""
 
@@ -190,7 +189,7 @@ class Generation:
         return self._gone_by if self._pressed_at is None else self._pressed_at + PRESS_INTERVAL_S
 
     def press(self) -> None:
-        """Kill late shims that do not report a wait; their remains are swept."""
+        """Kill late shims that report no reason; agents then sweep their processes."""
         now = self._loop.time()
         if self.look_at is None or now < self.look_at:
             return
@@ -209,7 +208,7 @@ class Generation:
                 part.abandon()
 
     async def stacks(self) -> dict[str, str]:
-        """Stacks by ``group/replica/rank``; parts that do not answer are named."""
+        """Return stacks by ``group/replica/rank``, and a note for silent parts."""
         found: dict[str, str] = {}
         for part, record in zip(self.parts, self.records, strict=False):  # an ended generation has no records left
             if part.state.report is not None:
@@ -224,19 +223,19 @@ class Generation:
 def save_start(context: FleetContext, generation: int) -> str:
     """Save that a generation of this number is about to start.
 
-    A start that no disk has noted would be one of which the next supervisor does not
-    know, and its number could be used again.
+    Without that, the next supervisor would not know of the start, and could use its
+    number again.
 
-    :return: the problem of the disk, in words, if it could not be saved.
+    :return: the problem of the disk, in words, or "".
     """
     leases = context.state.leases
     try:
-        leases.reserve(generation)
+        leases.reserve_generation(generation)
         leases.starts += 1
         if not context.save():
-            leases.starts -= 1  # else the next write of the leases would call the state on disk old
+            leases.starts -= 1  # or the next write of the leases would declare the state on disk old
             return context.state.run_state.problem
-        leases.count()
+        leases.write_starts()
     except OSError as error:
         return f"{leases.path}: {error.strerror or error}"
     return ""
@@ -245,7 +244,7 @@ def save_start(context: FleetContext, generation: int) -> str:
 def rank_environment(
     group: GroupConfig, replica: int, generation: int, *, replicas: int, shared: Mapping[str, str]
 ) -> dict[str, str]:
-    """What a replica's processes have in their environment beyond that of their node.
+    """Return the environment variables of a replica's processes, beside the node's.
 
     The group's variables, those ``shared`` in the run, and the replica's identity.
     """
@@ -263,7 +262,7 @@ def wants_tee(logs: LogsConfig) -> bool:
 
 
 def _sidecars(context: FleetContext, group: str) -> str:
-    """When ranks of the group need sidecars: probably never if no group is formed."""
+    """Return when ranks of the group start sidecars: ahead, later, or never ("")."""
     if not context.on_channel(group):
         return ""
     channels = (one for one in context.config.channels.values() if group in one.groups)
@@ -273,7 +272,7 @@ def _sidecars(context: FleetContext, group: str) -> str:
 def _part_spec(
     context: FleetContext, group: GroupConfig, index: int, generation: int, node: int, *, replicas: int
 ) -> PartSpec:
-    """The spec of node ``node``; each call gives it a new mark."""
+    """Return the spec of the part on node ``node``, with a new mark."""
     nonce = secrets.token_hex(16)
     folder = str(context.state.log_dir(group.name, index, generation))
     shared = {**context.environment(), environ.LOG_DIR: folder, MARK: nonce}

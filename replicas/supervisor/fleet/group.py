@@ -1,4 +1,4 @@
-"""A group of replicas, and the state that outlives each of them."""
+"""A group of replicas, and the state that outlives its replicas."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 
 from replicas.config.diff import digest_of_start
 from replicas.config.structs import GroupConfig
-from replicas.core.lives.ordering import enough, is_done, is_good, is_lost, is_over
+from replicas.core.lives.ordering import is_done, is_good, is_lost, is_over, needed_replicas
 from replicas.core.lives.restarts import Restarts
 from replicas.status import GroupStatus, ReplicaState
 from replicas.supervisor.fleet.replica import Replica
@@ -21,8 +21,8 @@ from replicas.supervisor.state.run_state import SavedCause, SavedGroup, SavedRep
 class Group:
     """A group's replicas by index, and the state that outlives them.
 
-    :param saved: a dead supervisor's state of the group.
-    :param now: seconds of the loop's clock; ``wall``: of the time of day.
+    :param saved: an earlier supervisor's state of the group.
+    :param now: seconds of the loop's clock. :param wall: seconds since 1970.
     """
 
     def __init__(
@@ -36,14 +36,14 @@ class Group:
     ) -> None:
         self.config = config
         self.size = self.configured = config.replicas
-        """The wanted size; ``configured``: the config's number when it was last set.
+        """The wanted size, and the number in the config when it was set last.
 
         A reload sets both only after its rolling restart.
         """
         self.replicas: dict[int, Replica] = {}
         self.rules = Restarts(config.restart, rng=rng)
         self._retired: dict[int, SavedReplica] = {}
-        """State of retired replicas by index, for the next replica of that index."""
+        """State of removed replicas, for the next replica of the same index."""
         if saved is not None:
             if saved.configured == config.replicas:
                 self.size = saved.size
@@ -53,7 +53,7 @@ class Group:
             self.rules.restore(spent=spent, cycles=cycles, now=now)
 
     def saved(self, now: float, wall: float) -> SavedGroup:
-        """The state that must survive a kill. ``now``, ``wall``: see the class."""
+        """Return the state that survives a kill. ``now``, ``wall``: see the class."""
         cycles = self.rules.cycles
         known = self._retired | {index: _kept(replica) for index, replica in self.replicas.items()}
         known |= {index: SavedReplica() for index in cycles.keys() - known.keys()}
@@ -76,18 +76,18 @@ class Group:
         )
 
     def use(self, config: GroupConfig) -> None:
-        """Take a reloaded config; running replicas keep their processes."""
+        """Use a reloaded config; running replicas keep their processes."""
         self.config = config
         self.rules.use(config.restart)
         for replica in self.replicas.values():
             replica.group = config
 
     def generation(self, index: int) -> int:
-        """Number of generations that earlier replicas of this index have used."""
+        """Return the last generation of earlier replicas of this index."""
         return self._retired[index].generation if index in self._retired else 0
 
     def enter(self, replica: Replica, *, settled: bool = False) -> None:
-        """Add a replica, which continues where an earlier one of its index stopped.
+        """Add a replica, with the state of an earlier one of its index.
 
         :param settled: a replica that had finished or failed stays so.
         """
@@ -106,18 +106,17 @@ class Group:
 
     @property
     def outdated(self) -> list[Replica]:
-        """Replicas whose processes were started with another config than the present
-        one."""
+        """Replicas whose processes were started with another config."""
         now = digest_of_start(self.config)
         return [one for one in self.replicas.values() if one.life.alive and one.started_with not in ("", now)]
 
     def retire(self, replica: Replica) -> None:
         del self.replicas[replica.index]
         self._retired[replica.index] = _kept(replica)
-        self.rules.forget(replica.index)
+        self.rules.remove_replica(replica.index)
 
     def retire_surplus(self, joined: Container[int]) -> None:
-        """Retire replicas beyond the expected number that have no members."""
+        """Remove replicas beyond the expected number that have no members."""
         for replica in [one for index, one in self.replicas.items() if index >= self.size and index not in joined]:
             if replica.over.is_set():
                 self.retire(replica)
@@ -150,10 +149,10 @@ class Group:
 
     @property
     def needed(self) -> int | None:
-        """How many replicas must be ready; None: all.
+        """How many replicas must be ready, or None for all.
 
-        Of an external group as many as are expected: a program that comes again may be
-        given another index before the coordinator knows that the earlier one has ended.
+        For an external group, the expected number: a program that restarts may get
+        another index before the coordinator knows that the earlier one has ended.
         """
         return self.size if self.config.external and self.config.min_ready is None else self.config.min_ready
 
@@ -166,7 +165,7 @@ class Group:
         return next((one for one in self.replicas.values() if one.life.state == "failed"), None)
 
     def failure(self, least: int) -> str:
-        """Why the run cannot go on after the failures here; empty: it can.
+        """Return why failures of this group end the run, or "".
 
         :param least: how many replicas must be left.
         """
@@ -175,9 +174,9 @@ class Group:
 
     @property
     def hopeless(self) -> bool:
-        """Whether too many replicas have failed for the group to become ready."""
+        """True if too many replicas have failed for the group to become ready."""
         states = list(self.states.values())
-        return is_lost(states, enough(self.config.min_ready, len(states)))
+        return is_lost(states, needed_replicas(self.config.min_ready, len(states)))
 
     def words_of_failure(self) -> str:
         assert self.failed is not None
@@ -190,7 +189,7 @@ class Group:
         return any(replica.falling for replica in self.replicas.values())
 
     def status(self, now: float) -> GroupStatus:
-        """A snapshot; ``now`` in seconds of the loop's clock."""
+        """Return a snapshot. ``now``: seconds of the loop's clock."""
         replicas = tuple(replica.status(now) for _, replica in sorted(self.replicas.items()))
         limit, cycles = self.config.restart.no_progress_cycles, max((one.cycles for one in replicas), default=0)
         return GroupStatus(

@@ -1,12 +1,12 @@
-"""The agent of the supervisor's own machine: start it, replace it, and end it.
+"""Start, replace and end the agent of the supervisor's own machine.
 
 It is started with the supervisor, before any other process, and dials the run's socket.
-An agent that dies is replaced, and the next one ends what it has left; a frozen agent
-is killed first. At the end it gets the order to end; while something of the run does
-not die, it stays and looks after that.
+An agent that dies is replaced, and the new one ends its leftover processes; a frozen
+agent is killed first. At the end of the run it is ordered to exit; while a process of
+the run does not die, it stays and keeps killing it.
 
-An agent that an earlier supervisor has started is kept if it lives and dials by itself,
-as it does within some seconds; a frozen one is replaced like any other.
+An agent that an earlier supervisor started is kept if it lives and connects, which it
+does within seconds; a frozen one is replaced like any other.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class LocalAgent:
 
     :param arguments: of its command line.
     :param keep: descriptors that it inherits.
-    :param known: of an earlier supervisor, alive; None: it is started here.
+    :param known: the living agent of an earlier supervisor, or None to start one.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class LocalAgent:
         self._ended = asyncio.Event()
 
     def start(self) -> None:
-        """Start the agent, or watch the known one. OSError: it cannot be started."""
+        """Start the agent, or watch the known one. OSError if the start fails."""
         self._again = None
         self._began = self._loop.time()
         self._life.start(self._began)
@@ -110,9 +110,9 @@ class LocalAgent:
         self._loop.add_reader(pidfd, self._on_exit)
 
     async def joined(self) -> None:
-        """Wait until it has joined. WorldError: it does not within 60 s.
+        """Wait until it has joined. WorldError if it does not within 60 s.
 
-        One that was found alive, and has not joined after 10 s, is replaced.
+        An agent that was found alive, and has not joined after 10 s, is replaced.
         """
         unheard = Patience(self._loop.time(), _LOOK_S)
         try:
@@ -121,10 +121,10 @@ class LocalAgent:
                 async with asyncio.timeout(JOIN_S):
                     while not await is_set_within(self._cluster.joined, _LOOK_S):
                         found_alive = self._popen is None and self._life.state == "starting"
-                        if unheard.lasts(self._loop.time(), found_alive) > FROZEN_S:
+                        if unheard.update_duration(self._loop.time(), found_alive) > FROZEN_S:
                             self._replace()
         except TimeoutError:
-            hint = "what it wrote to standard error says why"
+            hint = "its standard error says why"
             raise errors.WorldError(
                 f"the agent of this machine has not joined within {JOIN_S:g} s", hint=hint
             ) from None
@@ -132,14 +132,14 @@ class LocalAgent:
 
     def _on_exit(self) -> None:
         ended = "ended" if self._popen is None else f"ended with code {self._popen.wait()}"
-        self._forget()
+        self._clear_process()
         self._ended.set()
         now = self._loop.time()
         self._life.ended(now)
         self._schedule(now, ended)
 
     def _schedule(self, now: float, problem: str) -> None:
-        for due in self._life.wakes:  # none: it is not to be started again
+        for due in self._life.wakes:  # empty when it must not be started again
             log.warning("the agent of this machine %s; a new one starts in %.2g s", problem, due - now)
             self._again = self._loop.call_at(due, self._start_again)
 
@@ -150,9 +150,9 @@ class LocalAgent:
             self._schedule(self._loop.time(), f"cannot be started: {error}")
 
     def tick(self) -> None:
-        """Kill it if nothing is heard of it for 10 s; call it each second."""
+        """Kill it if it is silent for 10 s. Call it every second."""
         now = self._loop.time()
-        pause_s = self._clock.look(now)
+        pause_s = self._clock.pause_at(now)
         self._clock.due = now + BEAT_S
         self._began += pause_s
         if pause_s or self._life.state not in ("starting", "up") or not self._cluster.joined.is_set():
@@ -164,14 +164,14 @@ class LocalAgent:
             self._replace()
 
     def _replace(self) -> None:
-        log.warning("the agent of this machine does not answer: it is replaced")
+        log.warning("the agent of this machine does not respond; replacing it")
         self._life.give_up()
         send_signal(self._pidfd, signal.SIGKILL)
 
     async def aclose(self) -> None:
         """Wait until the agent has ended, as ordered.
 
-        It stays if it has processes left, or if SIGKILL does not end it within 5 s.
+        Leave it if it has processes left, or survives SIGKILL for 5 s.
         """
         self._stop()
         if self.pid is None:
@@ -189,7 +189,7 @@ class LocalAgent:
         self._let_go()
 
     def leave(self) -> None:
-        """Leave it to the next supervisor."""
+        """Leave the agent to the next supervisor."""
         self._stop()
         if self.pid is not None:
             self._let_go()
@@ -201,10 +201,10 @@ class LocalAgent:
 
     def _let_go(self) -> None:
         if self._popen is not None:
-            self._popen.returncode = 0  # nobody waits for it from here on
-        self._forget()
+            self._popen.returncode = 0  # this process does not wait for it
+        self._clear_process()
 
-    def _forget(self) -> None:
+    def _clear_process(self) -> None:
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
         self.pid, self._popen, self._pidfd = None, None, -1

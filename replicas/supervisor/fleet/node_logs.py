@@ -1,6 +1,6 @@
 """Read the logs of a run from all of its nodes, through their agents.
 
-All nodes are read at the same time: one that is frozen delays the lines of no other.
+All nodes are read concurrently, so a frozen one does not delay lines of the others.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _NodeReader:
         try:
             lines = await self._ask(msgspec.structs.asdict(self._selection))
         except TimeoutError:
-            return []  # the node is away: what it has is read when it is back
+            return []  # the node is away; its lines are read when it is back
         self._begun = True
         self._seen |= {(line.replica, line.rank) for line in lines}
         return lines
@@ -49,10 +49,10 @@ class _NodeReader:
         self._begun = False
         found: list[LogLine] = []
         try:
-            while lines := await self._ask(None):  # as much as a reply holds, until nothing is left
+            while lines := await self._ask(None):
                 found += lines
         except (TimeoutError, errors.UsageError):
-            pass  # the agent closes the files of readers that are gone
+            pass  # the agent closes the files of readers that stop asking
         return found
 
     async def _ask(self, selection: dict[str, object] | None) -> list[LogLine]:
@@ -63,10 +63,10 @@ class _NodeReader:
 
 
 class NodesReader:
-    """The logs of this machine and of all others that are there when it begins.
+    """The logs of this machine and of all others that are up when it is created.
 
-    :param newest: the present generation of a replica, by its name: older ones are left
-        out unless one is selected, also where they are the newest of their node.
+    :param newest: returns the present generation of a replica, by name. Older ones are
+        left out unless one is selected, even if they are the newest of their node.
     """
 
     def __init__(self, folder: Path, cluster: Cluster, selection: Selection, newest: Callable[[str], int]) -> None:
@@ -83,7 +83,7 @@ class NodesReader:
         return any(reader.many for reader in self._readers) or len(self._readers) > 1
 
     async def poll(self) -> list[LogLine]:
-        """The new lines of all nodes; empty only when each of them has none."""
+        """Return the new lines of all nodes, empty only when no node has any."""
         while True:
             for reader in self._readers:
                 if reader not in self._polls:
@@ -95,10 +95,10 @@ class NodesReader:
                 return self._wanted(found)
 
     async def _answered(self) -> list[LogLine]:
-        """The lines of the readers that have answered; those with no such log go.
+        """Return the lines of readers that have answered; drop readers without the log.
 
-        Once it has begun, the last one stays: its node may have lost the log with its
-        agent, and write it again.
+        After the first lines, the last reader stays: a new agent of its node may write
+        the log again.
         """
         found: list[LogLine] = []
         for reader, poll in [*self._polls.items()]:
@@ -107,7 +107,7 @@ class NodesReader:
             del self._polls[reader]
             try:
                 found += poll.result()
-            except errors.UsageError as error:  # it has none of them
+            except errors.UsageError as error:  # its node has no such log
                 self._problem = self._problem or error
                 if not self._begun or len(self._readers) > 1:
                     self._readers.remove(reader)

@@ -1,16 +1,15 @@
-"""The supervisor's side of all agents: that of its own machine, and those that join.
+"""The supervisor's side of all agents: its own machine's, and those that join.
 
-:class:`Nodes` makes the :class:`~replicas.supervisor.fleet.cluster.Cluster`, starts the
-agent of this machine, and finds out what of an earlier supervisor goes on.
+:class:`Nodes` creates the :class:`~replicas.supervisor.fleet.cluster.Cluster`, starts
+the agent of this machine, and finds the generations of an earlier supervisor.
 
 *Adoption.* With ``run.adopt`` the agents, their shims and ranks outlive a supervisor
-for that time. The next one of the same run takes the lock of the state folder, as ever;
-it finds the agents in the saved state, expects their shims
+for that time. The next supervisor of the run locks the state folder, finds the agents
+in the saved state, expects their shims
 (:meth:`~replicas.supervisor.fleet.cluster.Cluster.expect`), and listens on the same
-port, where agents and members look for it. Replicas whose shims are expected go on with
-the same processes and generations; all others start. An agent of this machine that is
-dead, or ended by itself as the time was over, has left at most what the sweep at the
-start ends.
+port, to which agents and members reconnect. Replicas whose shims are expected continue
+with the same processes and generations; all others start. If the agent of this machine
+has ended, the sweep at the start ends its leftover processes.
 """
 
 from __future__ import annotations
@@ -52,27 +51,28 @@ from replicas.supervisor.state.run_state import ShimRecord, machine
 from replicas.supervisor.wire.part_state import ExitReport
 
 ANSWER_S = 40.0
-"""A driver that hangs takes 25 s of it."""
+"""A GPU driver that hangs takes 25 s of it."""
 _numbers = itertools.count(1)
 
 
 def lease_of(config: Config) -> float:
-    """How long a node of another machine may go on unheard, in seconds.
+    """Return how long a node of another machine may be silent, in seconds.
 
-    It cannot tell a dead supervisor from a broken link, so adoption needs as long.
+    A node cannot distinguish a dead supervisor from a broken link, so the lease is at
+    least the time of adoption.
     """
     return max(config.cluster.lease_s, config.run.adopt_s)
 
 
 def longest_lease_of(config: Config) -> float:
-    """The longest lease that any node may have, in seconds; 0: none has one."""
+    """Return the longest lease of any node in seconds, or 0 without leases."""
     return max(outlives_s(config.run.adopt_s), lease_of(config) if may_grow(config) else 0.0)
 
 
 class Nodes:
-    """The nodes of a run: use it with ``async with``, once the run's lock is held.
+    """The nodes of a run. Use it with ``async with`` while holding the run's lock.
 
-    :param fleet: returns the groups of the run. UsageError: it is being started.
+    :param fleet: returns the groups of the run, or raises UsageError during the start.
     """
 
     def __init__(self, context: FleetContext, fleet: Callable[[], Fleet]) -> None:
@@ -85,7 +85,7 @@ class Nodes:
         self._started = False
         self._left = False
         self.adopting = False
-        """Whether agents of an earlier supervisor go on."""
+        """True if agents of an earlier supervisor continue."""
 
     @property
     def cluster(self) -> Cluster:
@@ -101,7 +101,7 @@ class Nodes:
 
     @property
     def kept(self) -> frozenset[str]:
-        """Marks of shims that go on."""
+        """Marks of shims that continue."""
         return frozenset(nonce for nonce, handle in self._expected.items() if not handle.state.gone)
 
     # ------------------------------------------------------------ start and end
@@ -109,7 +109,7 @@ class Nodes:
     async def __aenter__(self) -> Self:
         """Start the agent of this machine, and expect those of an earlier supervisor.
 
-        :raises replicas.errors.WorldError: it cannot be started.
+        :raises replicas.errors.WorldError: the agent cannot be started.
         """
         context, config, left = self._context, self._context.config, self._context.state.heritage
         self._cluster = cluster = Cluster(
@@ -155,7 +155,7 @@ class Nodes:
         return any(getattr(one, field) is not None for one in limits for field in LIMITS.values())
 
     async def joined(self) -> None:
-        """Wait for this machine's agent. WorldError: it cannot do what is asked."""
+        """Wait for this machine's agent. WorldError if it cannot set the limits."""
         if self._local is None:
             return
         await self._local.joined()
@@ -168,18 +168,18 @@ class Nodes:
 
     @property
     def left(self) -> tuple[Lease, ...]:
-        """Leases under which something may be left at the end of the run."""
+        """Leases under which processes may be left at the end of the run."""
         return self._cluster.awaited.left(self._cluster.living()) if self._cluster is not None else ()
 
     def leave(self) -> None:
-        """Leave the agents, and all that they run, to the next supervisor."""
+        """Leave the agents and their processes to the next supervisor."""
         self._left = True
         if self._local is not None:
             self._local.leave()
             self._local = None
 
     async def finish(self) -> None:
-        """Have all agents end what is left; wait for that of this machine."""
+        """Order all agents to end their processes; wait for this machine's agent."""
         if self._left:
             return
         self.cluster.over()
@@ -189,7 +189,7 @@ class Nodes:
             await self.cluster.closed_all(BEAT_S)
 
     async def __aexit__(self, *_: object) -> None:
-        """End the agent of this machine, if :meth:`finish` has not."""
+        """End the agent of this machine, unless :meth:`finish` did."""
         if self._local is not None:
             with anyio.CancelScope(shield=True):
                 await self._local.aclose()
@@ -198,14 +198,15 @@ class Nodes:
 
     @property
     def port_wanted(self) -> int:
-        """The control port to try first where the config names none; 0: any will do."""
+        """The control port to try first if the config names none, or 0 for any."""
         saved = self._context.state.saved
         if saved is not None and saved.port:
             return saved.port  # agents look for the supervisor there
         return CONTROL_PORT if self._context.config.control.port is None else 0
 
     def adopted(self, config: Config) -> Adopted | None:
-        """The generations that go on; None: nothing does. Others' shims are ended."""
+        """Return the generations that continue, or None without adoption; end the
+        shims of other generations."""
         if not self.adopting:
             return None
         found: dict[tuple[str, int], tuple[int, list[ShimRecord], list[ShimHandle]]] = {}
@@ -232,14 +233,14 @@ class Nodes:
         return found
 
     def _end(self, record: ShimRecord, handle: ShimHandle) -> None:
-        """End a shim of no present replica; it keeps its share until it is gone."""
+        """End a shim without a present replica; hold its share until it is gone."""
         share = Share(group=record.group, node=record.agent, gpus=record.gpus, memory_nbytes=record.memory_nbytes)
         let_go = self._context.resources.hold(record.nonce, share)
 
         def changed() -> None:
             if handle.state.gone:
                 let_go()
-                self._context.look()
+                self._context.wake_monitor()
                 self._context.save()
 
         handle.changed = changed
@@ -248,13 +249,13 @@ class Nodes:
     # ------------------------------------------------------------ the route
 
     def route(self, access: Callable[[Mapping[str, str]], str] | None, refused: Callable[[str], None]) -> SocketRoute:
-        """The route at which agents join; ``access`` None: of the run's own socket."""
+        """Return the route at which agents join (``access`` None: the own socket)."""
         return agent_route(self.cluster, refused, access, lambda: self._context.coordinator.tokens)
 
     # ------------------------------------------------------------ while it runs
 
     async def tend(self) -> None:
-        """Look after the nodes until it is cancelled."""
+        """Check the nodes regularly until cancelled."""
         while True:
             await anyio.sleep(BEAT_S / 2)
             self.cluster.tick()
@@ -280,12 +281,12 @@ class Nodes:
             raise errors.UsageError(f'no node "{node[:80]}"', hint=f"nodes: {', '.join(known) or 'none'}")
 
     def refuse_while_away(self) -> None:
-        """UsageError: a node that is away may know only the token that ends."""
+        """Raise UsageError if a node that is away may know only the old token."""
         away = self.cluster.unreached()
         if away:
-            names = ", ".join(node or "one that is not known" for node in away)
+            names = ", ".join(node or "an unknown one" for node in away)
             raise errors.UsageError(
-                f"nodes that are away would not come back, and their replicas end: {names}",
+                f"nodes that are away could not come back, and their replicas would end: {names}",
                 hint="wait until they are up or lost (see: replicas status), or end the old token with --force",
             )
 
@@ -308,7 +309,7 @@ class Nodes:
         return Demand.of(self._context.config.logs, replicas=len(parts), ranks=sum(parts))
 
     def read_logs(self, folder: Path, selection: Selection) -> LogReader:
-        """Read logs of ranks, on whichever node; ``folder``: of this machine."""
+        """Return a reader of the logs of all nodes. ``folder``: of this machine."""
         if self.cluster.others():
             return NodesReader(folder, self.cluster, selection, self._generation)
         return FolderReader(folder, selection)
@@ -325,8 +326,8 @@ class Nodes:
             self._drain_on(node)
 
     def go_on(self) -> None:
-        """Go on with drains of nodes that an earlier supervisor has begun, or that were
-        asked for while this one started."""
+        """Continue node drains that an earlier supervisor began, or that were ordered
+        during the start."""
         self._started = True
         for node in self.cluster.draining():
             if node != self._context.resources.local or not self.cluster.is_empty(node):
@@ -349,7 +350,7 @@ class Nodes:
 
 
 async def examine(cluster: Cluster, demands: Mapping[str, Demand]) -> tuple[Finding, ...]:
-    """The findings of these nodes, by what the run asks of each."""
+    """Return the findings of these nodes, given the run's demand on each."""
     known = {node.name: node for node in cluster.status()}
     found = await asyncio.gather(*(_examine(cluster, known[name], demand) for name, demand in demands.items()))
     return tuple(replace(one, node=name) for name, each in zip(demands, found, strict=True) for one in each)
@@ -357,15 +358,15 @@ async def examine(cluster: Cluster, demands: Mapping[str, Demand]) -> tuple[Find
 
 async def _examine(cluster: Cluster, node: NodeStatus, demand: Demand) -> tuple[Finding, ...]:
     if node.state in ("away", "lost"):
-        text = f"{node.state}: nothing is heard of its agent for {node.heard_age_s:.0f} s"
-        remedy = f"look at its machine, or forget it with: replicas drain --node {node.name}"
+        text = f"{node.state}: its agent has been silent for {node.heard_age_s:.0f} s"
+        remedy = f"check its machine, or remove it with: replicas drain --node {node.name}"
         return (Finding("node", "problem", text, remedy),)
     order = Examine(number=next(_numbers), demand=demand, supervisor=os.getpid() if node.local else 0)
     try:
         answer = await cluster.ask(node.name, order, Examined, ANSWER_S)
     except TimeoutError:
         text = f"its agent does not answer within {ANSWER_S:.0f} s"
-        return (Finding("node", "problem", text, "see what the agent says, and that it is of this release"),)
+        return (Finding("node", "problem", text, "see the agent's log, and check that it has this release"),)
     release = f"release {node.release}"
     if node.release == replicas.__version__:
         return (Finding("node", "ok", f"{node.state}, {release}"), *answer.findings)

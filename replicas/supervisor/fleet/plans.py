@@ -1,10 +1,10 @@
 """Check that a plan fits a machine.
 
-A *plan* is what a config asks for. :func:`problems` compares it with a
-:class:`Machine`. Groups may run at the same time unless one starts after the other has
-finished (``depends_on = ["other:finished"]``, directly or through others), so the
-greatest sum over such groups counts. A plan that does not fit is refused by
-``replicas check``, at the start, and by a reload; a scale by the supervisor.
+A *plan* is a config's demand, which :func:`problems` compares with a :class:`Machine`.
+Groups may run at the same time unless one starts after the other has finished
+(``depends_on = ["other:finished"]``, directly or through others), so the greatest sum
+over such groups counts. A plan that does not fit is refused by ``replicas check``, at
+the start, by a reload, and by a scale.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from replicas.common.sizes import size_text
 from replicas.config.structs import Config, GroupConfig
 from replicas.config.values import is_loopback
 from replicas.core.lives.ordering import start_levels
-from replicas.supervisor.agent.machine import Machine, look
+from replicas.supervisor.agent.machine import Machine, inspect_machine
 from replicas.supervisor.state.run_state import SavedGroup
 
 _Graph = Mapping[str, set[str]]
 
 
 def machine_for(config: Config) -> Machine:
-    """This machine, with GPUs (which takes some seconds) only if they are wanted."""
-    return look(gpus=any(group.resources.gpus for group in config.groups.values()))
+    """Return this machine, with GPUs (which takes seconds) only if any are needed."""
+    return inspect_machine(gpus=any(group.resources.gpus for group in config.groups.values()))
 
 
 def refuse_unfit(config: Config, machine: Machine) -> None:
     """:raises replicas.errors.BadConfig: the plan does not fit this machine.
 
-    Where other machines may join, what does not fit waits for them.
+    If other machines may join, replicas wait for them instead.
     """
     found = [] if may_grow(config) else problems(config, machine)
     if found:
@@ -50,7 +50,7 @@ def problems(config: Config, machine: Machine) -> list[str]:
     if total > len(machine.gpus):
         shares = ", ".join(f"{name}: {_product(config.groups[name])}" for name in names)
         has = f"this machine has {len(machine.gpus)}" + (f" ({machine.gpus_from})" if machine.gpus_from else "")
-        found.append(f"groups.{names[0]}.resources.gpus: {total} GPUs are asked for at once ({shares}), but {has}")
+        found.append(f"groups.{names[0]}.resources.gpus: {total} GPUs are needed at once ({shares}), but {has}")
     memory = {group.name: group.replicas * (group.resources.memory_nbytes or 0) for group in config.groups.values()}
     total, names = _peak(config, memory)
     if total > machine.memory_nbytes:
@@ -82,7 +82,7 @@ def notes(config: Config, machine: Machine) -> list[str]:
 
 
 def _too_large_parts(config: Config, machine: Machine) -> Iterator[str]:
-    """Groups that a node like this machine takes no part of, for its few CPUs."""
+    """Yield groups whose parts need more CPUs than a node like this machine has."""
     for group in config.groups.values():
         threads, ranks = group.resources.cpu_threads or 0, group.nproc_per_node
         if threads <= machine.cpus < threads * ranks:
@@ -111,7 +111,8 @@ def with_sizes(config: Config, sizes: Mapping[str, int]) -> Config:
 def fitting(
     saved: Mapping[str, SavedGroup], config: Config, machine: Machine, say: Callable[[str], None]
 ) -> dict[str, SavedGroup]:
-    """A dead supervisor's groups; sizes that do not fit here are the config's."""
+    """Return an earlier supervisor's groups; with the config's sizes if theirs do not
+    fit this machine."""
     sizes = {
         name: saved[name].size
         for name, group in config.groups.items()
@@ -120,18 +121,18 @@ def fitting(
     found = [] if may_grow(config) else problems(with_sizes(config, sizes), machine)
     if not found:
         return dict(saved)
-    say(f"the groups were scaled to what does not fit here; they have their sizes of the config: {'; '.join(found)}")
+    say(f"the saved group sizes do not fit this machine; using those of the config: {'; '.join(found)}")
     return {
         name: msgspec.structs.replace(one, size=one.configured) if name in sizes else one for name, one in saved.items()
     }
 
 
 def _peak(config: Config, weights: Mapping[str, int]) -> tuple[int, tuple[str, ...]]:
-    """The greatest sum of weights of groups that may run at once, and those groups.
+    """Return the greatest sum of weights of groups that may run at once, and those.
 
-    Two groups never run at the same time if one starts after the other has ended. The
-    sum is never too small; it may be too large, by a group or more, only if four of
-    them wait in the shape of an N (c for a and b, d for b alone).
+    Two groups never run at the same time if one starts after the end of the other. The
+    sum is never too small. It may be too large, by a group or more, only if four groups
+    wait in the shape of an N (c for a and b, d only for b).
     """
     ended = over_before(config.groups)
     there = {name for name in config.groups if weights.get(name)}
@@ -141,7 +142,7 @@ def _peak(config: Config, weights: Mapping[str, int]) -> tuple[int, tuple[str, .
 
 
 def over_before(groups: Mapping[str, GroupConfig]) -> dict[str, frozenset[str]]:
-    """The groups that have finished before each of them starts, by its name."""
+    """Return, by name of a group, the groups that have finished before it starts."""
     found: dict[str, frozenset[str]] = {}
     for name in (name for names in start_levels(groups) for name in names):
         before = groups[name].depends_on
@@ -151,7 +152,7 @@ def over_before(groups: Mapping[str, GroupConfig]) -> dict[str, frozenset[str]]:
 
 
 def _heaviest(names: set[str], apart: _Graph, weights: Mapping[str, int]) -> set[str]:
-    """The heaviest of the sets in which no two are ``apart``, or a superset of it."""
+    """Return the heaviest set in which no two are ``apart``, or a superset of it."""
 
     def weight(some: set[str]) -> int:
         return sum(weights[name] for name in some)
@@ -166,7 +167,7 @@ def _heaviest(names: set[str], apart: _Graph, weights: Mapping[str, int]) -> set
 
 
 def _parts(names: set[str], graph: _Graph) -> list[set[str]]:
-    """The connected parts of a graph's nodes."""
+    """Return the connected components of a graph."""
     left, found = set(names), list[set[str]]()
     while left:
         part, todo = set[str](), {min(left)}

@@ -5,12 +5,13 @@
 resources, runs one *generation* through ``starting``, ``ready`` and ``draining``, waits
 in ``backoff``, and rests in ``finished`` or ``failed`` until a request.
 
-What is asked of the replica is a table (:data:`replicas.core.lives.ending.ASKED`), and
-so is the way of a generation, from its start to its end
-(:mod:`replicas.supervisor.fleet.course`). When its last process is gone, the lifecycle
-takes the end event, and only then the next generation starts, however long that takes:
-a process that does not die of SIGKILL is reported, and killed again and again. Only the
-end of the run leaves it behind. Requests change the state at once and never wait.
+Requests to the replica are a table (:data:`replicas.core.lives.ending.ASKED`), and so
+is a generation, from its start to its end
+(:mod:`replicas.supervisor.fleet.generation_lifecycle`). When its last process is gone,
+the lifecycle gets the end event, and only then the next generation starts, however long
+that takes: a process that survives SIGKILL is reported, and killed again and again.
+Only the end of the run leaves it behind. Requests change the state immediately and
+never wait.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from replicas.core.lives.restarts import Restarts, RestartVerdict
 from replicas.status import ReplicaStatus
 from replicas.supervisor.fleet.causes import Cause, Health, lacks
 from replicas.supervisor.fleet.context import FleetContext, Neighbours
-from replicas.supervisor.fleet.course import Course, new_turns
+from replicas.supervisor.fleet.generation_lifecycle import GenerationLifecycle, new_turns
 from replicas.supervisor.fleet.handle import ShimHandle
 from replicas.supervisor.state.run_state import SavedCause, ShimRecord
 
@@ -43,7 +44,7 @@ class Replica:
 
     :param group: the group's config; a reload may replace it.
     :param restarts: the group's restart rules, shared by its replicas.
-    :param generation: number of generations that an earlier object of it used.
+    :param generation: the last number that earlier objects of this replica used.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Replica:
         self.over = asyncio.Event()
         """Set when :meth:`run` has returned.
 
-        The replica was stopped for good, and no process of it is left.
+        The replica was stopped for good, and its processes are gone.
         """
         self._context, self._fleet = context, fleet
         self._restarts = restarts
@@ -75,21 +76,21 @@ class Replica:
         self._asked = StateMachine(ASKED, ASKED_ACTIONS)
         self._resume_at = 0.0
         self._waits_for = ""
-        self._begin()
+        self._new_generation()
 
-    def _begin(self, before: Sequence[ShimHandle] = ()) -> None:
-        """Create the state of one generation; ``before``: the shims of the last one."""
-        self._course = Course(self, self._context, before)
-        self._generation = self._course.generation
+    def _new_generation(self, before: Sequence[ShimHandle] = ()) -> None:
+        """Create the state of a generation. ``before``: shims of the previous one."""
+        self._lifecycle = GenerationLifecycle(self, self._context, before)
+        self._generation = self._lifecycle.generation
         self._health = Health()
         self._mark = self._context.coordinator.progress(*self._key)
         self.cause: Cause | None = None
-        """Why the generation ends, once something has a reason for it."""
+        """Why the generation ends, or None while there is no reason."""
         self.last_exit = ""
         self.cut = False
-        """Whether it did not end in time at the end of the run."""
+        """True if it did not end in time at the end of the run."""
         self.started_with = digest_of_start(self.group)
-        """Of what its processes are started with; empty: it is not known."""
+        """Digest of the config with which its processes start, or "" if unknown."""
         self._adopted = False
 
     @property
@@ -112,47 +113,47 @@ class Replica:
 
     @property
     def asked(self) -> Asked:
-        """What is asked of it, a state of :data:`replicas.core.lives.ending.ASKED`."""
+        """The present request, a state of :data:`replicas.core.lives.ending.ASKED`."""
         return self._asked.now
 
     @property
     def here(self) -> bool:
-        """Whether the last generation runs, or ran, on the supervisor's machine."""
+        """True if the last generation runs, or ran, on the supervisor's machine."""
         return all(part.local for part in self._generation.parts)
 
     @property
     def falling(self) -> bool:
-        """Whether its generation is ending, and something of it may be left."""
+        """True if its generation is ending, and processes may be left."""
         return self.life.alive and (self.life.state == "draining" or self.asked != "nothing")
 
     @property
     def _silence(self) -> tuple[str, float]:
-        """What is not heard of it, in words, and for how many seconds; empty: all is.
+        """Silent nodes or ranks, in words ("" if none), and the seconds of silence.
 
-        Its processes may be well, so silence alone does not end them.
+        Its processes may be healthy, so silence alone does not end them.
         """
         if self.life.state != "starting" and (unheard := self._generation.unheard):
-            return f"nothing is heard of node {', '.join(unheard)}", UNHEARD_S
+            return f"no message from node {', '.join(unheard)}", UNHEARD_S
         return self._health.silence(self.group.health)
 
     @property
     def stuck(self) -> bool:
-        """Whether its last generation left processes behind, which keep resources."""
+        """True if its last generation left processes behind, which hold resources."""
         return self.life.settled and not self._generation.gone
 
     @property
     def leaving(self) -> bool:
-        """Whether it was, or is being, stopped for good."""
+        """True if it was, or is being, stopped for good."""
         return self.asked in LEAVING
 
     @property
     def halted(self) -> bool:
-        """Whether it was, or is being, stopped by hand until the next restart."""
+        """True if it was, or is being, stopped by hand until the next restart."""
         return self.asked == "halt" or (self.life.state == "drained" and not self.leaving)
 
     @property
     def unwanted(self) -> bool:
-        """Whether it was, or is being, stopped by hand or for good."""
+        """True if it was, or is being, stopped by hand or for good."""
         return self.halted or self.asked in UNWANTED
 
     @property
@@ -162,16 +163,16 @@ class Replica:
     # ------------------------------------------------------------ requests
 
     def adopt(self, number: int, records: list[ShimRecord], nodes: list[ShimHandle]) -> None:
-        """Go on with a generation that an earlier supervisor has started."""
+        """Continue a generation that an earlier supervisor started."""
         self.life.generation = number
-        self._begin()
+        self._new_generation()
         self.started_with, self._adopted = "", True
         self._generation.adopt(records, nodes)
-        self._course.take("launched")
+        self._lifecycle.apply_event("launched")
         self._apply(ReplicaEvent.ADOPT)
 
     def end_as(self, saved: SavedCause | None) -> None:
-        """End an adopted generation as an earlier supervisor did; None: it did not."""
+        """End an adopted generation for the saved reason, if there is one."""
         if saved is None:
             return
         cause = Cause(saved.reason, saved.text)
@@ -184,9 +185,9 @@ class Replica:
     def stop(self, hurry_s: float | None = None, *, run_over: bool = False) -> None:
         """Stop the replica for good.
 
-        :param hurry_s: skip the sync: SIGTERM now, SIGKILL after this time. A later
-            call can only shorten it. None: finish the sync first.
-        :param run_over: processes that do not die in time are left behind.
+        :param hurry_s: skip the sync: SIGTERM now, SIGKILL after this time, which later
+            calls can only shorten. If None, finish the sync first.
+        :param run_over: leave processes behind that do not die in time.
         """
         if self.asked != "over":
             self._request("end_run" if run_over else "leave", hurry_s)
@@ -206,7 +207,7 @@ class Replica:
             event = ReplicaEvent.GROUP_FAILED if request == "fail" else ReplicaEvent.STOP
             self._apply(event, reason=cause.text if cause is not None else "stop requested")
             if self.life.alive and hurry_s is None:
-                self._course.take("drain", self.group.stop_timeout_s)
+                self._lifecycle.apply_event("drain", self.group.stop_timeout_s)
         if self.life.alive and hurry_s is not None:
             self._end_processes(hurry_s)
         if self.life.settled:
@@ -214,14 +215,14 @@ class Replica:
         self.poke()
 
     def _ask(self, request: Request, cause: Cause | None = None) -> bool:
-        """Note what is asked; return whether the replica is to be ended for it."""
+        """Note a request. Return True if the replica must be ended for it."""
         actions = self._asked.step(request)
         if "note_cause" in actions:
             self.cause = cause
         return "end" in actions
 
     def restart(self, cause: Cause = REQUESTED, *, drain: bool = True) -> None:
-        """Start a new generation, which spends no budget; ``drain``: after the sync.
+        """Start a new generation, without using budget; ``drain``: after the sync.
 
         :raises replicas.errors.UsageError: the replica is being stopped for good.
         """
@@ -232,13 +233,13 @@ class Replica:
             self._ask(request_of(cause.reason), cause)
         self._apply(ReplicaEvent.RESTART, reason=cause.text)
         if running and drain:
-            self._course.take("drain", self.group.stop_timeout_s)
+            self._lifecycle.apply_event("drain", self.group.stop_timeout_s)
         elif running:
             self._end_processes(self.group.stop_timeout_s)
         self.poke()
 
     def reset(self) -> bool:
-        """Start again now; False: it has neither failed nor is in backoff."""
+        """Start again now. Return False if it has not failed and is not in backoff."""
         if self.unwanted or self.life.state not in ("failed", "backoff"):
             return False
         self._apply(ReplicaEvent.RESET)
@@ -249,10 +250,10 @@ class Replica:
         self._poke.set()
 
     def forgive(self, pause_s: float) -> None:
-        """Extend all timeouts by ``pause_s``, in which this process did not run."""
+        """Extend all timeouts by ``pause_s``, in which this process was suspended."""
         self._health.unready_at += pause_s
-        self.life.forgive(pause_s)
-        self._course.forgive(pause_s)
+        self.life.skip_pause(pause_s)
+        self._lifecycle.forgive(pause_s)
 
     # ------------------------------------------------------------ while it runs
 
@@ -260,14 +261,14 @@ class Replica:
         """Update the replica's health, from the coordinator and the clock."""
         if self.life.state in ("pending", "backoff"):
             self.poke()
-        self._course.check_sync(now)
+        self._lifecycle.check_sync(now)
         generation, health, config = self._generation, self._health, self.group.health
         if not self._lives:
-            return  # it ends, or still waits for its turn or for resources of the last generation
+            return  # it is ending, or waits for its turn or for resources of the previous generation
         if frozen := generation.silent(config.heartbeat_timeout_s):
-            text = f"the shim of node {', '.join(map(str, frozen))} did not answer for {config.heartbeat_timeout_s:g} s"
+            text = f"no answer from the shim of node {', '.join(map(str, frozen))} for {config.heartbeat_timeout_s:g} s"
             self._end_unhealthy(ReplicaEvent.HEARTBEAT_TIMEOUT, Cause("lost", text))
-            for index in frozen:  # their processes are swept by mark when they are dead
+            for index in frozen:  # agents sweep their processes by their mark
                 generation.parts[index].kill()
             return
         view = None
@@ -282,7 +283,7 @@ class Replica:
             self._end_unhealthy(ReplicaEvent(sick.reason), sick)
 
     def _follow(self, *, ready: bool, now: float) -> None:
-        """Take the step to what is seen of it, if one is due."""
+        """Step the lifecycle to the observed state, if it differs."""
         health, (silence, silent_s) = self._health, self._silence
         event = health.step(self.life.state, ready=ready, silent=bool(silence), now=now)
         if event is not None:
@@ -292,15 +293,15 @@ class Replica:
 
     @property
     def _lives(self) -> bool:
-        """Whether its generation runs, and nothing has begun to end it."""
+        """True if its generation runs and is not ending."""
         generation = self._generation
         return self.life.state in RUNNING and not (generation.failing or generation.ended)
 
     def member_lost(self, rank: int, reason: str) -> None:
         """Handle the loss of a member: ``lease``, ``overflow``, ``left`` and others.
 
-        One that is silent, or does not read, is frozen, or cut off with its node. Any
-        other end will be seen in its process.
+        A member that is silent, or does not read, is frozen or cut off. Any other end
+        is reported by its process.
         """
         if reason == "left":
             self._health.left = True
@@ -308,20 +309,20 @@ class Replica:
             self._health.lost_at = self._now()
         elif self._lives and reason in ("lease", "overflow"):
             silent = f"sent no heartbeat for {self.group.health.heartbeat_timeout_s:g} s"
-            text = f"rank {rank} {silent if reason == 'lease' else 'does not read what it is sent'}"
+            text = f"rank {rank} {silent if reason == 'lease' else 'does not read its messages'}"
             self._end_silent(Cause("heartbeat_timeout", text), rank // self.group.nproc_per_node)
 
     def _end_silent(self, cause: Cause, part: int | None = None) -> None:
-        """End it for ``cause``, unless nothing is heard of a whole node, or of this."""
+        """End it for ``cause``, or for a silent node (of ``part``, if given)."""
         for one in self._generation.parts if part is None else self._generation.parts[part : part + 1]:
             if one.unheard_s() > UNHEARD_S:
-                cause = Cause("node", f"nothing is heard of node {one.node}")
+                cause = Cause("node", f"no message from node {one.node}")
         self._end_unhealthy(ReplicaEvent.HEARTBEAT_TIMEOUT, cause)
 
     @property
     def progressed(self) -> bool | None:
-        """Whether this generation made a new step or version; None: it is on no
-        channel, or what it did for an earlier supervisor is not known."""
+        """True if this generation made a new step or version; None if it is on no
+        channel, or was adopted."""
         if self._adopted or not self._context.on_channel(self.group.name):
             return None
         return self._context.coordinator.progress(*self._key) != self._mark
@@ -335,17 +336,17 @@ class Replica:
         self._fleet.fell(*self._key, cause.text)
 
     def fall(self, cause: Cause) -> None:
-        """Note why the generation ends; others of its group may have to end, too."""
+        """Note why the generation ends, and tell the fleet."""
         self._ask(request_of(cause.reason), cause)
         self._fleet.fell(*self._key, cause.text)
 
     def idle(self) -> None:
         """Handle the end of a sync, as reported by the coordinator."""
-        self._course.check_sync(self._now())
+        self._lifecycle.check_sync(self._now())
 
     def _end_processes(self, timeout_s: float, *, stacks: bool = False) -> None:
-        """SIGTERM now, SIGKILL after ``timeout_s``; ``stacks``: save these first."""
-        self._course.take("stop", timeout_s, stacks=stacks)
+        """Send SIGTERM now, SIGKILL after ``timeout_s``; ``stacks``: save first."""
+        self._lifecycle.apply_event("stop", timeout_s, stacks=stacks)
 
     def _apply(self, event: ReplicaEvent, **about: Any) -> None:
         self._fleet.moved(self.life.apply(event, now=self._now(), **about))
@@ -353,7 +354,7 @@ class Replica:
     # ------------------------------------------------------------ the task
 
     async def run(self) -> None:
-        """Run until :meth:`stop` and the last process's end; a cancel leaves those."""
+        """Run until :meth:`stop` and the end of its processes, or a cancellation."""
         try:
             while self.asked != "over":
                 if self.life.alive:
@@ -373,30 +374,30 @@ class Replica:
             self._restarts.resumed()
             self.life.generation = max(self.life.generation, self._context.awaited.generation(*self._key))
             self._apply(ReplicaEvent.START if first else ReplicaEvent.BACKOFF_ELAPSED)
-            self._begin(self._generation.parts)
+            self._new_generation(self._generation.parts)
         return due
 
     async def poked(self, until: float | None = None) -> None:
-        """Wait for :meth:`poke`, or for this time."""
+        """Wait for :meth:`poke`, or until this time."""
         if await is_set_within(self._poke, None if until is None else max(0.0, until - self._now())):
             self._poke.clear()
 
     def held_up(self) -> None:
-        """Show that processes of the generation take long to die."""
+        """Report that processes of the generation take long to die."""
         self._apply(ReplicaEvent.HELD_UP, reason=self._with_hold_ups())
 
     def _with_hold_ups(self, reason: str = "") -> str:
-        """Why the generation ends, and what holds that up."""
+        """Return why the generation ends, and the reason for a delay."""
         reason = reason or (self.cause.text if self.cause else "stop requested" if self.unwanted else "")
-        return "; ".join(filter(None, (reason, self._course.hold_ups.text)))
+        return "; ".join(filter(None, (reason, self._lifecycle.hold_ups.text)))
 
     async def _run_generation(self) -> None:
-        """Follow the generation until it has ended, or was left behind."""
-        await self._course.run(self._turns)
+        """Follow the generation until it has ended or was left behind."""
+        await self._lifecycle.run(self._turns)
         generation = self._generation
-        if self._course.state == "left_behind":
+        if self._lifecycle.state == "left_behind":
             generation.abandon()
-            self._course.hold_ups.remain(generation.remains, gave_up=True)
+            self._lifecycle.hold_ups.report_remains(generation.remains, gave_up=True)
             self.cut = True
             self._apply(ReplicaEvent.GIVE_UP, reason=self._with_hold_ups("left behind at the end of the run"))
         else:
@@ -405,7 +406,7 @@ class Replica:
         self._ask("done")
 
     def _go_on(self) -> None:
-        """Start again or rest, as it was asked to, or else by the rules."""
+        """Start again or settle, as requested, or by the restart rules."""
         if self.asked in UNWANTED:
             event = ReplicaEvent.GIVE_UP if self.asked == "fail" else ReplicaEvent.STOPPED
             self._apply(event, reason=self.last_exit)
@@ -426,12 +427,12 @@ class Replica:
             self._apply(event, reason=text)
 
     def _judge_end(self) -> RestartVerdict:
-        """The verdict of the rules; of a request only whether it waits for others."""
+        """Return the verdict of the restart rules; a request has only their delay."""
         now, cause = self._now(), self.cause
         if self.asked == "restart":
             return RestartVerdict(self._restarts.resume_in_s(now) if cause and cause.reason == "group" else 0.0)
         progressed = self._fleet.progressed(*self._key)
-        ok, ran_s = cause is None, self._course.ran_s  # without the time that its last process took to die
+        ok, ran_s = cause is None, self._lifecycle.ran_s  # without the time that its last process took to die
         return self._restarts.ended(self.index, ok=ok, progressed=progressed, ran_s=ran_s, now=now)
 
     async def stacks(self) -> dict[str, str]:
@@ -439,16 +440,16 @@ class Replica:
 
     @property
     def _cycles(self) -> int:
-        """Failures in a row to which the next one would add, by the same rules."""
+        """Consecutive failures without progress, to which the next one adds."""
         long = self.life.starting_s(self._now()) >= self.group.restart.window_s
         well = self.life.alive and (long or self._fleet.progressed(*self._key) is not False)
         return 0 if well else self._restarts.cycles_of(self.index)
 
     @property
     def waits(self) -> str:
-        """What its start or its end waits for, as in "waits ..."; empty: nothing."""
+        """The cause of a delayed start or end ("waits ..."), or ""."""
         generation, lives = self._generation, self.life.state not in ("pending", "backoff")
-        return generation.awaits or self._course.hold_ups.waits or generation.ending if lives else self._waits_for
+        return generation.awaits or self._lifecycle.hold_ups.waits or generation.ending if lives else self._waits_for
 
     def status(self, now: float) -> ReplicaStatus:
         life, parts = self.life, self._generation.parts
@@ -456,12 +457,14 @@ class Replica:
         reason = life.reason if view is None else self._silence[0] or view.reason
         if waits := self.waits:
             reason = "; ".join(filter(None, (reason * (life.state in ("backoff", "draining")), f"waits {waits}")))
-        elif self._course.hold_ups.text and life.alive:
+        elif self._lifecycle.hold_ups.text and life.alive:
             reason = self._with_hold_ups()
-        elif self._course.state == "syncing":
-            reason = f"{reason}; {self._course.busy_with}"
+        elif self._lifecycle.state == "syncing":
+            reason = f"{reason}; {self._lifecycle.busy_with}"
         start_by = self._health.until(self.group.health, life, now)
-        until = {"starting": start_by, "backoff": self._resume_at, "draining": self._course.kill_at}.get(life.state, 0)
+        until = {"starting": start_by, "backoff": self._resume_at, "draining": self._lifecycle.kill_at}.get(
+            life.state, 0
+        )
         return ReplicaStatus(
             name=life.name,
             group=life.group,

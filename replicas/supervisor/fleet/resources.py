@@ -1,12 +1,12 @@
 """Assign nodes and GPUs to replicas.
 
-:class:`Resources` is the ledger of the nodes that agents offer, this machine among them
+:class:`Resources` is the ledger of the nodes that agents offer, including this machine
 (:mod:`replicas.core.lives.placement` chooses). A replica takes a place, with GPUs, for
-each of its parts before it starts, or waits in ``pending``; it keeps them across
+each of its parts before it starts, or waits in ``pending``. It keeps its places across
 restarts while their nodes are there, and releases them when it has settled (finished,
-failed, or scaled away) and no process of it is left. In a run in which any group asks
-for GPUs, a group that does not ask sees none: so no GPU has two owners. Every rank of a
-part sees all GPUs of the part, in order: rank ``LOCAL_RANK`` has those from
+failed, or scaled away) and its processes are gone. If any group of a run asks for GPUs,
+groups that do not ask see none, so that no GPU has two owners. Every rank of a part
+sees all GPUs of the part, in order: rank ``LOCAL_RANK`` has those from
 ``LOCAL_RANK * gpus`` on.
 """
 
@@ -29,10 +29,10 @@ _LISTED = 8
 
 
 class Resources:
-    """The ledger of a run's nodes and GPUs, and the environment of each part's share.
+    """The ledger of a run's nodes and GPUs.
 
-    :param local: name of the node of this machine, which is always offered unless the
-        config says otherwise.
+    :param local: node name of this machine, which is offered unless the config excludes
+        it.
     """
 
     def __init__(self, local: str = "local") -> None:
@@ -43,18 +43,18 @@ class Resources:
         self._offers: dict[str, Offer] = {local: Offer(node=local)}
         self._held: dict[tuple[str, int], tuple[Share, ...]] = {}
         self._ending: dict[str, Share] = {}
-        """Of processes that end, and belong to no replica."""
+        """Shares of ending processes that belong to no replica."""
         self._managed = False
         self._grows = False
         self._min_nodes = 0
-        """How many nodes must be there before the first share is taken."""
+        """Number of nodes that must be there before the first share is taken."""
         self._asked = self._taken = False
-        """Whether a share was asked for, and taken."""
+        """True if a share was requested, and True if one was taken."""
         self.expected: tuple[str, ...] = ()
-        """How the names of nodes begin that are to join at the start, where known."""
+        """Beginnings of the names of nodes that should join at the start, if known."""
 
     def plan(self, config: Config, machine: Machine) -> None:
-        """Take a config that fits; replicas keep what they hold until its release."""
+        """Use a config that fits; replicas keep their shares until a release."""
         self.machine, self._grows = machine, may_grow(config)
         self._managed = any(group.resources.gpus for group in config.groups.values())
         self._min_nodes = 0 if self._taken else config.cluster.min_nodes
@@ -67,9 +67,9 @@ class Resources:
     # ------------------------------------------------------------ nodes
 
     def offer(self, node: str, machine: Machine, labels: Mapping[str, str], *, open: bool = True) -> None:
-        """Add a node, or change what it offers; ``open``: it takes new replicas.
+        """Add a node, or change its offer. ``open``: it takes new replicas.
 
-        The ranks of a run that has this machine only share its CPUs, however many.
+        In a run on this machine only, CPUs are shared and do not limit placement.
         """
         self._machines[node] = machine
         self._offers[node] = Offer(
@@ -82,32 +82,32 @@ class Resources:
         )
 
     def open(self, node: str, is_open: bool) -> None:
-        """Let a node that is offered take new replicas, or none."""
+        """Set whether a node takes new replicas, if it is offered."""
         if (there := self._offers.get(node)) is not None:
             self._offers[node] = msgspec.structs.replace(there, open=is_open)
 
     def labels(self, node: str) -> Mapping[str, str]:
-        """The labels of a node; none: it is not offered."""
+        """Return the labels of a node, none if it is not offered."""
         there = self._offers.get(node)
         return there.labels if there is not None else {}
 
     def withdraw(self, node: str) -> None:
-        """Remove a node; replicas keep what they hold of it until its release."""
+        """Remove a node; replicas keep their shares of it until a release."""
         self._offers.pop(node, None)
         self._machines.pop(node, None)
 
     def node(self, group: str, index: int, part: int) -> str:
-        """The node of this part of a replica; KeyError: it holds none."""
+        """Return the node of this part of a replica; KeyError without a share."""
         return self._held[group, index][part].node
 
     def on(self, node: str) -> list[tuple[str, int]]:
-        """Group and index of the replicas with a part on the node."""
+        """Return group and index of the replicas with a part on the node."""
         return sorted(key for key, shares in self._held.items() if any(share.node == node for share in shares))
 
     # ------------------------------------------------------------ shares
 
     def free_on(self, node: str) -> tuple[str, ...]:
-        """GPUs of a node that no replica holds."""
+        """Return the GPUs of a node that no replica holds."""
         shares = [share for share in self._taken_shares() if share.node == node]
         taken = {gpu for share in shares for gpu in share.gpus}
         machine = self._machines.get(node)
@@ -118,13 +118,13 @@ class Resources:
 
     @property
     def short(self) -> bool:
-        """Whether replicas wait for nodes that are to join before the first start."""
+        """True if replicas wait for the nodes of the first start."""
         return self._asked and len(self._offers) < self._min_nodes
 
-    def take(self, group: GroupConfig, index: int) -> str:
-        """Give the replica a place for each part; return what it lacks, in words.
+    def assign_nodes(self, group: GroupConfig, index: int) -> str:
+        """Give the replica a place for each part. Return the lack, in words, or "".
 
-        It keeps its nodes while these are there, open and as it needs them.
+        It keeps its places while their nodes are there, open and suitable.
         """
         if group.external:
             return ""
@@ -144,22 +144,22 @@ class Resources:
         return ""
 
     def too_few(self, within_s: float) -> errors.WorldError:
-        """The error for nodes that have not joined in time."""
+        """Return the error for nodes that have not joined in time."""
         there = sorted(self._offers)
         missing = [one for one in self.expected if not any(f"{node}-".startswith(f"{one}-") for node in there)]
         which = f", without {some(missing, _LISTED)}" if missing else f": {some(there, _LISTED)}" if there else ""
         return errors.WorldError(
             f"{len(there)} of {self._min_nodes} nodes (cluster.min_nodes) joined within {within_s:g} s{which}",
-            hint="see what the agents of the others say; lower cluster.min_nodes, or raise cluster.join_timeout",
+            hint="see the logs of the other agents; lower cluster.min_nodes, or raise cluster.join_timeout",
         )
 
     def keep(self, group: GroupConfig, index: int, shares: tuple[Share, ...]) -> None:
-        """Note what a replica holds that an earlier supervisor has started."""
+        """Note the shares of a replica that an earlier supervisor started."""
         self._taken, self._min_nodes = True, 0
         self._held[group.name, index] = shares
 
     def hold(self, name: str, share: Share) -> Callable[[], object]:
-        """Hold a share for ending processes of no replica; return what frees it."""
+        """Hold a share for ending processes without a replica. The result frees it."""
         self._ending[name] = share
         return lambda: self._ending.pop(name, None)
 
@@ -167,7 +167,7 @@ class Resources:
         return self._held.get((group, index), ())
 
     def placed(self, step: Transition) -> Transition:
-        """Return the event; where a generation begins, with the nodes that it has."""
+        """Return the event, with the replica's nodes if a generation begins."""
         nodes = tuple(share.node for share in self.shares(step.group, step.replica))
         return replace(step, nodes=nodes) if step.after == "starting" and step.before not in RUNNING else step
 
@@ -180,16 +180,16 @@ class Resources:
         return len(held) == need.parts and all(good(share) for share in held)
 
     def misplaced(self, group: GroupConfig, index: int) -> bool:
-        """Return True if the replica holds a place that it would not be given now."""
+        """Return True if the replica holds a place that no longer suits it."""
         need, offers = need_of(group), (self._offers.get(share.node) for share in self.shares(group.name, index))
         return any(offer is not None and not need.accepts(offer) for offer in offers)
 
     def release(self, group: str, index: int) -> None:
-        """Free the share of a replica that has settled and has no process left."""
+        """Free the shares of a settled replica whose processes are gone."""
         self._held.pop((group, index), None)
 
     def environment(self, group: GroupConfig, index: int, node: int = 0) -> dict[str, str]:
-        """Variables for the processes of one part, which override all others."""
+        """Return the variables for the processes of one part; they override others."""
         variables: dict[str, str] = {}
         if self._managed:
             shares = self._held.get((group.name, index), ())
@@ -204,7 +204,7 @@ class Resources:
 
 
 def need_of(group: GroupConfig) -> Need:
-    """What each part of a replica of the group needs of its node."""
+    """Return the need of each part of a replica of the group."""
     return Need(
         group=group.name,
         parts=group.nnodes,

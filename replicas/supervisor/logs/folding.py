@@ -84,7 +84,7 @@ class Folder:
             self._bar_at = now
         return begin - start
 
-    def late(self, now: float) -> bytes:
+    def take_due_lines(self, now: float) -> bytes:
         """Return lines due now: a growing bar's state, nested bars' last frame."""
         lines = b""
         if self._frame and now >= self._frame_at + BAR_INTERVAL_S:

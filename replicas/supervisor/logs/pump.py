@@ -220,9 +220,9 @@ class OutputLog:
         self._write(b"", now)
         return rest
 
-    def late(self, now: float) -> bytes:
+    def log_due_lines(self, now: float) -> bytes:
         """Log the lines that are due by time, and return them."""
-        lines = b"".join(self._put(folder.late(now), now) for folder in self._folders)
+        lines = b"".join(self._put(folder.take_due_lines(now), now) for folder in self._folders)
         if self.trouble and now >= self._retry_at:
             self._write(b"", now)
         return lines
@@ -328,7 +328,7 @@ class Pump:
                 del self._open[pipe]
             for log in self._logs:
                 if log.due is not None and now >= log.due:
-                    self._show(log, log.late(now))
+                    self._show(log, log.log_due_lines(now))
             self._tell_dropped(now)
             for key, _ in events:
                 if key.data is None:

@@ -79,7 +79,7 @@ class DeathWatch:
         self._names: dict[int, str] = {}
         self._deaths: list[Death] = []
 
-    def look(self) -> None:
+    def watch_new_processes(self) -> None:
         for pid in self._pids():
             known = pid in self._names or len(self._watched) >= _MAX_WATCHED
             if not known and is_below(pid, os.getpid()):  # skips sidecars
@@ -111,7 +111,7 @@ class DeathWatch:
         return next((one for one in recent if one.signum in _CRASHES), None)
 
 
-class Ends:
+class EndWatch:
     """Wakes a loop when processes end that are not children of this one.
 
     :ivar blind: True if some could not be watched; the caller polls them.
@@ -120,9 +120,9 @@ class Ends:
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self._selector = selector
         self._awaited: dict[int, int] = {}
-        self.blind = False
+        self.has_unwatched = False
 
-    def all_over(self, look: Callable[[], Iterable[int]]) -> bool:
+    def watch_all(self, look: Callable[[], Iterable[int]]) -> bool:
         """Return True if ``look`` finds no process; else watch the end of each.
 
         A process that ends before it is watched would not wake the loop. A second look
@@ -131,7 +131,7 @@ class Ends:
         for _ in range(_LOOKS):
             there = frozenset(look())
             unseen = {pid for pid in there - self._awaited.keys() if not self._await(pid)}
-            self.blind = bool(unseen)
+            self.has_unwatched = bool(unseen)
             if not unseen:
                 return not there
         return False
@@ -141,10 +141,10 @@ class Ends:
             pidfd = self._awaited[pid] = os.pidfd_open(pid)
         except OSError:  # it has ended, is not visible from here, or there is no descriptor left
             return False
-        self._selector.register(pidfd, selectors.EVENT_READ, functools.partial(self._forget, pid))
+        self._selector.register(pidfd, selectors.EVENT_READ, functools.partial(self._close_pidfd, pid))
         return True
 
-    def _forget(self, pid: int) -> None:
+    def _close_pidfd(self, pid: int) -> None:
         pidfd = self._awaited.pop(pid)
         self._selector.unregister(pidfd)
         os.close(pidfd)
@@ -178,7 +178,7 @@ class StoppedWatch:
     def wakes(self) -> list[float]:
         return [] if self._look_at is None else [self._look_at]
 
-    def blind(self, now: float) -> bool:
+    def is_stuck(self, now: float) -> bool:
         """Return True if it is stopped with a dead child for :data:`STOPPED_S`."""
         stopped = is_stopped(self._pid)
         self._look_at = now + _LOOK_INTERVAL_S if stopped else None

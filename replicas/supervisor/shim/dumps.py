@@ -56,11 +56,11 @@ def _cut(text: str, most: int) -> str:
 
 
 class StackDump:
-    """One collection of stacks, until :meth:`look` returns them.
+    """One collection of stacks, until :meth:`collect_stacks` returns them.
 
     :param root: process below which the ranks must be.
     :param ranks: rank by pid, from :func:`ranks_below`.
-    :ivar look_at: when :meth:`look` must be called.
+    :ivar look_at: when :meth:`collect_stacks` must be called.
     """
 
     def __init__(self, root: int, log_dir: Path, ranks: Mapping[int, int], now: float) -> None:
@@ -79,17 +79,17 @@ class StackDump:
                 hint = f"py-spy dump --pid {pid} shows what it does"
                 self._found[pid] = (rank, f"it has not joined a channel, {_state(pid)}; {hint}\n")
 
-    def look(self, now: float, *, last: bool = False) -> list[Stack] | None:
+    def collect_stacks(self, now: float, *, last: bool = False) -> list[Stack] | None:
         """Return the stacks, by rank, or None if some are missing and not ``last``."""
         self.look_at = now + _LOOK_INTERVAL_S
         for pid in [pid for pid in self._asked if self._answered(pid, now)]:
             asked = self._asked.pop(pid)
-            self._found[pid] = (asked.rank, _take(asked.path))
+            self._found[pid] = (asked.rank, _read_and_truncate(asked.path))
         if self._asked and now < self._until and not last:
             return None
         for pid, asked in self._asked.items():
             text = f"it did not show its stacks within {ANSWER_S:g} s, {_state(pid)}\n"
-            self._found[pid] = (asked.rank, f"{_take(asked.path)}{text}")
+            self._found[pid] = (asked.rank, f"{_read_and_truncate(asked.path)}{text}")
         return sorted(Stack(rank, pid, text) for pid, (rank, text) in self._found.items())
 
     def _answered(self, pid: int, now: float) -> bool:
@@ -125,7 +125,7 @@ class Stacks:
 
     def on_time(self, now: float) -> None:
         """Finish the dump, if it is due and complete."""
-        found = None if self._dump is None or now < self._dump.look_at else self._dump.look(now)
+        found = None if self._dump is None or now < self._dump.look_at else self._dump.collect_stacks(now)
         if found is not None:
             then, self._then = self._then, None
             self._dump = None
@@ -137,7 +137,7 @@ class Stacks:
         """Show the stacks received so far; drop ``then``, as the ranks end now."""
         dump, self._dump, self._then = self._dump, None, None
         if dump is not None:
-            self._show(dump.look(now, last=True) or [])
+            self._show(dump.collect_stacks(now, last=True) or [])
 
 
 def ranks_below(main: int, *, torchrun: bool) -> dict[int, int]:
@@ -169,7 +169,7 @@ def _ask(asked: Asked, root: int) -> bool:
     return bool(signal_each([asked.pid], stacks.SIGNUM, still))
 
 
-def _take(path: Path) -> str:
+def _read_and_truncate(path: Path) -> str:
     try:
         with os.fdopen(private.open_file(path, os.O_RDWR), "rb") as file:
             text = file.read(_MAX_NBYTES).decode(errors="replace")

@@ -34,14 +34,14 @@ class ShimLease:
 
     @property
     def wakes(self) -> float:
-        """When :meth:`over` must be called."""
+        """When :meth:`has_expired` must be called."""
         return min(self._until, self._clock.due)
 
-    def over(self, now: float) -> bool:
+    def has_expired(self, now: float) -> bool:
         """Return True, once, when the shim is to end."""
         if now < self.wakes:
             return False
-        if now < self._until and (not self._last or self._clock.look(now)):
+        if now < self._until and (not self._last or self._clock.pause_at(now)):
             self._last, self._clock.due = True, now + LAST_S
             return False
         self._until = self._clock.due = math.inf

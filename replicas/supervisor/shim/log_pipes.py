@@ -30,7 +30,7 @@ class LogPipes:
 
     def __init__(self, spec: PartSpec) -> None:
         self.sources: dict[str, LogSource] = {}
-        self.speak_at: float | None = None
+        self.flush_at: float | None = None
         self._writers: dict[str, tuple[int, ...]] = {}
         self._words: deque[tuple[str, bytes]] = deque()
         self._closed = False
@@ -54,7 +54,7 @@ class LogPipes:
         writers = self._writers[name]
         return writers[0], writers[-1]
 
-    def say(self, rank: int, text: str) -> None:
+    def write_lines(self, rank: int, text: str) -> None:
         """Write lines to a rank's log as if they were its own, without waiting."""
         key = self._key(f"rank {rank}")
         # The first line in the pipes of torchrun's workers must be their rank.
@@ -68,11 +68,11 @@ class LogPipes:
                 block = b""
             block += line[: select.PIPE_BUF - 1]
         self._words.append((key, block.rstrip(b"\n") + b"\n"))
-        self.speak(time.monotonic())
+        self.flush_lines(time.monotonic())
 
-    def speak(self, now: float) -> None:
+    def flush_lines(self, now: float) -> None:
         """Write queued blocks; set :attr:`speak_at` if a pipe is full."""
-        self.speak_at = None
+        self.flush_at = None
         while self._words:
             key, block = self._words[0]
             # open it again: O_NONBLOCK on the shared description would reach the ranks
@@ -80,7 +80,7 @@ class LogPipes:
             try:
                 os.write(descriptor, block)
             except BlockingIOError:
-                self.speak_at = now + _SPEAK_INTERVAL_S
+                self.flush_at = now + _SPEAK_INTERVAL_S
                 return
             finally:
                 os.close(descriptor)
@@ -103,7 +103,7 @@ class LogPipes:
     def close(self) -> None:
         """Close the write ends, so that the pump ends after the last line."""
         self._closed = True
-        self.speak_at = None
+        self.flush_at = None
         for writers in self._writers.values():
             for writer in writers:
                 os.close(writer)

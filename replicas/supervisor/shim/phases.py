@@ -66,7 +66,7 @@ class Phases(StateMachine[Phase, Input, Action]):
         self._killing_since: float | None = None
         self._name_at = 0.0
 
-    def take(self, event: Input, at: float, timeout_s: float = SWEEP_GRACE_S) -> tuple[Action, ...]:
+    def enter_phase(self, event: Input, at: float, timeout_s: float = SWEEP_GRACE_S) -> tuple[Action, ...]:
         """Enter the next phase; return the actions, in order.
 
         :param timeout_s: time from SIGTERM to SIGKILL.
@@ -76,7 +76,7 @@ class Phases(StateMachine[Phase, Input, Action]):
             self.kill_at = min(self.kill_at, at + timeout_s)
         return actions
 
-    def killed(self, at: float) -> bool:
+    def record_kill(self, at: float) -> bool:
         """Record a SIGKILL to all; return True if it is time to report survivors."""
         if self._killing_since is None:
             self._killing_since, self._name_at = at, at + REMAINS_INTERVAL_S

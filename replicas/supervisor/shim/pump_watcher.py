@@ -36,7 +36,7 @@ DRAIN_S = 2.0
 """How long the exit report waits for the last lines, in seconds."""
 STUCK_S = 3.0
 _LOOK_INTERVAL_S = 2.0
-"""Longest interval between calls of :meth:`PumpWatcher.look`, at the agent's pings."""
+"""Longest interval of :meth:`PumpWatcher.kill_if_stuck`, at the agent's pings."""
 _CLOSE_S = 1.0
 _STEADY_S = 10.0
 AGAIN = Backoff(0.02, 2.0)
@@ -77,7 +77,7 @@ class PumpWatcher:
     def wakes(self) -> list[float]:
         return [
             *self._life.wakes,
-            *(at for at in (self._kill_at, self._drained_by, self.pipes.speak_at) if at is not None),
+            *(at for at in (self._kill_at, self._drained_by, self.pipes.flush_at) if at is not None),
         ]
 
     def start(self) -> None:
@@ -130,7 +130,7 @@ class PumpWatcher:
         with contextlib.suppress(BlockingIOError):
             while self._control is not None:  # read the messages sent before its end
                 self._on_message()
-        self._forget()
+        self._clear_process()
         if self._closed and code == 0:
             self._life.stop()
         now = time.monotonic()
@@ -143,7 +143,7 @@ class PumpWatcher:
         if self._life.on_time(now):
             self.start()
 
-    def _forget(self) -> None:
+    def _clear_process(self) -> None:
         self.pid = 0
         if self._pidfd is not None:
             os.close(self._pidfd)
@@ -170,11 +170,11 @@ class PumpWatcher:
         except orders.Malformed as error:
             note(f"malformed message of the log pump: {error}")
 
-    def look(self, now: float) -> None:
+    def kill_if_stuck(self, now: float) -> None:
         """Kill a pump that does not read. To be called every second or two."""
         before, self._reads = self._reads, tuple(source.reads for source in self.pipes.sources.values())
         idle = self._reads == before and any(waiting_nbytes(pipe) for pipe in self.pipes.readers)
-        if self._stuck.lasts(now, idle) >= STUCK_S and self._life.state == "up" and self._pidfd is not None:
+        if self._stuck.update_duration(now, idle) >= STUCK_S and self._life.state == "up" and self._pidfd is not None:
             note(f"killing the log pump, which has read nothing for {STUCK_S:g} s")
             self._life.give_up()
             send_signal(self._pidfd, signal.SIGKILL)
@@ -185,8 +185,8 @@ class PumpWatcher:
         if self._drained_by is not None and now >= self._drained_by:
             note(f"the log pump has not logged all output within {DRAIN_S:g} s")
             self._drained()
-        if self.pipes.speak_at is not None and now >= self.pipes.speak_at:
-            self.pipes.speak(now)
+        if self.pipes.flush_at is not None and now >= self.pipes.flush_at:
+            self.pipes.flush_lines(now)
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_at = None
             self._life.stop()

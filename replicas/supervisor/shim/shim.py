@@ -63,9 +63,9 @@ from replicas.linux.processes import (
     signal_marked,
     signal_own,
 )
-from replicas.supervisor.cleanup.inventory import Stocktaking
-from replicas.supervisor.cleanup.sweeping import Grace, kill_group
-from replicas.supervisor.shim.deaths import DeathWatch, Ends, StoppedWatch, exit_report
+from replicas.supervisor.cleanup.inventory import InventoryTimer
+from replicas.supervisor.cleanup.sweeping import TrackerGrace, kill_group
+from replicas.supervisor.shim.deaths import DeathWatch, EndWatch, StoppedWatch, exit_report
 from replicas.supervisor.shim.dumps import Stack, Stacks, ranks_below, short
 from replicas.supervisor.shim.lease import ShimLease
 from replicas.supervisor.shim.phases import SWEEP_GRACE_S, Input, Phases
@@ -73,7 +73,7 @@ from replicas.supervisor.shim.pump_watcher import PumpWatcher
 from replicas.supervisor.shim.starting import Starter
 from replicas.supervisor.wire import orders
 from replicas.supervisor.wire.orders import PartSpec, note
-from replicas.supervisor.wire.part_state import UNKNOWN, Belongings, ExitReport, Remains, Teller, state_message
+from replicas.supervisor.wire.part_state import UNKNOWN, ExitReport, Inventory, Remains, StateSender, state_message
 
 ORPHAN_GRACE_S = 2.0
 """Time from SIGTERM to SIGKILL when the supervisor is gone, in seconds."""
@@ -95,22 +95,22 @@ class Shim:
         self._parent_fd = parent_fd
         self._selector = selectors.DefaultSelector()
         self._cgroup = Path(spec.cgroup) if spec.cgroup else None
-        self._teller = Teller(control, spec)
-        self._logs = PumpWatcher(spec, self._selector, tee, self._teller.lost)
+        self._teller = StateSender(control, spec)
+        self._logs = PumpWatcher(spec, self._selector, tee, self._teller.count_lost_lines)
         self._starter = Starter(spec, self._logs.pipes)
         self._main: Child | None = None
         self._launcher: socket.socket | None = None
         self._stopped: StoppedWatch | None = None
         self._report: ExitReport | None = None
         self._broken = ""
-        self._stock = Stocktaking(self._with_sidecars, time.monotonic())
+        self._stock = InventoryTimer(self._with_sidecars, time.monotonic())
         self._stacks = Stacks(Path(spec.log_dir), self._save_stacks)
         self._deaths = DeathWatch(self._selector, self._own, time.monotonic)
-        self._others = Ends(self._selector)
+        self._others = EndWatch(self._selector)
         self._phases = Phases()
         self._childless = False
         self._lease = ShimLease(time.monotonic(), spec.lease_until, spec.patience_s)
-        self._grace = Grace()
+        self._grace = TrackerGrace()
         self._killing_since = 0.0
         self._promised_s = math.inf
         self._cut_s = 0.0
@@ -127,14 +127,14 @@ class Shim:
             self._reap()
             self._on_time(time.monotonic())
             if self._phases.now == "sweeping" and self._empty():
-                self._take("empty")
+                self._apply_event("empty")
             if self._phases.now == "closing" and self._logs.over and self._empty():
-                self._take("logs_read")
+                self._apply_event("logs_read")
         if self._starter.scratch:
             private.remove_tree(Path(self._starter.scratch))
         if self._cgroup is not None:
             cgroups.leave(self._cgroup, run=self._teller.control is None)  # a living agent removes the run's group
-        self._teller.now(gone=True, remains=None)
+        self._teller.update(gone=True, remains=None)
         return 0
 
     # ------------------------------------------------------------ inputs
@@ -158,7 +158,7 @@ class Shim:
                 broken = str(message.get("broken", ""))
             self._broken = self._broken or broken  # the first reason is the cause
             if not broken and not self._teller.state.stopping:
-                self._teller.now(stopping=True)
+                self._teller.update(stopping=True)
             self._stop(timeout_s, stacks=bool(message.get("stacks")))
         elif message["type"] == "stacks":
             self._show_stacks()
@@ -167,15 +167,15 @@ class Shim:
                 meeting = str(message["host"]), int(message["port"])
             if self._launcher is not None and self._teller.state.rendezvous is None:
                 orders.send(self._launcher, message)
-                self._teller.now(rendezvous=meeting)
+                self._teller.update(rendezvous=meeting)
         elif message["type"] == "ping":
             with orders.reading("ping"):
                 until, patience_s = float(message.get("until", 0.0)), float(message.get("patience_s", 0.0))
             self._lease.pinged(time.monotonic(), until, patience_s)
-            self._teller.pong()
+            self._teller.answer_ping()
             if self._phases.now == "running":
-                self._deaths.look()
-            self._logs.look(time.monotonic())
+                self._deaths.watch_new_processes()
+            self._logs.kill_if_stuck(time.monotonic())
         else:
             raise orders.Malformed(f"unknown order {message['type'][:80]!r}")
 
@@ -189,11 +189,11 @@ class Shim:
                 self._report = orders.read(ExitReport, message.get("report"))
             else:
                 with orders.reading("rendezvous"):
-                    self._teller.now(rendezvous=(str(message["host"]), int(message["port"])))
+                    self._teller.update(rendezvous=(str(message["host"]), int(message["port"])))
         except orders.Malformed as error:
             note(f"ignoring a malformed message of the launcher: {error}")
 
-    def _hear_launcher_out(self) -> None:
+    def _read_last_reports(self) -> None:
         """Read the dead launcher's last messages. A child of it may hold the stream."""
         if self._launcher is None:
             return
@@ -237,10 +237,10 @@ class Shim:
             else:
                 self._main = self._starter.program()
         except OSError as error:
-            self._teller.now(report=_not_started(error))
-            self._take("not_started")
+            self._teller.update(report=_not_started(error))
+            self._apply_event("not_started")
         else:
-            self._teller.now(main_pid=self._main.pid)
+            self._teller.update(main_pid=self._main.pid)
 
     def _own(self) -> list[int]:
         if self._cgroup is not None:
@@ -263,9 +263,9 @@ class Shim:
             code = os.waitstatus_to_exitcode(status)
             if self._main is not None and pid == self._main.pid:
                 self._main.ended(code)
-                self._hear_launcher_out()  # has the exit report, which main_ended needs
+                self._read_last_reports()  # has the exit report, which main_ended needs
                 self._stacks.finish(time.monotonic())
-                self._take("main_ended")
+                self._apply_event("main_ended")
             elif pid == self._logs.pid:
                 self._logs.ended(code)
 
@@ -278,22 +278,22 @@ class Shim:
         self._stacks.finish(time.monotonic())
         self._promised_s = min(self._promised_s, timeout_s)
         relay_s = RELAY_S if timeout_s and self.spec.launcher == "torchrun" else 0.0
-        self._take("stop", timeout_s + relay_s)
+        self._apply_event("stop", timeout_s + relay_s)
 
-    def _take(self, event: Input, timeout_s: float = SWEEP_GRACE_S) -> None:
-        for action in self._phases.take(event, time.monotonic(), timeout_s):
+    def _apply_event(self, event: Input, timeout_s: float = SWEEP_GRACE_S) -> None:
+        for action in self._phases.enter_phase(event, time.monotonic(), timeout_s):
             match action:
                 case "take_inventory":
-                    self._tell_stock(self._stock.last_time(time.monotonic()))
+                    self._tell_stock(self._stock.take_final(time.monotonic()))
                 case "end_main" if self._main is not None:
                     self._main.signal(signal.SIGTERM)
                 case "read_output":
-                    self._logs.drain(then=lambda: self._take("output_read"))
+                    self._logs.drain(then=lambda: self._apply_event("output_read"))
                 case "report" | "report_stop":
                     self._report_end(stopping=action == "report_stop")
                 case "end_all":
                     signal_own(signal.SIGTERM, but=frozenset({self._logs.pid}))  # before a peer's death makes them fail
-                    self._tell_stock(self._stock.last_time(time.monotonic()))
+                    self._tell_stock(self._stock.take_final(time.monotonic()))
                 case "close_logs":
                     self._logs.close()
 
@@ -310,7 +310,7 @@ class Shim:
         )
         if self._broken:
             report = ExitReport("lost", text=self._broken)
-        self._teller.now(report=report._replace(cut_s=self._cut_s))
+        self._teller.update(report=report._replace(cut_s=self._cut_s))
 
     def _show_stacks(self, then: Callable[[], None] | None = None) -> None:
         """Save the stacks of all ranks to their logs, and send them to the agent."""
@@ -322,20 +322,20 @@ class Shim:
 
     def _save_stacks(self, found: list[Stack]) -> None:
         for stack in found:
-            self._logs.pipes.say(stack.rank, stack.entry())
+            self._logs.pipes.write_lines(stack.rank, stack.entry())
         name = f"{self.spec.group}/{self.spec.replica}"
         texts = {f"{name}/{stack.rank}": f"process {stack.pid}\n{stack.text}" for stack in short(found)}
         self._teller.send({"type": "stacks", "found": texts})
 
-    def _tell_stock(self, found: Belongings | None) -> None:
+    def _tell_stock(self, found: Inventory | None) -> None:
         if found is not None:
-            self._teller.now(belongings=found)
+            self._teller.update(belongings=found)
 
     def _on_time(self, now: float) -> None:
-        if self._lease.over(now):
+        if self._lease.has_expired(now):
             note("ending: the agent was silent for too long")
             self._stop(ORPHAN_GRACE_S)
-        if self._stopped is not None and self._main is not None and self._main_runs and self._stopped.blind(now):
+        if self._stopped is not None and self._main is not None and self._main_runs and self._stopped.is_stuck(now):
             self._stopped = None
             self._broken = f"torchrun of node {self.spec.node} was stopped when a rank died, and did not see it"
             self._main.signal(signal.SIGKILL)
@@ -357,15 +357,15 @@ class Shim:
         left = signal_own(signal.SIGKILL, but=spared)
         if self._childless_but_for_logs():  # remaining processes are children of the forkserver
             left += signal_marked(self.spec.nonce, signal.SIGKILL, but=spared)
-        if self._phases.killed(now) and left:
+        if self._phases.record_kill(now) and left:
             processes = tuple((pid, command_line(pid)) for pid in left[:_MAX_REMAINS])
-            self._teller.now(remains=Remains(since=self._killing_since, processes=processes))
+            self._teller.update(remains=Remains(since=self._killing_since, processes=processes))
 
     def _empty(self) -> bool:
         """Return True if the replica's last process is gone; none starts in a sweep."""
-        return self._childless_but_for_logs() and self._others.all_over(self._of_others)
+        return self._childless_but_for_logs() and self._others.watch_all(self._find_sidecars)
 
-    def _of_others(self) -> set[int]:
+    def _find_sidecars(self) -> set[int]:
         """Return processes of the replica that are not below this one: sidecars."""
         inside = cgroups.members(self._cgroup) if self._cgroup is not None else ()
         return {*inside, *marked(self.spec.nonce)} - {self._logs.pid}
@@ -386,7 +386,7 @@ class Shim:
         ]
         times += self._stopped.wakes if self._stopped is not None and self._main_runs else []
         times += self._stock.wakes if self._phases.now == "running" else []
-        times += [time.monotonic() + _LOOK_AGAIN_S] if self._others.blind else []
+        times += [time.monotonic() + _LOOK_AGAIN_S] if self._others.has_unwatched else []
         return max(0.0, min(times) - time.monotonic()) if min(times) < math.inf else None
 
 

@@ -80,7 +80,7 @@ class Leases:
         self._generations = 0
 
     def load(self) -> None:
-        """Read the file, if there is one. :meth:`count` or :meth:`forget_numbers` must
+        """Read the file, if any. :meth:`write_starts` or :meth:`raise_floor` must
         follow."""
         try:
             lines = private.read(self.path).splitlines()
@@ -108,7 +108,7 @@ class Leases:
         private.replace(self.path, head + b"".join(msgspec.json.encode(one) + b"\n" for one in new), sync=True)
         self.records, self._generations, self.floor = new, numbers, lowest
 
-    def forget_numbers(self, records: Iterable[Lease], *, used: int = 0) -> None:
+    def raise_floor(self, records: Iterable[Lease], *, used: int = 0) -> None:
         """Set the floor above all numbers of generations that may have been used.
 
         :param records: leases that may still hold.
@@ -118,12 +118,12 @@ class Leases:
         unread = used + _STEP if used and not self.found else 0
         self._write(records, floor=max(self.floor, self._generations, unread))
 
-    def reserve(self, generation: int) -> None:
+    def reserve_generation(self, generation: int) -> None:
         """Write that this number may be used, before it is. Raises OSError."""
         if generation > self._generations:
             self._write(self.records, generations=generation + _STEP - 1)
 
-    def count(self) -> None:
+    def write_starts(self) -> None:
         """Write the number of starts. Raises OSError."""
         try:
             private.overwrite(self.path, f"{self.starts:{_WIDTH}}".encode(), _AT)

@@ -107,7 +107,7 @@ def sweep(
         return {one.pid: one.start_time for one in found}
 
     killing = Sweep(look)
-    if killing.once():  # most runs have no leftovers, and one look is enough
+    if killing.kill_once():  # most runs have no leftovers, and one look is enough
         killing.run(timeout_s)
     for record in saved.shims if saved is not None and saved.of_this_machine() else ():
         if record.cgroup and record.nonce not in kept:

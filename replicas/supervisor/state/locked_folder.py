@@ -54,7 +54,7 @@ class LockedFolder:
         assert self._lock is not None
         return self._lock
 
-    def _take(self) -> None:
+    def _lock_folder(self) -> None:
         """Make the folder if it is missing, and lock it. Blocks.
 
         :raises OSError: the folder cannot be made or written.

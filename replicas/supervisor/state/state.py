@@ -43,9 +43,9 @@ from replicas.common.logs import Log
 from replicas.control.exit_codes import PREEMPTED
 from replicas.linux import private
 from replicas.supervisor.state import leftovers
-from replicas.supervisor.state.heritage import Heritage, heritage
 from replicas.supervisor.state.leases import Lease, Leases
 from replicas.supervisor.state.locked_folder import SWEEP_S, LockedFolder, Owner, give_identity
+from replicas.supervisor.state.predecessor import Predecessor, find_predecessor
 from replicas.supervisor.state.run_state import RunState, Saved
 from replicas.supervisor.state.token_files import TokenFiles
 from replicas.telemetry.event_log import EventLog, read
@@ -80,7 +80,7 @@ class StateDir(LockedFolder):
         self.decisions_file = path / "decisions.jsonl"
         self.run_state = RunState(path / "state.json")
         self.leases = Leases(path / "leases")
-        self.heritage = Heritage()
+        self.heritage = Predecessor()
         """Agents, shims and leases of an earlier supervisor, after :meth:`acquire`."""
         self._longest_lease_s = longest_lease_s
         self.saved: Saved | None = None
@@ -112,9 +112,9 @@ class StateDir(LockedFolder):
             if self.path.is_dir():
                 private.close_to_others(self.path, once_ours="lock")
             self._swept = False
-            self._take()
+            self._lock_folder()
             try:
-                self._begin(self.lock)
+                self._open_state(self.lock)
             except BaseException:
                 self._unlock()
                 raise
@@ -126,7 +126,7 @@ class StateDir(LockedFolder):
                 f"cannot use the state folder {self.path}: {what}", hint=f"{mend}, or set run.state_dir in the config"
             ) from error
 
-    def _begin(self, lock: int) -> None:
+    def _open_state(self, lock: int) -> None:
         crashed = bool(Owner.of(lock).start)
         self.leases.load()
         os.ftruncate(lock, 0)
@@ -143,13 +143,13 @@ class StateDir(LockedFolder):
                 private.remove(self.decisions_file)
         # Later starts that failed have cleared the lock file, but left the decisions.
         self._cut_short = crashed or self.decisions_file.exists()
-        self.heritage = heritage(self.saved, self.leases, crashed=crashed, longest_s=self._longest_lease_s)
+        self.heritage = find_predecessor(self.saved, self.leases, crashed=crashed, longest_s=self._longest_lease_s)
         # Replace an unreadable file only now, when the leases to wait for are known.
-        if not self.heritage.sure:
+        if not self.heritage.is_newest:
             unseen = [msgspec.structs.replace(one, unseen=True) for one in self.heritage.unseen]
-            self.leases.forget_numbers(unseen, used=self.saved.generations if self.saved is not None else 0)
+            self.leases.raise_floor(unseen, used=self.saved.generations if self.saved is not None else 0)
         elif not self.leases.found:
-            self.leases.count()
+            self.leases.write_starts()
         if self.resumed:
             with contextlib.suppress(FileNotFoundError):
                 token = private.read(self.token_file).decode(errors="replace")
@@ -269,7 +269,7 @@ class StateDir(LockedFolder):
             if ended and not left:
                 self.leases.remove()
             elif left is not None:
-                self._leave(left, ended=ended)
+                self._write_leases(left, ended=ended)
             if ended:
                 self.run_state.remove()
             if self.run_state.peek() is None:  # no supervisor will resume it
@@ -279,10 +279,10 @@ class StateDir(LockedFolder):
         finally:
             self._unlock()
 
-    def _leave(self, left: tuple[Lease, ...], *, ended: bool) -> None:
+    def _write_leases(self, left: tuple[Lease, ...], *, ended: bool) -> None:
         try:
             if ended:
-                self.leases.forget_numbers(left)
+                self.leases.raise_floor(left)
             else:
                 self.leases.write(left)
         except OSError as error:  # the next start then also waits for leases that are over

@@ -110,7 +110,7 @@ class TokenFiles:
         changed = tokens.copy()
         change(changed)
         self.write(changed, last=role)
-        tokens.become(changed)
+        tokens.replace_by(changed)
 
     def remove(self) -> None:
         for path in (self._path, *self._files.values()):

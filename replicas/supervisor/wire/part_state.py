@@ -81,7 +81,7 @@ class ExitReport(NamedTuple):
     cut_s: float = 0.0
 
 
-class Belongings(NamedTuple):
+class Inventory(NamedTuple):
     """Pid and start time of a part's processes, and whether they use a GPU."""
 
     gpu: bool = False
@@ -122,14 +122,14 @@ class PartState(NamedTuple):
     rendezvous: tuple[Word, Annotated[int, 65535]] | None = None
     report: ExitReport | None = None
     remains: Remains | None = None
-    belongings: Belongings = Belongings()
+    belongings: Inventory = Inventory()
     losses: tuple[LogLoss, ...] = ()
     stopping: bool = False
     gone: bool = False
     silent_s: Annotated[float, 1e9] = 0.0
     known_losses: tuple[LogLoss, ...] = ()
 
-    def of_part(self, one: PartSpec | PartState) -> PartState:
+    def with_identity_of(self, one: PartSpec | PartState) -> PartState:
         """Return this state with the identity of another part."""
         return self._replace(**{name: getattr(one, name) for name in IDENTITY})
 
@@ -141,10 +141,10 @@ UNKNOWN = PartState("", "", 0, 0, 0)
 
 def first_state(spec: PartSpec, shim: int) -> PartState:
     """Return the state of a part whose shim, this pid, has started no process yet."""
-    return UNKNOWN.of_part(spec)._replace(pid=shim, start_time=start_time(shim) or 0, cgroup=spec.cgroup)
+    return UNKNOWN.with_identity_of(spec)._replace(pid=shim, start_time=start_time(shim) or 0, cgroup=spec.cgroup)
 
 
-class Teller:
+class StateSender:
     """Sends the state of a part at each change.
 
     :ivar state: the present state; :meth:`pong` sends it again if the buffer was full.
@@ -156,24 +156,24 @@ class Teller:
         self.state = first_state(spec, os.getpid())._replace(release=__version__)
         self._told = False
 
-    def now(self, **changes: Any) -> None:
+    def update(self, **changes: Any) -> None:
         """Change the state, and send all of it."""
         self.state = self.state._replace(**changes)
         self._told = self.send(state_message(self.state))
 
-    def lost(self, loss: LogLoss) -> None:
+    def count_lost_lines(self, loss: LogLoss) -> None:
         """Count lines that a log has lost."""
         losses = {(one.where, one.reason): one for one in self.state.losses}
         known = losses.get((loss.where, loss.reason))
         losses[loss.where, loss.reason] = loss._replace(lines=loss.lines + (known.lines if known else 0))
-        self.now(losses=tuple(losses.values()))
+        self.update(losses=tuple(losses.values()))
 
-    def pong(self) -> None:
+    def answer_ping(self) -> None:
         """Answer a ping, with the state if its last change was not sent."""
         if self._told:
             self.send({"type": "pong"})
         else:
-            self.now()
+            self.update()
 
     def send(self, message: orders.Message) -> bool:
         """Send without waiting. Return False without an agent or room in its buffer."""

@@ -150,7 +150,7 @@ def copy_host(
     kinds.kept &= np.array(
         [one.is_contiguous() and not (one.is_neg() or one.is_conj()) for one in ours], dtype=np.bool_
     )
-    found = kinds.look(tensors)
+    found = kinds.find_memory(tensors)
     if found is None:
         index = next((index for index, one in enumerate(tensors) if why_unusable(one)), 0)
         raise unusable(name(index), tensors[index])
@@ -166,7 +166,7 @@ def run_host(copies: HostCopies, cuts: Callable[[int], list[Cut]], nbytes: int, 
 
     :param cuts: returns cuts of about the given size.
     """
-    helpers, past_caches = helpers_for(nbytes, sharing), streaming.pays(nbytes)
+    helpers, past_caches = helpers_for(nbytes, sharing), streaming.bypasses_caches(nbytes)
     if copies.runs:
         copies.run(cuts(STEP_NBYTES * (helpers + 1)), threads=helpers + 1, past_caches=past_caches)
         return
@@ -295,7 +295,7 @@ class Copier:
         self.digest: Future[str] = Future()
         self._bytes: memoryview | None = data.numpy().data
         """Dropped after its last use, or the cycle of pool and copier would keep it."""
-        self._past_caches = streaming.pays(nbytes)
+        self._past_caches = streaming.bypasses_caches(nbytes)
         self._beside = helpers > 1 if beside is None else beside
         self._threads = max(1, helpers + 1 - self._beside)  # one of them hashes
         self._unfilled = [min(BLOCK_NBYTES, nbytes - start) for start in range(0, nbytes, BLOCK_NBYTES)]

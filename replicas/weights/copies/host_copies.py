@@ -5,8 +5,8 @@ Theory of operation
 
 At any moment another thread may give a parameter other memory, free it or resize it. So
 facts about a tensor are valid only while its memory is at the same address.
-:meth:`Kinds.look` reads the address first, then shape, dtype and strides. The copy
-checks the address again, while no Python code can run
+:meth:`Kinds.find_memory` reads the address first, then shape, dtype and strides. The
+copy checks the address again, while no Python code can run
 (:mod:`replicas.weights.copies.streaming`). If it differs, the tensors are looked at
 again, and copied from or to their present memory: each tensor's bytes are the old or
 the new ones.
@@ -106,7 +106,7 @@ class Kinds:
         was = f"{self.dtypes[index]}{list(self.shapes[index])}"
         return f"was {was}, and is {tensor.dtype}{list(tensor.shape)}"
 
-    def look(self, tensors: Sequence[torch.Tensor], first: int = 0) -> Found | None:
+    def find_memory(self, tensors: Sequence[torch.Tensor], first: int = 0) -> Found | None:
         """Find the memory of plain tensors, the first of them with number ``first``.
 
         Returns None if one has another shape or dtype, or no memory.
@@ -114,11 +114,11 @@ class Kinds:
         count = len(tensors)
         found = Found(list(tensors), np.empty(count, np.uintp), np.empty(count, np.uintp), np.zeros(count, np.bool_))
         for start in range(0, count, LOOK):
-            if not self._look(found, slice(start, start + LOOK), first):
+            if not self._find_some(found, slice(start, start + LOOK), first):
                 return None
         return found
 
-    def _look(self, found: Found, few: slice, first: int) -> bool:
+    def _find_some(self, found: Found, few: slice, first: int) -> bool:
         some = found.tensors[few]
         size = len(some)
         these = slice(few.start + first, few.start + first + size)
@@ -363,7 +363,7 @@ class HostCopies:
                 torch._foreach_copy_(private.views, ours)
                 private.give()
             else:
-                private.take()
+                private.copy_in()
                 torch._foreach_copy_(ours, private.views)
 
     def _alias(self, index: int) -> torch.Tensor:
@@ -377,7 +377,7 @@ class HostCopies:
 
     def _look_again(self, some: slice) -> None:
         tensors = self._found.tensors[some]
-        found = self._kinds.look(tensors, some.start)
+        found = self._kinds.find_memory(tensors, some.start)
         if found is not None and found.elsewhere is None:
             self._found.update(some, found)
             return

@@ -82,7 +82,7 @@ def _cache_nbytes() -> int:
     return found if found > 0 else _CACHE_NBYTES
 
 
-def pays(nbytes: int) -> bool:
+def bypasses_caches(nbytes: int) -> bool:
     """Return True if a copy of ``nbytes`` should bypass the CPU caches."""
     return available and nbytes > _cache_nbytes()
 
@@ -118,7 +118,7 @@ def copy_runs(
 
     Call it only if :data:`available`.
 
-    :param past_caches: the result of :func:`pays` for the whole copy.
+    :param past_caches: the result of :func:`bypasses_caches` for the whole copy.
     :raises MemoryMoved: ``check`` returned False.
     """
     runs = to.ctypes.data, sources.ctypes.data, sizes.ctypes.data, len(sizes)
@@ -174,7 +174,7 @@ class Private:
             view = torch._neg_view(view) if tensor.is_neg() else view
             self.views[number] = view.conj() if tensor.is_conj() else view
 
-    def take(self) -> None:
+    def copy_in(self) -> None:
         """Fill the private memory from the tensors; may raise :class:`MemoryMoved`."""
         if self._tensors:
             check, theirs = self._found()

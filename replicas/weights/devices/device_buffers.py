@@ -170,7 +170,7 @@ class DeviceBuffer(Buffer):
         else:
             memory.close()
 
-    def forget(self) -> None:
+    def close_after_fork(self) -> None:
         """Do nothing: a forked child inherits no GPU memory."""
 
     def _open_memory(self) -> DeviceMemory:
@@ -288,7 +288,7 @@ class _Lingering:
         if (thread := self._thread) is not None:
             thread.join(_END_S)
 
-    def forget(self) -> None:
+    def reset_after_fork(self) -> None:
         """Reset in a forked child, which owns none of the memory or locks."""
         self._lock, self._sweeping = threading.RLock(), threading.RLock()
         self._left, self._thread, self._ending = [], None, threading.Event()
@@ -309,5 +309,5 @@ class _Lingering:
 
 
 _lingering = _Lingering()
-os.register_at_fork(after_in_child=_lingering.forget)
+os.register_at_fork(after_in_child=_lingering.reset_after_fork)
 atexit.register(_lingering.stop)

@@ -260,7 +260,7 @@ class DeviceCopies:
         for first, last in _groups(sources):
             private = Private(sources[first:last])  # another thread may free the sources
             try:
-                private.take()
+                private.copy_in()
             except MemoryMoved:
                 raise unusable(name, sources[first]) from None
             with self._accelerator.on_side_stream(self._device):

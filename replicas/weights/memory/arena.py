@@ -27,8 +27,8 @@ lock: to wait for a slot, poll.
 
 A buffer whose file was *shown* to a user (:meth:`Buffer.show`) is never filled again,
 as its readers are unknown: the slot gets another, and the kernel frees the old one when
-no process has it mapped or open. :mod:`replicas.weights.memory.left` finds these
-processes, for logs and errors.
+no process has it mapped or open. :mod:`replicas.weights.memory.still_mapped` finds
+these processes, for logs and errors.
 
 Memory that only its owner fills is *closed to writers* before. A sidecar would need its
 own mapping before that, so memory that it fills stays open to writers.
@@ -183,7 +183,7 @@ class Arena:
         with self._lock:
             if self._closed:
                 return None
-            self.pool.beat(sum(slot._buffer is None for slot in self._slots))
+            self.pool.count_version(sum(slot._buffer is None for slot in self._slots))
             slot = self._choose(nbytes)
             if slot is None:
                 return None
@@ -209,7 +209,7 @@ class Arena:
             slot.buffer.offer(slot.version)
             slot.state, slot.digest = SLOT.next(slot.state, "completed"), digest
 
-    def mended(self, slot: Slot, digest: str) -> None:
+    def replace_digest(self, slot: Slot, digest: str) -> None:
         """Set the digest after wrong bytes of an unpublished version were replaced."""
         with self._lock:
             slot.digest = digest
@@ -356,7 +356,7 @@ class Arena:
             processes = {pid for buffer in retired for pid in locks.holders(buffer.place.inode)}
             who = f", held by {_processes(processes)}" if processes else ""
             text += f"; {len(retired)} older buffers are still mapped by readers{who}"
-        left = self.pool.left.text()
+        left = self.pool.still_mapped.text()
         return f"{text}; {left}" if left else text
 
     def close(self) -> None:
@@ -396,7 +396,7 @@ class Arena:
                 retirable.append((slot, buffer))
         for slot, buffer in shown:  # first, as they do not count as retired
             slot._buffer = None
-            self.pool.leave(buffer)
+            self.pool.close_shown(buffer)
             return slot
         for slot, buffer in retirable:
             if self.pool.retire(buffer):
@@ -411,7 +411,7 @@ class Arena:
                 old, slot._buffer = slot._buffer, None
             if old is not None:
                 old.close()
-            slot._buffer = self.pool.take(nbytes, len(self._slots), alone=alone)
+            slot._buffer = self.pool.claim_buffer(nbytes, len(self._slots), alone=alone)
         if alone:
             slot.buffer.close_to_writers()
         image = slot.image

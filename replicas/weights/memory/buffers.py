@@ -48,7 +48,7 @@ from replicas.linux import locks, seals
 from replicas.linux.files import kernel_lines
 from replicas.linux.scarce import SCARCE, limit
 from replicas.memory.beacon import own_door
-from replicas.memory.kept import Living, hold
+from replicas.memory.held_memory import Living, hold
 from replicas.messages import SlotPlace
 from replicas.weights.copies.accelerator import accelerator
 from replicas.weights.memory.mappings import KeptMappings, Mapping, map_private, map_readable, map_shared
@@ -163,7 +163,7 @@ class Buffer:
 
     @staticmethod
     def open(place: SlotPlace, version: int, *, lock: bool = True) -> Buffer:
-        """Open memory of another process (:func:`replicas.memory.kept.hold`).
+        """Open memory of another process (:func:`replicas.memory.held_memory.hold`).
 
         :param lock: prevent a refill until this buffer is closed; else check
             :attr:`unchanged` after reading.
@@ -185,14 +185,14 @@ class Buffer:
         if not locks.hold_exclusive(self._open_fd):
             return "held"
         if self.shown:
-            locks.let_go(self.fd)
+            locks.unlock(self.fd)
             return "shown"
         try:
             in_sight = locks.flagged(self.fd, locks.MAPPED)
         except OSError:  # without such locks only users of this process can have mapped it, inside their blocks
             in_sight = False
         if in_sight:
-            locks.let_go(self.fd)
+            locks.unlock(self.fd)
             return "in sight"
         if self.offered:
             locks.unflag(self.fd, self.serial)
@@ -201,14 +201,14 @@ class Buffer:
 
     def abandon(self) -> None:
         """Undo a claim: the buffer holds no version."""
-        locks.let_go(self._open_fd)
+        locks.unlock(self._open_fd)
 
     def offer(self, version: int) -> None:
         """Announce that ``version`` is complete, so that others may hold it."""
         self.serial += 1
         locks.flag(self._open_fd, self.serial)  # before the lock is released, as readers check the flag
         self.offered, self.released = version, False
-        locks.let_go(self.fd)
+        locks.unlock(self.fd)
 
     @property
     def place(self) -> SlotPlace:
@@ -343,7 +343,7 @@ class Buffer:
         if self._kept is not None and mapping is not None and mapping.kept is not None and seals.is_final(fd):
             self._kept.drop(mapping.kept.inode)  # as the owner closes this memory, maybe unseen by us
         if self._locks_in == os.getpid():  # a forked child shares the locks, and must not release them
-            locks.let_go(fd)
+            locks.unlock(fd)
             if self.offered:
                 locks.unflag(fd, self.serial)
         os.close(fd)
@@ -353,7 +353,7 @@ class Buffer:
     def __del__(self) -> None:
         self.close()
 
-    def forget(self) -> None:
+    def close_after_fork(self) -> None:
         """Drop memory and locks in a forked child; the user's tensors stay valid."""
         fd, self.fd, self._mapping, self._kept = self.fd, -1, None, None
         if fd >= 0:
@@ -367,7 +367,7 @@ class Buffer:
 
 
 _KEYS = itertools.count(1)
-_LIVING: Living[Buffer] = Living(operator.methodcaller("forget"))
+_LIVING: Living[Buffer] = Living(operator.methodcaller("close_after_fork"))
 
 
 def available_nbytes(*, proc: Path = Path("/proc"), cgroup_root: Path = _CGROUP_ROOT) -> tuple[int, str]:

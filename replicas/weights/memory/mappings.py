@@ -39,7 +39,7 @@ from replicas.errors import NoCapacity
 from replicas.linux import locks
 from replicas.linux.files import reopen
 from replicas.linux.scarce import SCARCE, limit
-from replicas.memory.kept import Living, is_there
+from replicas.memory.held_memory import Living, is_there
 from replicas.messages import SlotPlace
 from replicas.weights.copies.accelerator import Accelerator, Registration
 
@@ -160,7 +160,7 @@ def _populate(address: int, nbytes: int, advice: int, check: Callable[[], None])
 class KeptMappings:
     """Kept read-only mappings, by inode. Thread-safe."""
 
-    _living: Living[KeptMappings] = Living(operator.methodcaller("forget"))
+    _living: Living[KeptMappings] = Living(operator.methodcaller("close_after_fork"))
 
     def __init__(self) -> None:
         self._living.add(self)
@@ -251,7 +251,7 @@ class KeptMappings:
         for thread in self._unpinning:
             thread.join(_UNPIN_S)
 
-    def forget(self) -> None:
+    def close_after_fork(self) -> None:
         """Drop all mappings in a forked child; the pins are the parent's, and stay."""
         self._lock, self._kept, self._unpinning, self._closed = threading.RLock(), {}, [], True
 

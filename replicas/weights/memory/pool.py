@@ -25,7 +25,7 @@ from replicas.common.logs import Log
 from replicas.errors import NoCapacity, WorldError
 from replicas.weights.copies.accelerator import device_of
 from replicas.weights.memory.buffers import AllocationStopped, Buffer, available_nbytes
-from replicas.weights.memory.left import Left
+from replicas.weights.memory.still_mapped import StillMapped
 
 logger = Log("replicas.weights")
 
@@ -62,7 +62,7 @@ class Pool:
         self._made = 0
         self._warned: set[int] = set()
         self._closed = False
-        self.left = Left(name, retired)
+        self.still_mapped = StillMapped(name, retired)
 
     def prepare(self, nbytes: int, count: int) -> None:
         """Allocate up to ``count`` spare buffers in the background, if they fit."""
@@ -111,7 +111,7 @@ class Pool:
                     self._spare.append((buffer, self._beats))
                 self._changed.notify_all()
 
-    def take(self, nbytes: int, slots: int, *, alone: bool = False) -> Buffer:
+    def claim_buffer(self, nbytes: int, slots: int, *, alone: bool = False) -> Buffer:
         """Return a claimed buffer for one of ``slots`` slots. May block to allocate.
 
         :param alone: it may be closed to writers.
@@ -148,13 +148,13 @@ class Pool:
             self._retired.append(buffer)
             return True
 
-    def leave(self, buffer: Buffer) -> None:
+    def close_shown(self, buffer: Buffer) -> None:
         """Close a buffer that was shown; the kernel frees it after its last reader."""
         inode = buffer.place.inode
         buffer.close()
-        self.left.add(inode, buffer.nbytes)
+        self.still_mapped.add(inode, buffer.nbytes)
 
-    def beat(self, bare: int) -> None:
+    def count_version(self, bare: int) -> None:
         """Count a version: reclaim retired buffers, close old spares.
 
         :param bare: the number of slots without memory, for which spares are kept.
@@ -194,7 +194,7 @@ class Pool:
         try:
             return self._allocate(nbytes)
         except NoCapacity as error:
-            left = self.left.text()
+            left = self.still_mapped.text()
             if not left:
                 raise
             raise NoCapacity(f"{error.message}; {left}", hint=error.hint) from error
@@ -215,7 +215,7 @@ class Pool:
             claim = buffer.claim()
             if claim == "shown":
                 self._retired.remove(buffer)
-                self.leave(buffer)
+                self.close_shown(buffer)
             elif claim == "claimed":  # for good: no process can open it from now on
                 self._retired.remove(buffer)
                 self._spare.append((buffer, self._beats))

@@ -120,7 +120,7 @@ async def fails_by(world: ChannelWorld, trainer: Channel, rollout: Channel, erro
     await publish(trainer)
     with pytest.raises(type(error)), await rollout.receive():
         raise error
-    rounds = world.coordinator.engine.channels["policy"].rounds
+    rounds = world.coordinator.engine.channels["policy"].load_rounds
     await wait_until(lambda: rounds.of("rollout", 0).partial, "the load is known to have failed")
 
     def weights() -> Any:

@@ -310,14 +310,14 @@ async def test_a_sidecar_killed_in_the_middle_of_a_sync(whose: int) -> None:
         members = await world.trainer_and_rollouts(1)
         await publish(members[0], weights(1))
         victim = members[whose]
-        move = victim._transfers._through
+        move = victim._transfers._move_through_lane
 
         async def kill_first(lane: Any, *args: Any) -> Any:
-            victim._transfers._through = move  # type: ignore[method-assign]  # only the first one is hit
+            victim._transfers._move_through_lane = move  # type: ignore[method-assign]  # only the first one is hit
             os.kill(lane.sidecar.pid, signal.SIGKILL)
             return await move(lane, *args)
 
-        victim._transfers._through = kill_first  # type: ignore[method-assign,assignment]  # see above
+        victim._transfers._move_through_lane = kill_first  # type: ignore[method-assign,assignment]  # see above
         receipt = await publish(members[0], weights(2))
         assert receipt.version == 2
         assert not receipt.lost

@@ -38,7 +38,7 @@ def census(*channels: Channel) -> dict[str, int]:
     for kind in (Promise, PublishJob, Update):
         found[kind.__name__] = sum(type(thing) is kind for thing in gc.get_objects())
     for index, channel in enumerate(channels):
-        known = channel._hub.holdings
+        known = channel._hub.held_versions
         tables: dict[str, Sized] = {
             "facts": known._facts,
             "prepared": known.prepared,

@@ -25,10 +25,10 @@ from replicas.control.access import ByToken
 from replicas.control.app import control_routes
 from replicas.control.commands import Answer, Restart, Scale
 from replicas.control.socket import ControlSocket
+from replicas.coordinator.acceptor import Acceptor
 from replicas.coordinator.addresses import AllowedHosts
-from replicas.coordinator.door import Door
+from replicas.coordinator.port_connections import PortRules
 from replicas.coordinator.server import Server, bind_listener
-from replicas.coordinator.visits import PortRules
 from replicas.linux.sockets import peer_uid
 from replicas.supervisor.agent import orphans
 from replicas.trust.tokens import Tokens
@@ -120,7 +120,7 @@ async def test_who_has_shown_the_token_is_no_stranger(tmp_path: Path) -> None:
     hosts = AllowedHosts("127.0.0.1", "127.0.0.1")
     rules = PortRules(run.refused.append, lambda given: TOKENS.role(given) is not None, hosts, run.live)
     rules.strangers.most = 4  # of one source, half of that
-    door = Door(listener, rules)
+    door = Acceptor(listener, rules)
     asked: asyncio.Queue[None] = asyncio.Queue()
 
     async def hang(_: Request) -> Response:
@@ -129,7 +129,7 @@ async def test_who_has_shown_the_token_is_no_stranger(tmp_path: Path) -> None:
         raise AssertionError
 
     routes = [Route("/hang", hang), *control_routes(run, access=access)]
-    server = Server(listener, routes, run.refused.append, door=door)
+    server = Server(listener, routes, run.refused.append, acceptor=door)
     await server.start()
     try:
         reader, writer = await asyncio.open_connection(*address)

@@ -170,7 +170,7 @@ async def test_one_rank_had_a_number_and_the_other_had_not() -> None:
         trainers = [await world.join("trainer", 0, rank, 2) for rank in range(2)]
         rollout = await world.join("rollout")
         first = asyncio.create_task(publish(trainers[0], 1))
-        await wait_until(lambda: trainers[0]._hub.holdings.publishing, "it has a number")
+        await wait_until(lambda: trainers[0]._hub.held_versions.publishing, "it has a number")
         await world.coordinator.arm("publish begun")
         second = asyncio.create_task(publish(trainers[1], 1))
         await world.restarted()

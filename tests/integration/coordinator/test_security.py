@@ -24,7 +24,7 @@ from starlette.routing import Route
 from websockets.exceptions import ConnectionClosed
 
 from replicas import messages as wire
-from replicas.coordinator import Coordinator, GroupShape, door, server, sessions, websocket
+from replicas.coordinator import Coordinator, GroupShape, acceptor, server, sessions, websocket
 from replicas.core.base.effects import Send
 from tests.support.channel.members import Client
 from tests.support.runs import alive
@@ -58,9 +58,9 @@ async def coordinator(shared: Coordinator, caplog: pytest.LogCaptureFixture) -> 
 
 def strangers(coordinator: Coordinator) -> int:
     assert coordinator._server is not None
-    assert coordinator._server._door is not None
-    rules = coordinator._server._door.rules
-    return len(rules.strangers) + len(rules.unproven) + coordinator._server._door.waiting
+    assert coordinator._server._acceptor is not None
+    rules = coordinator._server._acceptor.rules
+    return len(rules.strangers) + len(rules.unproven) + coordinator._server._acceptor.waiting
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ async def test_a_connection_without_a_request_is_closed(
     coordinator: Coordinator, bystander: Client, monkeypatch: pytest.MonkeyPatch, bytes_of_it: bytes
 ) -> None:
     """One that asks for nothing (a browser's spare one, a probe) is not refused."""
-    monkeypatch.setattr(door, "REQUEST_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(acceptor, "REQUEST_TIMEOUT_S", 0.2)
     reader, writer = await connect(coordinator)
     writer.write(bytes_of_it)
     assert await ended(reader) == b""
@@ -122,7 +122,7 @@ async def test_a_connection_without_a_request_is_closed(
 async def test_a_request_that_comes_byte_by_byte_is_closed(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "REQUEST_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(acceptor, "REQUEST_TIMEOUT_S", 0.5)
     reader, writer = await connect(coordinator)
     with contextlib.suppress(ConnectionError):
         for byte in b"GET /session HTTP/1.1\r\n" + b"X: y\r\n" * 1000:
@@ -216,8 +216,8 @@ async def test_strangers_lock_nobody_out(
     coordinator: Coordinator, bystander: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert coordinator._server is not None
-    assert coordinator._server._door is not None
-    monkeypatch.setattr(coordinator._server._door._lobby, "most", 16)  # of one source, half of that
+    assert coordinator._server._acceptor is not None
+    monkeypatch.setattr(coordinator._server._acceptor._lobby, "most", 16)  # of one source, half of that
     connections = [await connect(coordinator) for _ in range(30)]
     await counted(coordinator, "too_many", 22)
     assert isinstance(await Client(coordinator, replica=1).join(), wire.Welcome)

@@ -122,7 +122,9 @@ async def test_an_engine_that_always_has_something_else_never_serves_it_and_the_
         async with FakeEngine() as engine, following(world, engine) as task:
             engine.lose_tensors = 5
             await publish(trainer, 1)
-            with pytest.raises(errors.SyncError, match=r"vLLM 0\.32\.0\+cpu has loaded other tensors than version 1: .*: c"):
+            with pytest.raises(
+                errors.SyncError, match=r"vLLM 0\.32\.0\+cpu has loaded other tensors than version 1: .*: c"
+            ):
                 await asyncio.wait_for(task, 20)
             assert engine.paused
 

@@ -133,7 +133,9 @@ async def test_a_load_that_was_refused_is_logged_and_is_a_figure(caplog: pytest.
                         update.refuse("no weights for b")
                 await syncing
         assert "is not loaded everywhere" in caplog.text
-        assert "rollout/0 did not load; it keeps older weights or is restarted: version 1: no weights for b" in caplog.text
+        assert (
+            "rollout/0 did not load; it keeps older weights or is restarted: version 1: no weights for b" in caplog.text
+        )
         logged = trainer._metrics["train"]
         assert logged["replicas/load_failed"] == logged["replicas/not_loaded"] == [1.0]
         await asyncio.to_thread(transfer.destroy)

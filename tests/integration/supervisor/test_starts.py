@@ -43,7 +43,7 @@ def test_a_start_that_hangs_is_given_up(
         store = run.find("store_process")
         eventually(lambda: is_stopped(store), "a store that hangs")
         run.signal(signum)
-        run.wait_line(f"{signum.name}: giving up the start")
+        run.wait_line(f"{signum.name}: cancelling the start")
         assert run.wait(timeout_s=30) == code
         assert run.lines[-1].endswith("run test: not started")
         run.assert_nothing_left()

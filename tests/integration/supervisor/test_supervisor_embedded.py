@@ -239,7 +239,7 @@ async def test_a_prometheus_that_comes_regularly_sees_how_the_run_ended(
     fails = {"command": [sys.executable, "-c", "raise SystemExit(7)"], "restart": {"max_restarts": 0}}
     async with Supervisor(config(tmp_path, a=fails)) as supervisor:
         for ago_s in (600.0, 0.0):
-            supervisor._reporting._scrapes.came("127.0.0.1", time.monotonic() - ago_s)
+            supervisor._reporting._scrapes.note_scrape("127.0.0.1", time.monotonic() - ago_s)
         looking = asyncio.create_task(look(supervisor.endpoint))
         assert await supervisor.run_until_done() == 1
         status = supervisor.status()

@@ -79,8 +79,8 @@ def test_sigterm_drains_and_nothing_is_left(tmp_path: Path) -> None:
         run.signal(signal.SIGTERM)
         assert run.wait() == CUT
         assert time.monotonic() - start < 10
-        assert any("b/0: stopped: killed, as it had not ended 1 s after SIGTERM" in line for line in run.lines)
-        assert "exit code 4: killed or left behind, as not ended in time: b/0" in run.lines[-1]
+        assert any("b/0: stopped: killed 1 s after SIGTERM" in line for line in run.lines)
+        assert "exit code 4: killed or left behind, because not ended in time: b/0" in run.lines[-1]
         run.assert_nothing_left(*ports)
         assert not any(map(alive, pids))
 
@@ -91,7 +91,7 @@ def test_a_second_sigint_hurries(tmp_path: Path) -> None:
         run.signal(signal.SIGINT)
         run.wait_line("SIGINT: draining")
         run.signal(signal.SIGINT)
-        run.wait_line("SIGINT: killing what is left")
+        run.wait_line("SIGINT: killing the remaining processes")
         assert run.wait(timeout_s=10) == 0
         run.assert_nothing_left()
 

@@ -88,7 +88,7 @@ def test_a_reload_that_is_not_over_does_not_hold_up_the_next_one(tmp_path: Path)
             systemd.wait(lambda message: "RELOADING" in message)
             systemd.wait(lambda message: "READY" in message)
             run.wait_line("SIGHUP: in use; changed: ")
-        run.wait_line("SIGHUP: group a: a newer reload has taken the place of this one")
+        run.wait_line("SIGHUP: group a: a newer reload has replaced this one")
         run.signal(signal.SIGTERM)
         run.wait_line("SIGTERM: draining")
         run.signal(signal.SIGTERM)
@@ -129,13 +129,13 @@ def test_after_usr1_another_does_nothing_and_term_hurries(tmp_path: Path) -> Non
     with running(tmp_path, group("a", IGNORES, 'stop_timeout = "60s"')) as run:
         eventually(lambda: is_up(run, "a/0"), "a/0")
         run.signal(signal.SIGUSR1)
-        run.wait_line("SIGUSR1: this machine is about to be taken away; draining")
+        run.wait_line("SIGUSR1: draining, because this machine is about to be taken away")
         run.signal(signal.SIGUSR1)
-        run.wait_line("SIGUSR1: draining already")
+        run.wait_line("SIGUSR1: already draining")
         run.signal(signal.SIGHUP)
-        run.wait_line("SIGHUP: draining; the config is not read again")
+        run.wait_line("SIGHUP: ignored while draining")
         run.signal(signal.SIGTERM)
-        run.wait_line("SIGTERM: killing what is left")
+        run.wait_line("SIGTERM: killing the remaining processes")
         assert run.wait(timeout_s=10) == PREEMPTED
         run.assert_nothing_left()
 
@@ -174,7 +174,7 @@ def test_gpus_are_given_out_once_and_come_back(tmp_path: Path) -> None:
 
 def test_a_plan_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     text = group("a", SLEEPS, "replicas = 2\nresources = { gpus = 1 }")
-    wanted = "groups.a.resources.gpus: 2 GPUs are asked for at once (a: 2 replicas x 1), but this machine has 1"
+    wanted = "groups.a.resources.gpus: 2 GPUs are needed at once (a: 2 replicas x 1), but this machine has 1"
     for command in (DAEMON, CHECK):
         with running(tmp_path, text, command=("env", "CUDA_VISIBLE_DEVICES=0", *command)) as run:
             assert run.wait() == 78

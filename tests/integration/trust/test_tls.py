@@ -35,7 +35,7 @@ import replicas
 from replicas import errors
 from replicas import messages as wire
 from replicas.cli.client import Client as CliClient
-from replicas.coordinator import Coordinator, door, server
+from replicas.coordinator import Coordinator, acceptor, server
 from replicas.trust.certificate import PortKey, make_pem
 from replicas.trust.tokens import JoinToken
 from replicas.trust.way import way_to
@@ -321,7 +321,7 @@ async def test_a_connection_that_asks_for_nothing_is_not_refused(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch, leaves: str
 ) -> None:
     """A browser's spare connection, a probe that looks at the certificate."""
-    monkeypatch.setattr(door, "REQUEST_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(acceptor, "REQUEST_TIMEOUT_S", 0.3)
     host, port = coordinator.endpoint.split(":")
     context = None if leaves == "connected" else context_of(coordinator)
     reader, writer = await asyncio.open_connection(host, int(port), ssl=context)
@@ -329,15 +329,15 @@ async def test_a_connection_that_asks_for_nothing_is_not_refused(
         assert await ended(reader) == b""
     writer.close()
     assert coordinator._server is not None
-    visits = coordinator._server.visits
+    visits = coordinator._server.connections
     await wait_until(lambda: not visits and not waiting(coordinator), "the end of the connection")
     assert not any(coordinator.refused().values())
 
 
 def waiting(coordinator: Coordinator) -> int:
     assert coordinator._server is not None
-    assert coordinator._server._door is not None
-    return coordinator._server._door.waiting
+    assert coordinator._server._acceptor is not None
+    return coordinator._server._acceptor.waiting
 
 
 def hello() -> bytes:

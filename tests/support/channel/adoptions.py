@@ -51,7 +51,7 @@ class Adoptions:
         if message.error is not None or message.version in self._known:
             return
         self._known.add(message.version)
-        for group, replica in channel.rounds.replicas:
+        for group, replica in channel.load_rounds.replicas:
             view = channel.view(group, replica)
             if len(view.ranks) < view.expected or any(state.draining for state in view.ranks):
                 continue

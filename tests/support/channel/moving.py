@@ -173,7 +173,7 @@ class Copies:
         tensors = tuple(self.model.tensors.values())
         segments = tuple(Segment("float32", shape) for shape in SHAPES)
         scratch = Scratch("moving")
-        buffer = scratch.take(segment_layout(segments)[1])
+        buffer = scratch.take_buffer(segment_layout(segments)[1])
         try:
             write_segments(buffer, segments, tensors)
             found = read_segments(buffer, segments)

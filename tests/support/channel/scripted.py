@@ -168,7 +168,7 @@ class ScriptedWorld:
     def new_coordinator(self, latest: int = 0, meanwhile: Callable[[], object] = lambda: None) -> wire.Hello:
         """Meet a coordinator of another term; returns our Hello. ``meanwhile`` happens
         while its Welcome is on the way."""
-        hello = self.hub.introduce(self.hello)
+        hello = self.hub.update_hello(self.hello)
         meanwhile()
         self.session.sent.clear()
         self.welcome = msgspec.structs.replace(self.welcome, term=self.welcome.term + 1, latest=latest)

@@ -11,7 +11,7 @@ import threading
 import pytest
 import xxhash
 
-from replicas.carry.blocks import BLOCK_NBYTES, Asking, combined
+from replicas.carry.blocks import BLOCK_NBYTES, BlockQueue, combined
 from replicas.carry.image import CHUNK_NBYTES, Image, Withdrawn
 
 
@@ -20,47 +20,47 @@ def image(nbytes: int, *, full: bool = False) -> Image:
 
 
 def test_the_lowest_block_is_asked_for_first_and_one_that_failed_again() -> None:
-    asking = Asking(3 * BLOCK_NBYTES + 5)
-    assert [asking.take() for _ in range(5)] == [0, 1, 2, 3, None]
+    asking = BlockQueue(3 * BLOCK_NBYTES + 5)
+    assert [asking.next_block() for _ in range(5)] == [0, 1, 2, 3, None]
     assert [asking.waiting, asking.done] == [0, False]
-    asking.landed(3)
-    asking.landed(0)
-    asking.give_back(2)
-    asking.give_back(1)
-    assert [asking.take(), asking.take(), asking.take()] == [1, 2, None]
-    asking.landed(1)
-    asking.landed(2)
+    asking.mark_received(3)
+    asking.mark_received(0)
+    asking.requeue(2)
+    asking.requeue(1)
+    assert [asking.next_block(), asking.next_block(), asking.next_block()] == [1, 2, None]
+    asking.mark_received(1)
+    asking.mark_received(2)
     assert asking.done
-    asking.give_back(1)  # of a connection that was late
-    assert asking.take() is None
+    asking.requeue(1)  # of a connection that was late
+    assert asking.next_block() is None
 
 
 def test_a_block_that_was_wrong_is_not_here_any_more() -> None:
-    asking = Asking(2 * BLOCK_NBYTES)
+    asking = BlockQueue(2 * BLOCK_NBYTES)
     for _ in range(2):
-        asking.landed(asking.take() or 0)
+        asking.mark_received(asking.next_block() or 0)
     assert asking.done
-    asking.wrong(1)
-    assert [asking.done, asking.take()] == [False, 1]
+    asking.request_again(1)
+    assert [asking.done, asking.next_block()] == [False, 1]
 
 
 def test_a_block_that_two_give_back_is_asked_for_once() -> None:
     """Else two connections would write it side by side."""
-    asking = Asking(2 * BLOCK_NBYTES)
-    assert [asking.take(), asking.take()] == [0, 1]
+    asking = BlockQueue(2 * BLOCK_NBYTES)
+    assert [asking.next_block(), asking.next_block()] == [0, 1]
     for _ in range(2):
-        asking.give_back(1)
-    assert [asking.take(), asking.take()] == [1, None]
+        asking.requeue(1)
+    assert [asking.next_block(), asking.next_block()] == [1, None]
 
 
 def test_blocks_that_are_here_already_are_not_asked_for() -> None:
-    asking = Asking(3 * BLOCK_NBYTES, here=(0, 2))
-    assert [asking.take(), asking.take()] == [1, None]
-    assert Asking(0).done
+    asking = BlockQueue(3 * BLOCK_NBYTES, here=(0, 2))
+    assert [asking.next_block(), asking.next_block()] == [1, None]
+    assert BlockQueue(0).done
 
 
 def test_the_range_of_the_last_block_ends_with_the_image() -> None:
-    asking = Asking(BLOCK_NBYTES + 7)
+    asking = BlockQueue(BLOCK_NBYTES + 7)
     assert [asking.range_of(0), asking.range_of(1)] == [(0, BLOCK_NBYTES), (BLOCK_NBYTES, BLOCK_NBYTES + 7)]
 
 
@@ -71,26 +71,30 @@ def test_the_digest_is_that_of_the_digests() -> None:
 
 def test_a_prefix_and_chunks_beyond_it_are_here() -> None:
     found = image(4 * CHUNK_NBYTES + 10)
-    assert found.here(0, 5, 0.0) == 0
-    found.fill(0, 100)
-    assert (found.here(0, 1000, 0.0), found.here(90, 1000, 0.0), found.here(100, 1000, 0.0)) == (100, 10, 0)
-    found.fill(2 * CHUNK_NBYTES, 3 * CHUNK_NBYTES)
-    assert found.here(2 * CHUNK_NBYTES + 1, found.nbytes, 0.0) == CHUNK_NBYTES - 1
-    found.fill(0, CHUNK_NBYTES)
-    found.fill(CHUNK_NBYTES, 2 * CHUNK_NBYTES)
-    assert found.here(0, found.nbytes, 0.0) == 2 * CHUNK_NBYTES  # then it asks again, from there
-    assert found.here(2 * CHUNK_NBYTES, found.nbytes, 0.0) == CHUNK_NBYTES
-    found.fill(4 * CHUNK_NBYTES, found.nbytes)
-    assert found.here(4 * CHUNK_NBYTES, found.nbytes, 0.0) == 10
+    assert found.wait_for_bytes(0, 5, 0.0) == 0
+    found.mark_present(0, 100)
+    assert (
+        found.wait_for_bytes(0, 1000, 0.0),
+        found.wait_for_bytes(90, 1000, 0.0),
+        found.wait_for_bytes(100, 1000, 0.0),
+    ) == (100, 10, 0)
+    found.mark_present(2 * CHUNK_NBYTES, 3 * CHUNK_NBYTES)
+    assert found.wait_for_bytes(2 * CHUNK_NBYTES + 1, found.nbytes, 0.0) == CHUNK_NBYTES - 1
+    found.mark_present(0, CHUNK_NBYTES)
+    found.mark_present(CHUNK_NBYTES, 2 * CHUNK_NBYTES)
+    assert found.wait_for_bytes(0, found.nbytes, 0.0) == 2 * CHUNK_NBYTES  # then it asks again, from there
+    assert found.wait_for_bytes(2 * CHUNK_NBYTES, found.nbytes, 0.0) == CHUNK_NBYTES
+    found.mark_present(4 * CHUNK_NBYTES, found.nbytes)
+    assert found.wait_for_bytes(4 * CHUNK_NBYTES, found.nbytes, 0.0) == 10
 
 
 def test_what_was_wrong_is_not_here() -> None:
     found = image(3 * CHUNK_NBYTES, full=True)
-    assert found.here(0, found.nbytes, 0.0) == found.nbytes
-    found.empty(CHUNK_NBYTES, 2 * CHUNK_NBYTES)
-    assert found.here(0, found.nbytes, 0.0) == CHUNK_NBYTES
-    assert found.here(CHUNK_NBYTES, found.nbytes, 0.0) == 0
-    assert found.here(2 * CHUNK_NBYTES, found.nbytes, 0.0) == CHUNK_NBYTES
+    assert found.wait_for_bytes(0, found.nbytes, 0.0) == found.nbytes
+    found.mark_missing(CHUNK_NBYTES, 2 * CHUNK_NBYTES)
+    assert found.wait_for_bytes(0, found.nbytes, 0.0) == CHUNK_NBYTES
+    assert found.wait_for_bytes(CHUNK_NBYTES, found.nbytes, 0.0) == 0
+    assert found.wait_for_bytes(2 * CHUNK_NBYTES, found.nbytes, 0.0) == CHUNK_NBYTES
 
 
 def test_who_waits_is_woken_by_bytes_and_by_the_end() -> None:
@@ -99,20 +103,20 @@ def test_who_waits_is_woken_by_bytes_and_by_the_end() -> None:
     came = threading.Event()
 
     def wait() -> None:
-        seen.append(found.here(0, 10, 30.0))
+        seen.append(found.wait_for_bytes(0, 10, 30.0))
         came.set()
         try:
-            found.here(500, 510, 30.0)
+            found.wait_for_bytes(500, 510, 30.0)
         except Withdrawn as error:
             seen.append(str(error))
 
     thread = threading.Thread(target=wait)
     thread.start()
-    found.fill(0, 500)
+    found.mark_present(0, 500)
     assert came.wait(30)
     found.withdraw("the publish was given up")
     thread.join(30)
     assert not thread.is_alive()
     with pytest.raises(Withdrawn):
-        found.here(0, 10, 0.0)
+        found.wait_for_bytes(0, 10, 0.0)
     assert seen == [10, "the publish was given up"]

@@ -139,7 +139,7 @@ def test_changes_throughout_are_known_by_samples(monkeypatch: pytest.MonkeyPatch
         raise AssertionError("all of the block was compared")
 
     old, new = block(1 << 20, 1), block(1 << 20, 2)
-    monkeypatch.setattr(lines, "changed", compared)
+    monkeypatch.setattr(lines, "find_changed", compared)
     assert is_whole(encode_block(old.data, new.data))
     new[: 3 << 18] = old[: 3 << 18]
     with pytest.raises(AssertionError, match="was compared"):

@@ -90,7 +90,7 @@ def test_a_kernel_without_ipv6_has_no_such_interface(tmp_path: Path) -> None:
 
 
 def connect(host: str, port: int, source: str) -> socket.socket:
-    sock, there = endpoint.prepare(host, port, source)
+    sock, there = endpoint.bind_socket(host, port, source)
     sock.settimeout(5.0)
     sock.connect(there)
     return sock
@@ -126,7 +126,7 @@ def test_the_scope_is_that_of_this_machine() -> None:
 @pytest.mark.skipif(not link_local(), reason="no interface has a link-local address")
 @pytest.mark.parametrize("told", ["fe80::abcd", "fe80::abcd%elsewhere0"])
 def test_another_machine_of_the_link_is_reached_by_the_own_interface(told: str) -> None:
-    sock, there = endpoint.prepare(told, 7100, link_local())
+    sock, there = endpoint.bind_socket(told, 7100, link_local())
     with sock:
         assert there == ("fe80::abcd", 7100, 0, socket.if_nametoindex(interface_of(link_local())))
         assert sock.getsockname()[0] == link_local()
@@ -162,7 +162,7 @@ def test_a_pull_by_any_family(host: str, encrypt: bool) -> None:
 @pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 65_536), ("127.0.0.1", -1), ("a.name", 1), ("", 1)])
 def test_what_is_no_address_is_an_error_as_others_are(host: str, port: int) -> None:
     with pytest.raises(OSError, match=r"not a valid port|does not appear"):
-        endpoint.prepare(host, port, "")
+        endpoint.bind_socket(host, port, "")
 
 
 # ------------------------------------------------------------ fixed ports

@@ -45,7 +45,7 @@ def dripping(threads: Threads, data: bytes, rate: float) -> Holder:
 
     def give(sock: socket.socket) -> None:
         with sock, contextlib.suppress(OSError):
-            greeting.answer(sock, lambda transfer: SECRET)
+            greeting.prove_as_server(sock, lambda transfer: SECRET)
             _, at, end = ASK.unpack(greeting.read_exactly(sock, ASK.size))
             sock.sendall(HEAD.pack(end - at))
             while at < end:
@@ -126,7 +126,7 @@ def test_who_still_dials_is_not_waited_for(threads: Threads, data: bytes) -> Non
 
         thread = threading.Thread(target=attempt)
         thread.start()
-        assert one.image.here(0, 1, 0.2) == 0
+        assert one.image.wait_for_bytes(0, 1, 0.2) == 0
         began = time.monotonic()
         one.stop("a newer version is there")
         thread.join(30)

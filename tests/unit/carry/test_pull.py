@@ -72,11 +72,11 @@ def test_bytes_are_sent_while_they_are_packed(threads: Threads, data: bytes) -> 
         found: list[str] = []
         thread = threading.Thread(target=lambda: found.append(run(one, threads, host.holder)))
         thread.start()
-        assert one.image.here(0, 1, 0.1) == 0  # a chunk is whole, or not here
+        assert one.image.wait_for_bytes(0, 1, 0.1) == 0  # a chunk is whole, or not here
         for filled in (CHUNK_NBYTES, 5 * CHUNK_NBYTES + 1, BLOCK_NBYTES + 3, len(data)):
-            image.fill(0, filled)
+            image.mark_present(0, filled)
             whole = filled // CHUNK_NBYTES * CHUNK_NBYTES
-            assert one.image.here(whole - 1, whole, 30.0) == 1
+            assert one.image.wait_for_bytes(whole - 1, whole, 30.0) == 1
         thread.join(30)
         assert found == [combined(digests(data))]
         assert memory[OFFSET:] == data
@@ -94,7 +94,7 @@ def test_signs_of_life_are_seldom_while_a_block_is_half_here(
             sock.sendall(ASK.pack(CHANGES, 0, BLOCK_NBYTES))
             signs = [greeting.read_exactly(sock, HEAD.size) for _ in range(3)]
             assert time.monotonic() - began > 0.15
-            image.fill(0, BLOCK_NBYTES)
+            image.mark_present(0, BLOCK_NBYTES)
             while signs[-1] == HEAD.pack(0):
                 signs.append(greeting.read_exactly(sock, HEAD.size))
             assert signs[-1] == HEAD.pack(DELTA_FOLLOWS)
@@ -108,7 +108,7 @@ def test_what_a_holder_receives_as_bytes_it_sends_on_at_once(threads: Threads, d
             sock.sendall(ASK.pack(CHANGES, 0, BLOCK_NBYTES))
             heads = [greeting.read_exactly(sock, HEAD.size) for _ in range(3)]
             assert heads == [HEAD.pack(DELTA_FOLLOWS), HEAD.pack(0), HEAD.pack(CHUNK_NBYTES)]
-        image.fill(0, len(data))
+        image.mark_present(0, len(data))
 
 
 def test_a_far_holder_gets_more_connections_at_once_and_makes_its_deltas_ahead(
@@ -135,7 +135,7 @@ def test_a_far_holder_gets_more_connections_at_once_and_makes_its_deltas_ahead(
             thread.start()
             eventually(partial(lambda one, many: one._running == many, one, many), f"{many} connections")
             connections.append(one._running)
-            image.fill(0, len(data))
+            image.mark_present(0, len(data))
             thread.join(30)
             assert memory[OFFSET:] == data
             host.server.withdraw(NUMBER, "over")
@@ -158,9 +158,9 @@ def test_a_host_serves_what_it_is_still_receiving(threads: Threads, data: bytes)
         ]
         for thread in pulls:
             thread.start()
-        image.fill(0, BLOCK_NBYTES)
-        assert last.image.here(0, BLOCK_NBYTES, 30.0) > 0  # before the source has all of it
-        image.fill(0, len(data))
+        image.mark_present(0, BLOCK_NBYTES)
+        assert last.image.wait_for_bytes(0, BLOCK_NBYTES, 30.0) > 0  # before the source has all of it
+        image.mark_present(0, len(data))
         for thread in pulls:
             thread.join(30)
         assert found == 2 * [combined(digests(data))]
@@ -175,7 +175,7 @@ def test_another_holder_goes_on_where_one_has_stopped(threads: Threads, data: by
         found: list[str] = []
         thread = threading.Thread(target=lambda: found.append(run(one, threads, source.holder, other.holder)))
         thread.start()
-        assert one.image.here(BLOCK_NBYTES - 1, BLOCK_NBYTES, 30.0) == 1
+        assert one.image.wait_for_bytes(BLOCK_NBYTES - 1, BLOCK_NBYTES, 30.0) == 1
         assert source.server.withdraw(NUMBER, "its rank has died") >= BLOCK_NBYTES
         thread.join(30)
         assert found == [combined(digests(data))]
@@ -200,7 +200,7 @@ def test_a_pull_that_failed_goes_on_when_it_is_run_again(threads: Threads, data:
 
         thread = threading.Thread(target=attempt)
         thread.start()
-        assert one.image.here(2 * BLOCK_NBYTES - 1, 2 * BLOCK_NBYTES, 30.0) == 1
+        assert one.image.wait_for_bytes(2 * BLOCK_NBYTES - 1, 2 * BLOCK_NBYTES, 30.0) == 1
         source.server.withdraw(NUMBER, "over")
         thread.join(30)
         assert [list(why) for why in found if isinstance(why, dict)] == [["trainer/0/0"]]
@@ -298,7 +298,7 @@ def test_a_holder_that_waits_for_bytes_is_not_given_up(
         thread.start()
         thread.join(1.0)
         assert thread.is_alive()
-        image.fill(0, len(data))
+        image.mark_present(0, len(data))
         thread.join(30)
         assert memory[OFFSET:] == data
         assert not one.why
@@ -325,7 +325,7 @@ def test_a_pull_that_is_stopped_ends_at_once(threads: Threads, data: bytes) -> N
 
         thread = threading.Thread(target=attempt)
         thread.start()
-        assert one.image.here(0, 1, 0.1) == 0
+        assert one.image.wait_for_bytes(0, 1, 0.1) == 0
         one.stop("the version is not needed any more")
         thread.join(30)
         assert found == [": the version is not needed any more"]
@@ -402,7 +402,7 @@ def test_changes_of_less_or_more_than_a_block_are_not_made(
             sock.sendall(ASK.pack(CHANGES, start, end))
             assert sock.recv(1) == b"", "the connection is over, at once"
         os.pwrite(image.fd, data[half:BLOCK_NBYTES], OFFSET + half)
-        image.fill(0, len(data))
+        image.mark_present(0, len(data))
         one, memory = a_pull(threads, len(data), base=base)
         assert run(one, threads, host.holder, digest=combined(digests(data))) == combined(digests(data))
         assert memory[OFFSET:] == data
@@ -437,8 +437,8 @@ def test_deltas_to_another_base_are_found_and_the_bytes_asked_for(threads: Threa
 def test_a_forged_delta_is_refused_and_the_bytes_asked_for(
     threads: Threads, data: bytes, base: bytes, forged: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Deltas.of
-    monkeypatch.setattr(Deltas, "of", lambda self, number: forged if number == 1 else real(self, number))
+    real = Deltas.get_delta
+    monkeypatch.setattr(Deltas, "get_delta", lambda self, number: forged if number == 1 else real(self, number))
     with hosts(threads, "trainer/0/0") as (host,):
         host.serves(data, base=base)
         one, memory = a_pull(threads, len(data), base=base)
@@ -455,14 +455,14 @@ def test_a_base_is_let_go_in_the_middle_of_pulls(threads: Threads, data: bytes, 
         image = Image(fd, OFFSET, len(data), data=memoryview(memory)[OFFSET:])
         deltas = Deltas(len(data), memoryview(base), memoryview(memory)[OFFSET:])
         host.server.offer(NUMBER, image, SECRET, deltas, encrypt=threads.encrypt)
-        image.fill(0, BLOCK_NBYTES)
+        image.mark_present(0, BLOCK_NBYTES)
         one, came = a_pull(threads, len(data), base=base)
         found: list[str] = []
         thread = threading.Thread(target=lambda: found.append(run(one, threads, host.holder)))
         thread.start()
-        assert one.image.here(0, BLOCK_NBYTES, 30.0) == BLOCK_NBYTES
-        deltas.without_base()
-        image.fill(0, len(data))
+        assert one.image.wait_for_bytes(0, BLOCK_NBYTES, 30.0) == BLOCK_NBYTES
+        deltas.release_base()
+        image.mark_present(0, len(data))
         thread.join(30)
         assert found == [combined(digests(data))]
         assert came[OFFSET:] == data

@@ -22,7 +22,7 @@ import pytest
 
 from replicas.carry import dialler, greeting, pull, serve, tls
 from replicas.carry.blocks import BLOCK_NBYTES, combined
-from replicas.carry.greeting import Stranger
+from replicas.carry.greeting import UnknownSecret
 from replicas.carry.holders import Holder
 from replicas.carry.pull import Failed
 from replicas.carry.serve import ASK, RANGE
@@ -140,7 +140,7 @@ def test_a_greeting_that_was_heard_is_of_no_use_again(data: bytes) -> None:
         host.serves(data)
         heard = Recorder(host.holder)
         threads.start(heard.relay)
-        greeting.greet(heard.dial(), NUMBER, SECRET)
+        greeting.prove_as_puller(heard.dial(), NUMBER, SECRET)
         hello, proof = heard.said(HELLO_NBYTES), heard.said(PROOF_NBYTES)
         for second in (proof, None, b"\0" * PROOF_NBYTES):
             with closing(dial(host)) as sock:
@@ -412,15 +412,15 @@ def test_a_proof_is_of_one_connection_only() -> None:
 
     def serve_it() -> None:
         try:
-            greeting.answer(there, lambda transfer: SECRET, b"a certificate")
+            greeting.prove_as_server(there, lambda transfer: SECRET, b"a certificate")
         except OSError as error:
             found.append(error)
 
     thread = threading.Thread(target=serve_it)
     thread.start()
     with here, there:
-        with pytest.raises(Stranger):
-            greeting.greet(here, NUMBER, SECRET, b"another one")
+        with pytest.raises(UnknownSecret):
+            greeting.prove_as_puller(here, NUMBER, SECRET, b"another one")
         here.close()
         thread.join(10)
     assert len(found) == 1
@@ -434,7 +434,7 @@ def test_a_connection_that_is_hung_up_never_goes_on_in_plain() -> None:
     thread = threading.Thread(target=lambda: server.append(certificate.wrap(pair[0])))
     thread.start()
     client = tls.wrap(pair[1], tls.client_context())
-    tls.meet(client, certificate.hash)
+    tls.do_handshake(client, certificate.hash)
     thread.join(10)
     (sock,) = server
     tls.hang_up(sock)

@@ -121,7 +121,7 @@ async def test_a_shortage_says_nothing_about_the_host(
         raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patch:
-        patch.setattr("replicas.memory.kept.open_plain", scarce)
+        patch.setattr("replicas.memory.held_memory.open_plain", scarce)
         target.tell(offer(1, 1, slot.place, slot.digest))
         failed = await target.session.next(wire.TransferFailed)
     assert failed.error.kind == "NoCapacity"
@@ -164,7 +164,7 @@ async def test_a_mapped_version_is_lent_on(target: ScriptedWorld, lender: Arena)
     try:
         late.tell(offer(1, 1, done.place))
         assert (await late.session.next(wire.TransferDone)).transfer == 1
-        hello = late.hub.introduce(late.hello)
+        hello = late.hub.update_hello(late.hello)
         assert [(held.version, held.place is not None) for held in hello.held] == [(1, True)]
     finally:
         await late.end()
@@ -175,7 +175,7 @@ async def test_a_new_coordinator_hears_what_was_lent() -> None:
     arena = world.hub.arena
     fill(arena, 1)
     arena.release(1)
-    assert world.hub.introduce(world.hello).lent == (1,)
+    assert world.hub.update_hello(world.hello).lent == (1,)
     await world.end()
 
 

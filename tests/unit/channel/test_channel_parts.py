@@ -1,7 +1,7 @@
 """The session thread's side of a channel against a scripted coordinator: messages in,
 messages out, slots between.
 
-Covers: channel/session/holdings.py.
+Covers: channel/session/held_versions.py.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 from replicas import errors
 from replicas import messages as wire
 from replicas.channel.operations.results import OperationCall
-from replicas.channel.session.holdings import Holder
+from replicas.channel.session.held_versions import Holder
 from replicas.channel.session.pending import Promise, Receipt
-from replicas.channel.versions.adopting import Adopting
 from replicas.channel.versions.filling import PublishJob
+from replicas.channel.versions.lockstep_wait import LockstepWait
 from replicas.channel.versions.owner import Base
 from replicas.channel.versions.update import Update
 from replicas.core.base.manifest import PartManifest
@@ -332,7 +332,7 @@ async def test_publish_packs_pins_and_lets_go() -> None:
     )
     assert (await pending).version == 5
     assert [(slot.version, slot.pins) for slot in world.hub.arena.slots if slot.state == "held"] == [(5, 0)]
-    assert world.hub.holdings.held() == (wire.HeldVersion(5, packed.digest, MANIFEST.hash, packed.place),)
+    assert world.hub.held_versions.held() == (wire.HeldVersion(5, packed.digest, MANIFEST.hash, packed.place),)
     world.hub.arena.close()
 
 
@@ -340,7 +340,7 @@ async def test_update_reports_what_its_block_did() -> None:
     class Owner:
         def __init__(self) -> None:
             self.log: list[tuple[str, object]] = []
-            self.adopting = Adopting(world.hub)
+            self.lockstep = LockstepWait(world.hub)
 
         def loaded(self, version: int, load_s: float, base: Base | None) -> None:
             self.log.append(("loaded", version))

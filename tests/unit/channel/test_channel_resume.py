@@ -192,10 +192,10 @@ async def test_a_late_verdict_settles_what_was_unknown(
         begun = await source.session.next(wire.PublishBegin)
         assert (begun.publish, begun.version, begun.resumed) == (1, 5, True)
         assert isinstance(source.session.sent[0], wire.Packed)
-    source.tell(wire.Commit(5, source.hub.holdings.digest(5), "h"), wire.PublishEnd(1, receipt(5)))
+    source.tell(wire.Commit(5, source.hub.held_versions.digest(5), "h"), wire.PublishEnd(1, receipt(5)))
     assert (await pending).nbytes == 16
     assert (source.hub.loaded, pins(source)) == (5, {5: 0})
-    assert source.hub.failures.take() is None
+    assert source.hub.failures.take_unreported() is None
 
 
 async def test_a_late_error_settles_what_was_unknown(source: ScriptedWorld, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +212,7 @@ async def test_a_commit_or_discard_settles_it_when_no_verdict_comes(
     source: ScriptedWorld, monkeypatch: pytest.MonkeyPatch, committed: bool
 ) -> None:
     pending = await unknown(source, 5, monkeypatch)
-    source.tell(wire.Commit(5, source.hub.holdings.digest(5), "h") if committed else wire.Discard(5))
+    source.tell(wire.Commit(5, source.hub.held_versions.digest(5), "h") if committed else wire.Discard(5))
     assert isinstance(await outcome(pending), errors.OutcomeUnknown)
     await wait_until(lambda: not pending.unknown, "it is settled")
     found = await outcome(pending)
@@ -332,13 +332,13 @@ async def test_what_changed_between_hello_and_welcome_is_told(target: ScriptedWo
 
     def change() -> None:
         update.loaded()
-        target.hub.holdings.release(3)  # as soon as its update is closed
+        target.hub.held_versions.release(3)  # as soon as its update is closed
 
     target.new_coordinator(meanwhile=change)
     assert target.session.sent == [wire.Dropped(3), wire.Loaded(3, 0.0), wire.Resumed()]
     await wait_until(lambda: not target.slots(), "its slot is free")
     await target.hold(4)
-    target.new_coordinator(meanwhile=lambda: target.hub.holdings.release(4))
+    target.new_coordinator(meanwhile=lambda: target.hub.held_versions.release(4))
     assert target.session.sent == [wire.Dropped(4), wire.Resumed()]
 
 
@@ -378,9 +378,9 @@ async def test_a_newer_version_in_the_welcome_counts_as_a_commit(target: Scripte
     else:
         target.new_coordinator(latest=4)
     assert await pending == target.hub.latest == 4
-    assert target.hub.introduce(target.hello).latest_digest == ""
+    assert target.hub.update_hello(target.hello).latest_digest == ""
     target.tell(wire.Commit(4, "digest", "hash"))
-    assert target.hub.introduce(target.hello).latest_digest == "digest"
+    assert target.hub.update_hello(target.hello).latest_digest == "digest"
     assert target.hub.arena.protected == {4}
 
 
@@ -396,10 +396,10 @@ async def test_a_slot_without_a_digest_is_compared_with_the_new_coordinators_ver
     source.session.sent.clear()
     source.tell(wire.Commit(5, right if same else "another", "hash"))
     if same:
-        await wait_until(lambda: source.hub.holdings.digest(5), "the digest is known")
+        await wait_until(lambda: source.hub.held_versions.digest(5), "the digest is known")
     else:
         assert (await source.session.next(wire.Dropped)).version == 5
-        assert source.hub.introduce(source.hello).held == ()  # it goes with its last pin
+        assert source.hub.update_hello(source.hello).held == ()  # it goes with its last pin
     source.tell(wire.PublishEnd(1, receipt(5)))
     await job.pending
     await asyncio.sleep(0)
@@ -432,7 +432,7 @@ async def test_a_discarded_version_goes_with_its_last_reader(target: ScriptedWor
     assert slot is not None
     target.tell(wire.Discard(4))
     assert target.slots() == {3: "held", 4: "leaving"}
-    assert [held.version for held in target.hub.holdings.held()] == [3]
+    assert [held.version for held in target.hub.held_versions.held()] == [3]
     target.hub.arena.unpin(slot)
     await asyncio.sleep(0)
     assert target.slots() == {3: "held"}
@@ -477,7 +477,7 @@ async def test_a_bug_leaves_the_channel(target: ScriptedWorld, monkeypatch: pyte
 
 
 async def test_nothing_piles_up_over_many_versions_and_coordinators(target: ScriptedWorld) -> None:
-    known = target.hub.holdings
+    known = target.hub.held_versions
     for version in range(1, 200):
         await target.hold(version)
         (await granted(target, version)).loaded()
@@ -508,13 +508,14 @@ async def test_nothing_piles_up_over_many_publishes(leader: bool, monkeypatch: p
         await task
         if number % 3:
             world.tell(
-                wire.Commit(number, world.hub.holdings.digest(number), "h"), wire.PublishEnd(number, receipt(number))
+                wire.Commit(number, world.hub.held_versions.digest(number), "h"),
+                wire.PublishEnd(number, receipt(number)),
             )
             await job.pending
         else:
             world.tell(wire.Discard(number), wire.PublishEnd(number, None, wire.WireError("SyncError", "no")))
             await outcome(job.pending)
-        known = world.hub.holdings
+        known = world.hub.held_versions
         assert len(known._facts) <= 2
         assert not known.publishing
         assert not world.publisher._jobs

@@ -160,7 +160,7 @@ def test_tensors_freed_after_the_call_are_named_before_any_is_written() -> None:
     tensors = (torch.zeros(3), torch.zeros(4))
     segments = segments_of(tensors)
     scratch = Scratch("test")
-    buffer = scratch.take(segment_layout(segments)[1])
+    buffer = scratch.take_buffer(segment_layout(segments)[1])
     try:
         tensors[1].untyped_storage().resize_(0)
         with pytest.raises(UsageError, match="tensor 1 of the operation has no memory"):

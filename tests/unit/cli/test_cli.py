@@ -234,7 +234,7 @@ def test_check_names_what_is_valid_but_hardly_meant(folder: Path, capsys: pytest
     head, _, _ = CONFIG.partition("[channels")
     (folder / "grpo.toml").write_text(head + listen + channels)
     assert [line for line in checked(capsys).splitlines() if line.startswith("note: ")] == [
-        "note: channel c has no targets: nobody receives its versions",
+        "note: channel c has no targets to receive its versions",
         "note: group rollout is on no channel: it shares no weights",
         "note: control.listen: this machine cannot listen on 192.0.2.1 (Cannot assign requested address); "
         "run the supervisor elsewhere",
@@ -583,22 +583,22 @@ def test_the_end_of_a_run_is_more_than_its_silence(folder: Path, monkeypatch: py
     path = folder / ".replicas" / "grpo" / find.ENDPOINT_FILE
     monkeypatch.setattr(find, "start_time", lambda pid: 1)
     end = place.end()
-    assert not end.came(silence), "it lives, and is only slow"
+    assert not end.is_over_after(silence), "it lives, and is only slow"
     monkeypatch.setattr(find, "SILENT_S", -1.0)
     with pytest.raises(Disconnected, match="silence"):
-        end.came(silence)
+        end.is_over_after(silence)
     monkeypatch.setattr(find, "start_time", lambda pid: None)
     with pytest.raises(Disconnected, match="silence"):  # it was killed: an orderly end removes the file
-        end.came(silence)
+        end.is_over_after(silence)
     path.unlink()
-    assert end.came(silence)
+    assert end.is_over_after(silence)
 
 
 def test_the_end_of_a_run_elsewhere() -> None:
     end, refused = find.RunAddress(endpoint="127.0.0.1:1").end(), Disconnected("nobody answers")
-    assert not end.came(refused)
+    assert not end.is_over_after(refused)
     refused.__cause__ = ConnectionRefusedError()
-    assert end.came(refused)
+    assert end.is_over_after(refused)
 
 
 @pytest.mark.parametrize(
@@ -705,8 +705,8 @@ def test_a_run_that_was_detached_says_until_when_its_replicas_live(ago_s: float,
         for name, lease_s in (("a", 123.0), ("b", 120.0))
     )
     RunState(tmp_path / "state.json").save(Saved(run="r", at=at, agents=agents))
-    assert find._left(tmp_path, at + ago_s).startswith(words)
+    assert find._describe_detached(tmp_path, at + ago_s).startswith(words)
     RunState(tmp_path / "state.json").save(Saved(run="r", at=at, agents=agents, draining="preempted"))
-    assert find._left(tmp_path, at + ago_s) == ""
+    assert find._describe_detached(tmp_path, at + ago_s) == ""
     with pytest.raises(Disconnected, match="is not running"):
         find.read_endpoint(tmp_path)

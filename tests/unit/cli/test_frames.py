@@ -87,7 +87,7 @@ def frame(columns: int, lines: int, status: RunStatus, *keys: bytes, **seen: obj
     console = screen(columns, lines)
     drawn = top._Frame(known, console)  # type: ignore[arg-type]  # its fields alone
     for key in (b"", *keys):
-        assert drawn.take(key)
+        assert drawn.handle_key(key)
         found = console.render_lines(drawn, console.options.update(width=columns, height=lines))
     return ["".join(segment.text for segment in line).rstrip() for line in found]
 

@@ -1,7 +1,7 @@
 """The batch script of a run on Slurm: what it asks for, and what it does with each end
 of the supervisor and of the agents, with stand-ins for Slurm's commands.
 
-Covers: cli/slurm.py, cli/slurm_script.py, supervisor/surroundings.py.
+Covers: cli/slurm.py, cli/slurm_script.py, supervisor/scheduler_hooks.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from replicas.cli.slurm_script import grace_s, script, time_text
 from replicas.config.file import parse
 from replicas.config.structs import Config
 from replicas.errors import BadConfig, UsageError, WorldError
-from replicas.supervisor.surroundings import Surroundings, on_cluster
+from replicas.supervisor.scheduler_hooks import SchedulerHooks, on_cluster
 from tests.support.waits import eventually
 
 PYTHON = "/opt/a venv/bin/python"
@@ -335,7 +335,7 @@ def test_a_node_whose_name_is_of_loopback_needs_addresses_in_the_config(
     def loopback(*given: object, **more: object) -> list[tuple[Any, ...]]:
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
 
-    def supervised(config: Config, surroundings: Surroundings) -> int:
+    def supervised(config: Config, surroundings: SchedulerHooks) -> int:
         used = surroundings.adapt(config)
         print("at", used.control.host, used.store.bind)
         return 0

@@ -1,7 +1,7 @@
 """Every backoff of ours: from where, to where, and that no count of failures is too
 many.
 
-Covers: common/backoff.py, core/moving/pacing.py.
+Covers: common/backoff.py, core/moving/stragglers.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 from replicas.common.backoff import Backoff
 from replicas.core import channel_state
 from replicas.core.members import roster
-from replicas.core.moving import lanes, links, pacing
+from replicas.core.moving import lanes, links, stragglers
 from replicas.core.versions import catch_up
 from replicas.sidecar import building
 from replicas.supervisor.agent import agent
@@ -24,7 +24,7 @@ from replicas.supervisor.shim import pump_watcher as logkeeper
     ("backoff", "seconds"),
     [
         (channel_state.QUARANTINE, [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300]),
-        (pacing.SLOW, [2, 4, 8, 16, 32, 64, 128, 256, 300, 300]),
+        (stragglers.SLOW, [2, 4, 8, 16, 32, 64, 128, 256, 300, 300]),
         (catch_up.RETRY, [1, 2, 4, 8, 16, 30, 30]),
         (roster.PROBATION, [1, 2, 4, 8, 16, 30, 30]),
         (lanes.REST, [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300]),

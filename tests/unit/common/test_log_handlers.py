@@ -1,7 +1,7 @@
 """Log handlers of the user's program: whatever they raise and however long they take,
 no thread of ours ends or waits by it, and the records come as they were made.
 
-Covers: common/aside.py, common/logs.py.
+Covers: common/background_queue.py, common/logs.py.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from replicas.common import aside, logs
-from replicas.common.aside import Aside
+from replicas.common import background_queue, logs
+from replicas.common.background_queue import BackgroundQueue
 from replicas.common.logs import Log
 from replicas.testing import FakeRun
 
@@ -257,10 +257,10 @@ def test_without_a_thread_nobody_waits_for_the_records(monkeypatch: pytest.Monke
         def wait(self, timeout_s: float) -> bool:
             raise AssertionError("in vain")
 
-    queue: Aside[int] = Aside("test", int, int)
+    queue: BackgroundQueue[int] = BackgroundQueue("test", int, int)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        patch.setattr(aside, "Latch", Unwaited)
+        patch.setattr(background_queue, "Latch", Unwaited)
         queue.put(1)
         assert not queue.flush(PATIENCE_S)
 

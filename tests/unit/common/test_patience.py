@@ -20,24 +20,29 @@ from replicas.supervisor.wire.orders import PartSpec
 
 def test_a_late_look_is_a_pause_and_a_look_a_little_late_is_none() -> None:
     clock = PauseClock(10.0)
-    assert clock.look(9.0) == clock.look(10.0) == clock.look(10.0 + PAUSE_S) == 0.0
-    assert clock.look(17.0) == 7.0
+    assert clock.pause_at(9.0) == clock.pause_at(10.0) == clock.pause_at(10.0 + PAUSE_S) == 0.0
+    assert clock.pause_at(17.0) == 7.0
     clock.due = 18.0
-    assert clock.look(18.0) == 0.0
-    assert PauseClock(1.0, slack_s=0.25).look(1.5) == 0.5
+    assert clock.pause_at(18.0) == 0.0
+    assert PauseClock(1.0, slack_s=0.25).pause_at(1.5) == 0.5
 
 
 def test_what_lasts_is_counted_from_the_first_look_that_found_it() -> None:
     patience = Patience(0.0, 1.0)
-    assert [patience.lasts(float(now), so) for now, so in ((1, False), (2, True), (3, True), (4, True))] == [0, 0, 1, 2]
-    assert patience.lasts(5.0, False) == 0.0
-    assert [patience.lasts(now, True) for now in (6.0, 7.0)] == [0.0, 1.0]
+    assert [patience.update_duration(float(now), so) for now, so in ((1, False), (2, True), (3, True), (4, True))] == [
+        0,
+        0,
+        1,
+        2,
+    ]
+    assert patience.update_duration(5.0, False) == 0.0
+    assert [patience.update_duration(now, True) for now in (6.0, 7.0)] == [0.0, 1.0]
 
 
 def test_what_lasts_is_counted_anew_after_a_pause() -> None:
     patience = Patience(0.0, 1.0)
-    assert [patience.lasts(now, True) for now in (1.0, 2.0, 3.0 + PAUSE_S)] == [0.0, 1.0, 2.0 + PAUSE_S]
-    assert [patience.lasts(now, True) for now in (60.0, 61.0, 62.0)] == [0.0, 1.0, 2.0]
+    assert [patience.update_duration(now, True) for now in (1.0, 2.0, 3.0 + PAUSE_S)] == [0.0, 1.0, 2.0 + PAUSE_S]
+    assert [patience.update_duration(now, True) for now in (60.0, 61.0, 62.0)] == [0.0, 1.0, 2.0]
 
 
 @pytest.fixture
@@ -51,7 +56,7 @@ def pump(tmp_path: Path) -> Iterator[PumpWatcher]:
         watcher._pidfd = os.pidfd_open(process.pid)
         os.write(watcher.pipes.streams("rank 0")[0], b"a line\n")
         yield watcher
-        watcher._forget()
+        watcher._clear_process()
         process.kill()
         for pipe in (*watcher.pipes.readers, *watcher.pipes.streams("rank 0")):
             os.close(pipe)
@@ -76,7 +81,7 @@ def test_a_silence_counts_from_the_oldest_question_and_anew_after_a_pause() -> N
 def test_a_pump_is_not_killed_for_a_pause_of_its_shim(pump: PumpWatcher, capfd: pytest.CaptureFixture[str]) -> None:
     def looks(start: float, seconds: int) -> str:
         for step in range(seconds + 1):
-            pump.look(start + step)
+            pump.kill_if_stuck(start + step)
         return capfd.readouterr().err
 
     assert not looks(100.0, int(STUCK_S) - 1)

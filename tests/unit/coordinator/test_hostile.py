@@ -149,4 +149,4 @@ def test_nobody_can_have_loaded_what_was_never_committed(version: int) -> None:
     bad.outbox.append(wire.Loaded(version, 0.0))
     world.run()
     assert not [message for message in trainer.seen if isinstance(message, wire.WatchEnd)]
-    assert world.state.rounds.of("rollout", 0).loaded == 0
+    assert world.state.load_rounds.of("rollout", 0).loaded == 0

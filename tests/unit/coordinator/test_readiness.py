@@ -267,7 +267,7 @@ def test_programs_of_others_number_their_generations_as_they_like() -> None:
     book.commit()
     book.join("rollout/0/0", generation=3)
     assert book.of(generation=2, external=True).ready, "rank 1 has left in order: it is not expected"
-    book.world.state.forget("rollout", 0, book.world.now)
+    book.world.state.start_new_life("rollout", 0, book.world.now)
     assert book.of(generation=2, external=True).reason == "policy: rank 1 has not joined"
     book.join("rollout/0/1", generation=3)
     assert book.of(generation=2, external=True).reason == "policy: has version 0, version 1 is committed"

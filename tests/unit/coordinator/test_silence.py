@@ -1,7 +1,7 @@
 """When the coordinator's own host is cut off, nobody is judged by the time in which
 nobody could be heard.
 
-Covers: coordinator/engine.py, coordinator/newcomers.py, coordinator/sessions.py,
+Covers: coordinator/engine.py, coordinator/hello_checks.py, coordinator/sessions.py,
 coordinator/subscribers.py.
 """
 

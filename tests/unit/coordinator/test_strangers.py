@@ -1,7 +1,8 @@
 """Where a connection comes from, which one gives way, what its request says; and by
 which names a port may be spoken to.
 
-Covers: coordinator/door.py, coordinator/visits.py, coordinator/websocket.py.
+Covers: coordinator/acceptor.py, coordinator/port_connections.py,
+coordinator/websocket.py.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import pytest
 
 from replicas.coordinator.addresses import LOOPBACK, AllowedHosts, source_of
 from replicas.coordinator.limits import Bounded
-from replicas.coordinator.visits import Visit, authorization_of, head_nbytes
+from replicas.coordinator.port_connections import PortConnection, authorization_of, head_nbytes
 
 
 def test_the_oldest_gives_way_and_one_source_has_half() -> None:
@@ -132,8 +133,8 @@ async def test_a_visitor_that_leaves_is_not_refused(
     monkeypatch.setattr(asyncio.get_running_loop(), "call_later", call_later)
     refused: list[str] = []
     rules = SimpleNamespace(unproven=Bounded(1), strangers=Bounded(1))
-    port: Any = SimpleNamespace(rules=rules, visits=set(), refused=refused.append)
-    visit = Visit(port)
+    port: Any = SimpleNamespace(rules=rules, connections=set(), refused=refused.append)
+    visit = PortConnection(port)
     visit.connection_made(Transport())
     for event in events.split():
         if event == "request":

@@ -88,7 +88,7 @@ class World:
         self.send()
 
     def send(self) -> None:
-        self.socket.take(b"".join(self.client.data_to_send()))
+        self.socket.feed_bytes(b"".join(self.client.data_to_send()))
 
 
 async def test_messages_in_both_directions() -> None:
@@ -175,7 +175,7 @@ async def test_a_message_in_fragments_and_one_in_too_many() -> None:
 async def test_a_frame_that_is_too_big_ends_it() -> None:
     world = World()
     world.client.send_binary(bytes(FRAME_NBYTES + 1))
-    world.socket.take(world.client.data_to_send()[0][:100])
+    world.socket.feed_bytes(world.client.data_to_send()[0][:100])
     with pytest.raises(Ended) as caught:
         await world.socket.receive()
     assert caught.value.too_big

@@ -382,7 +382,7 @@ class Channel(RuleBasedStateMachine):
             if sim.member.group == "rollout":
                 sim.ask()
         self.world.advance(1.0)
-        loaded = {self.world.state.rounds.of("rollout", replica).loaded for replica in range(2)}
+        loaded = {self.world.state.load_rounds.of("rollout", replica).loaded for replica in range(2)}
         assert loaded == {verdict.receipt.version}
         assert len(self.world.state.lanes) <= 1, "lanes pile up"
 

@@ -2,7 +2,7 @@
 which version.
 
 Covers: core/base/effects.py, core/channel_state.py, core/members/views.py,
-core/moving/ground.py, core/versions/commits.py, core/versions/load_watches.py.
+core/moving/channel_context.py, core/versions/commits.py, core/versions/load_watches.py.
 """
 
 from __future__ import annotations
@@ -653,12 +653,12 @@ def test_a_failed_load_makes_the_replica_partial_until_it_loads_again() -> None:
     target.ask()
     world.run()
     world.state.receive(target.member, wire.LoadFailed(1, wire.WireError("InternalError", "boom")), world.now)
-    assert world.state.rounds.of("rollout", 0).partial
+    assert world.state.load_rounds.of("rollout", 0).partial
     publish(world, trainer)
     target.ask()
     world.run()
     assert target.granted == [1, 2]
-    assert not world.state.rounds.of("rollout", 0).partial
+    assert not world.state.load_rounds.of("rollout", 0).partial
 
 
 def refusing_world() -> tuple[World, SimMember, SimMember, SimMember]:
@@ -683,7 +683,7 @@ def test_a_replica_that_refuses_a_version_keeps_its_own_and_takes_the_next() -> 
     target.keep_own("no weights for b")
     target.ask()
     world.run()
-    round_ = world.state.rounds.of("rollout", 1)
+    round_ = world.state.load_rounds.of("rollout", 1)
     assert (round_.loaded, round_.partial, round_.failure) == (1, False, "version 2 was not loaded: no weights for b")
     assert target.granted == [1], "it is not offered the same one again"
     assert LoadFailed("policy", "rollout", 1, 2, "no weights for b", kept=True) in world.events
@@ -1007,8 +1007,8 @@ def test_a_rank_without_bytes_is_not_waited_for() -> None:
     leader.ask()
     world.run()
     assert (leader.granted, other.held) == ([1], set())
-    assert world.state.rounds.of("rollout", 0).loaded == 1
-    again = world.state.rounds.of("rollout", 0)
+    assert world.state.load_rounds.of("rollout", 0).loaded == 1
+    again = world.state.load_rounds.of("rollout", 0)
     leader.outbox.append(wire.Loaded(1, 0.1))  # once more
     world.run()
     assert (again.state, again.loaded) == ("loaded", 1)

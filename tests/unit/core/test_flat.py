@@ -10,7 +10,7 @@ import pytest
 
 from replicas import messages as wire
 from replicas.core.channel_state import ChannelState
-from replicas.core.operations import pairing
+from replicas.core.operations import matching
 from tests.support.channel_world import World, peer_config
 
 WARM_UP, ROUNDS = 60, 160
@@ -96,7 +96,7 @@ def test_a_channel_of_weights_stays_as_small_as_it_is() -> None:
 
 
 def test_a_channel_of_peers_stays_as_small_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pairing, "KEPT_VERDICTS", KEPT)
+    monkeypatch.setattr(matching, "KEPT_VERDICTS", KEPT)
     world = World(peer_config())
     steady = [world.join(f"peer/{index}/0") for index in range(2)]
 

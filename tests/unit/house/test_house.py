@@ -92,7 +92,7 @@ LONG = {
     "channel/versions/publish.py": 486,
     "channel/channel.py": 476,
     "supervisor/shim/shim.py": 455,
-    "core/operations/pairing.py": 454,
+    "core/operations/matching.py": 454,
     "coordinator/engine.py": 451,
 }
 """Longer files may not grow. Each holds one table or one class that is not yet cut."""
@@ -138,7 +138,7 @@ WAITS_WITHOUT_LIMIT = {
     "channel/versions/publish.py: held.result()": _DONE,
     "channel/versions/publish.py: job.admitted.wait()": _PENDING,
     "channel/versions/update.py: self.adopt().wait()": _PENDING,
-    "common/aside.py: self._queue.get()": _OWN,
+    "common/background_queue.py: self._queue.get()": _OWN,
     "common/waits.py: asleep.acquire()": "its own new lock",
     "coordinator/server.py: over.wait()": "a task, which is cancelled",
     "testing/virtual_target.py: self.channel.committed(after=update.version).wait()": _PENDING,

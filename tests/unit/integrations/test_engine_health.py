@@ -59,7 +59,7 @@ class Watched:
             self._spent = Spent(*(used + passes * part for used, part in zip(self._spent, self.works, strict=True)))
             for path, answer in self.answers.items():
                 self.vigil.heard(path, answer, self.now)
-            if reason := self.vigil.look(self._spent if self.is_seen else None, self.now, scan_s):
+            if reason := self.vigil.reason_to_give_up(self._spent if self.is_seen else None, self.now, scan_s):
                 return reason
         return ""
 

@@ -141,7 +141,7 @@ class RayWorld:
         self.ray, self._adapted = ray, ray_run.adapted
         self.supervisor = Supervisor(self._adapted(config(pool="x"), "10.0.0.1"))
         self.bundles = ray_run._Bundles(self.supervisor)
-        self.bundles.begin()
+        self.bundles.request_bundles()
 
     async def settled(self) -> None:
         for _ in range(20):

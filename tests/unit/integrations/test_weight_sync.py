@@ -64,7 +64,7 @@ def test_what_cannot_be_published_ends_the_training_when_it_begins(
 ) -> None:
     sync = stepping(run, weights, first=first)
     with pytest.raises(errors.UsageError) as caught:
-        sync.begin(0, None)
+        sync.begin_training(0, None)
     assert weights is unpublishable or caught.value.hint.endswith(": weights=lambda module: hf(module.inner)")
     assert sync.channel is None, "it has left"
     assert not sync.figures()
@@ -77,7 +77,7 @@ def stream(_: object) -> Iterator[tuple[str, torch.Tensor]]:
 def test_a_stream_is_published_at_its_first_step(run: FakeRun) -> None:
     target = run.target("rollout")
     sync = stepping(run, stream, first=False)
-    sync.begin(0, None)
+    sync.begin_training(0, None)
     sync.step(1, None)
     assert len(sync.leave()) == 1
     eventually(lambda: target.channel.version == 1, "the load of version 1")
@@ -88,7 +88,7 @@ def test_a_model_that_becomes_unpublishable_ends_no_training(run: FakeRun, caplo
     sync = stepping(run, lambda _: given.pop(0))
     with caplog.at_level(logging.WARNING, "replicas.integrations"):
         for step in range(3):
-            (sync.step if step else sync.begin)(step, None)
+            (sync.step if step else sync.begin_training)(step, None)
         figures = sync.leave()
     assert [one.get("replicas/failed", 0.0) for one in figures].count(1.0) == 1
     assert "training goes on after a failed publish: hf: the Module holds" in caplog.text

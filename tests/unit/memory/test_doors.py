@@ -1,6 +1,7 @@
 """Doors: descriptors of memory for processes that /proc does not lead to.
 
-Covers: linux/locks.py, memory/beacon.py, memory/memory_door.py, memory/kept.py.
+Covers: linux/locks.py, memory/beacon.py, memory/descriptor_server.py,
+memory/held_memory.py.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ import pytest
 from replicas.errors import Gone, WorldError
 from replicas.linux import locks
 from replicas.linux.sockets import SocketAddress
-from replicas.memory import kept, memory_door
+from replicas.memory import descriptor_server, held_memory
 from replicas.memory.beacon import find, own_beacon
-from replicas.memory.memory_door import MemoryDoor, fetch, is_open
+from replicas.memory.descriptor_server import DescriptorServer, fetch, is_open
 from replicas.messages import Beacon, SlotPlace
 from tests.support.channel.memory import Child
 from tests.support.waits import eventually
@@ -34,7 +35,7 @@ ELSEWHERE = 1 << 22  # no pid
 
 @pytest.fixture(scope="module")
 def address() -> str:
-    return str(MemoryDoor().address)
+    return str(DescriptorServer().address)
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def place_of(fd: int, address: str) -> SlotPlace:
 
 
 def test_a_descriptor_for_reading_passes_with_locks_of_its_own(address: str, memory: int) -> None:
-    held = kept.hold(place_of(memory, address), 1)
+    held = held_memory.hold(place_of(memory, address), 1)
     assert os.pread(held, 100, 0) == b"weights"
     assert not os.get_inheritable(held)
     assert not locks.hold_exclusive(memory)
@@ -67,11 +68,11 @@ def test_what_is_not_there_is_gone(address: str, memory: int) -> None:
     place = place_of(memory, address)
     for change in ({"inode": 1}, {"nbytes": 1}, {"fd": 1 << 20}, {"serial": 2}):
         with pytest.raises(Gone):
-            kept.hold(msgspec.structs.replace(place, **change), 1)
+            held_memory.hold(msgspec.structs.replace(place, **change), 1)
     with pytest.raises(Gone):
-        kept.hold(msgspec.structs.replace(place, door="replicas-door-none:secret"), 1)
+        held_memory.hold(msgspec.structs.replace(place, door="replicas-door-none:secret"), 1)
     with pytest.raises(Gone):
-        kept.hold(place, 1, wait=False)
+        held_memory.hold(place, 1, wait=False)
 
 
 def test_only_a_memfd_is_given_away(address: str) -> None:
@@ -113,7 +114,7 @@ def test_whoever_took_the_name_of_a_dead_process_proves_nothing(memory: int) -> 
     same = [one for one in Path("/proc/self/fd").iterdir() if one.exists() and one.stat().st_ino == inode]
     assert len(same) == 1
     with stranger(bytes(33)) as address, pytest.raises(WorldError, match="cannot be mapped"):
-        kept.hold(place_of(memory, address), 1)
+        held_memory.hold(place_of(memory, address), 1)
 
 
 def test_another_process_of_the_same_pid_does_not_speak_for_a_dead_one(
@@ -122,30 +123,30 @@ def test_another_process_of_the_same_pid_does_not_speak_for_a_dead_one(
     def unreadable(*_: object, **__: object) -> int:
         raise PermissionError("of another user")
 
-    monkeypatch.setattr(kept, "open_plain", unreadable)
+    monkeypatch.setattr(held_memory, "open_plain", unreadable)
     with pytest.raises(Gone):
-        kept.hold(place_of(memory, "replicas-door-none:secret"), 1)
+        held_memory.hold(place_of(memory, "replicas-door-none:secret"), 1)
 
 
 def test_a_door_that_does_not_answer_is_not_waited_for_long(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_door, "ANSWER_S", 0.05)
+    monkeypatch.setattr(descriptor_server, "ANSWER_S", 0.05)
     listener = SocketAddress("replicas-door-frozen").listen()
     with pytest.raises(Gone):
-        kept.hold(place_of(memory, "replicas-door-frozen:secret"), 1)
+        held_memory.hold(place_of(memory, "replicas-door-frozen:secret"), 1)
     listener.close()
 
 
 def test_all_steps_of_a_door_together_are_waited_for_once(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
     past = [0.0]
     monkeypatch.setattr(
-        memory_door, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + past[0], sleep=time.sleep)
+        descriptor_server, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + past[0], sleep=time.sleep)
     )
     listener = SocketAddress("replicas-door-slow").listen()
 
     def answer() -> None:
         one, _ = listener.accept()
         with one:
-            past[0] = memory_door.ANSWER_S  # so long it took
+            past[0] = descriptor_server.ANSWER_S  # so long it took
             one.send(bytes(16))
             with suppress(ConnectionResetError):  # the client hung up before it read all of the answer
                 one.recv(1000)
@@ -159,9 +160,9 @@ def test_all_steps_of_a_door_together_are_waited_for_once(memory: int, monkeypat
 
 
 def test_idle_strangers_are_sent_away_and_do_not_delay_others(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_door, "PATIENCE_S", 0.1)
-    monkeypatch.setattr(memory_door, "CLIENTS", 3)
-    address = str(MemoryDoor().address)
+    monkeypatch.setattr(descriptor_server, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(descriptor_server, "CLIENTS", 3)
+    address = str(DescriptorServer().address)
     strangers = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(4)]
     for one in strangers:
         one.settimeout(30)
@@ -218,7 +219,7 @@ def test_another_network_namespace_has_no_such_door(address: str, memory: int) -
 
     def answer(word: str) -> object:
         assert ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET) == 0
-        return kept.hold(place, 1)
+        return held_memory.hold(place, 1)
 
     child = Child(answer)
     assert child.ask("hold").startswith("Gone: version 1 in the memory of process")

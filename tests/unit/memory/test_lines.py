@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replicas.memory import lines
-from replicas.memory.lines import LINE_NBYTES, Bytes, Lines, change, changed
+from replicas.memory.lines import LINE_NBYTES, Bytes, Lines, apply_xors, find_changed
 
 
 @pytest.fixture(params=["C", "numpy"])
@@ -78,13 +78,13 @@ def test_the_elements_that_differ_are_found_and_changed_back(
     first, last = (one * 8 for one in sorted(bounds))
     expected = sorted({(one - first) // width for one in where if first <= one < last})
     words = found.words if with_bits else None
-    changes = changed(run, base, words, first, last, width, len(expected))
+    changes = find_changed(run, base, words, first, last, width, len(expected))
     assert changes is not None
     assert changes[0].tolist() == expected
     if expected:
-        assert changed(run, base, words, first, last, width, len(expected) - 1) is None
+        assert find_changed(run, base, words, first, last, width, len(expected) - 1) is None
     outside = run.copy()
-    change(run[first:last], *changes)
+    apply_xors(run[first:last], *changes)
     assert np.array_equal(run[first:last], base[first:last])
     assert np.array_equal(np.delete(run, np.s_[first:last]), np.delete(outside, np.s_[first:last]))
 
@@ -93,7 +93,7 @@ def test_the_elements_that_differ_are_found_and_changed_back(
 def test_only_lines_with_a_bit_are_looked_at() -> None:
     run, base = placed(6_000), placed(6_000)
     run[[10, 100, 5_000]] = 1
-    changes = changed(run, base, np.array([0b10, 0], np.uint64), 0, 6_000, 1, 3)
+    changes = find_changed(run, base, np.array([0b10, 0], np.uint64), 0, 6_000, 1, 3)
     assert changes is not None
     assert changes[0].tolist() == [100]
 

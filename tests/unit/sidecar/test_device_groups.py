@@ -257,7 +257,7 @@ class SerialGroup(CollectiveGroup):
     def _in_place(self, tensor: torch.Tensor) -> bool:
         return True
 
-    def _near(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
+    def _staging_for(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
         raise NotImplementedError
 
     def broadcast(self, tensor: torch.Tensor, root: int, deadline: float) -> StartedWork:

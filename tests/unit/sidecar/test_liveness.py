@@ -47,7 +47,7 @@ class Rank:
 
     def look(self, late_s: float = 0.0) -> str:
         self.now = self._due + late_s
-        verdict = self.pulse.look(self.now)
+        verdict = self.pulse.next_action(self.now)
         self._due = self.now + self.pulse.interval_s(self.now, busy=self.busy)
         return verdict
 
@@ -154,7 +154,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 def looks(watch: StallWatch, start: float, seconds: float, *, starting: bool) -> str:
     """The first verdict when it is looked at for so long."""
     for step in range(int(seconds / LOOK_INTERVAL_S) + 1):
-        reason = watch.look(start + step * LOOK_INTERVAL_S, starting=starting)
+        reason = watch.reason_to_give_up(start + step * LOOK_INTERVAL_S, starting=starting)
         if reason:
             return reason
     return ""
@@ -184,7 +184,7 @@ def test_our_own_pause_starts_the_time_again(sleeper: subprocess.Popen[bytes]) -
     os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED)
     watch = StallWatch(sleeper.pid, 0.0)
     assert looks(watch, 0.0, STOPPED_S - 1.0, starting=True) == ""
-    assert watch.look(60.0, starting=True) == ""
+    assert watch.reason_to_give_up(60.0, starting=True) == ""
     assert looks(watch, 60.5, STOPPED_S + 1.0, starting=True) == f"was stopped for {STOPPED_S:g} s"
 
 

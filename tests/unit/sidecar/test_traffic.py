@@ -26,14 +26,14 @@ def connection() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 def look(traffic: Traffic) -> Moved:
-    moved = traffic.look()
+    moved = traffic.progress()
     assert moved is not None
     return moved
 
 
 def test_bytes_count_once_they_are_acknowledged_and_only_those_of_the_request() -> None:
     traffic = Traffic()
-    assert traffic.look() is None
+    assert traffic.progress() is None
     with connection() as (one, other):
         one.sendall(b"x" * 5000)
         other.recv(5000, socket.MSG_WAITALL)
@@ -41,7 +41,7 @@ def test_bytes_count_once_they_are_acknowledged_and_only_those_of_the_request() 
             one.sendall(b"x" * 1000)
             eventually(lambda: look(traffic).sent == 1000, "the bytes are acknowledged")
             assert look(traffic).received == 1000
-        assert traffic.look() is None
+        assert traffic.progress() is None
 
 
 class Clock:

@@ -61,7 +61,7 @@ def notifier(systemd: FakeSystemd) -> Iterator[Notifier]:
 
 def test_the_environment_names_the_socket_and_replicas_do_not_inherit_it(systemd: FakeSystemd) -> None:
     environ = {"NOTIFY_SOCKET": systemd.address, "WATCHDOG_USEC": "2500000", "A": "1"}
-    with closing(Notifier.take(environ)) as notifier:
+    with closing(Notifier.from_environ(environ)) as notifier:
         assert environ == {"A": "1"}
         assert notifier.watchdog_s == 2.5
         assert notifier.send(READY="1", STATUS="two\nlines of it")
@@ -72,7 +72,7 @@ def test_a_socket_in_the_file_system(tmp_path: Path) -> None:
     path = str(tmp_path / "notify")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
         receiver.bind(path)
-        with closing(Notifier.take({"NOTIFY_SOCKET": path})) as notifier:
+        with closing(Notifier.from_environ({"NOTIFY_SOCKET": path})) as notifier:
             assert notifier.send(READY="1")
         assert receiver.recv(100) == b"READY=1"
 
@@ -89,7 +89,7 @@ def test_a_socket_in_the_file_system(tmp_path: Path) -> None:
     ],
 )
 def test_nobody_listens(environ: dict[str, str], watchdog_s: float | None) -> None:
-    notifier = Notifier.take(environ)
+    notifier = Notifier.from_environ(environ)
     assert not notifier.wanted
     assert notifier.watchdog_s == watchdog_s
     assert not notifier.send(READY="1")
@@ -127,10 +127,10 @@ def test_a_reload_is_begun_and_ended(systemd: FakeSystemd, notifier: Notifier) -
 def test_status_is_sent_when_it_changes(systemd: FakeSystemd, notifier: Notifier) -> None:
     supervisor = FakeSupervisor()
     watcher = Watcher(notifier, cast("Supervisor", supervisor))
-    watcher.look(0.5, READY="1")
-    watcher.look(0.6)
+    watcher.send_changes(0.5, READY="1")
+    watcher.send_changes(0.6)
     supervisor.states[0] = "finished"
-    watcher.look(0.7)
+    watcher.send_changes(0.7)
     assert systemd.messages() == [
         {"READY": "1", "STATUS": "a 1/2 ready; p at version 7"},
         {"STATUS": "a 2/2 ready; p at version 7"},
@@ -148,11 +148,11 @@ def test_no_message_is_longer_than_systemd_takes(systemd: FakeSystemd, notifier:
 def test_stopping_is_said_once_and_a_drain_asks_for_time(systemd: FakeSystemd, notifier: Notifier) -> None:
     supervisor = FakeSupervisor()
     watcher = Watcher(notifier, cast("Supervisor", supervisor))
-    watcher.look(0.5)
+    watcher.send_changes(0.5)
     systemd.messages()
     supervisor.draining = True
-    watcher.look(0.6)
-    watcher.look(0.7)
+    watcher.send_changes(0.6)
+    watcher.send_changes(0.7)
     watcher.stopping()
     assert systemd.messages() == [
         {"STATUS": "draining; a 1/2 ready; p at version 7", "STOPPING": "1", "EXTEND_TIMEOUT_USEC": "15000000"},
@@ -167,6 +167,6 @@ def test_the_watchdog_is_fed_only_by_a_control_loop_that_comes_round(systemd: Fa
     for now in range(1, 9):
         if now not in (4, 5, 6):
             supervisor.looked_at = now - 0.1
-        watcher.look(float(now))
+        watcher.send_changes(float(now))
         fed += [now for message in systemd.messages() if message.get("WATCHDOG") == "1"]
     assert fed == [1, 2, 3, 7, 8]

@@ -31,7 +31,7 @@ from replicas.supervisor.state.state import AlreadySupervised, StateDir
 from replicas.supervisor.supervisor import Supervisor
 from replicas.supervisor.wire import orders
 from replicas.supervisor.wire.orders import PartSpec, plain
-from replicas.supervisor.wire.part_state import UNKNOWN, Belongings, ExitReport, LogLoss, PartState, RankExit, Remains
+from replicas.supervisor.wire.part_state import UNKNOWN, ExitReport, Inventory, LogLoss, PartState, RankExit, Remains
 from replicas.telemetry.events import RunEnded, RunStarted
 from replicas.trust.tokens import Tokens
 
@@ -118,11 +118,11 @@ def test_messages_keep_their_content_and_others_are_refused() -> None:
     spec = PartSpec("r", "g", 0, 1, 0, 2, 4, "exec", ("a", "b"), {"K": "v"}, "/", "/l", 1.5, "n")
     assert PartSpec.of(json.loads(json.dumps(plain(spec)))) == spec
     report = ExitReport("failed", "text", (RankExit(1, -9, 5, "words", 2.0),))
-    state = UNKNOWN.of_part(spec)._replace(
+    state = UNKNOWN.with_identity_of(spec)._replace(
         rendezvous=("h", 1),
         report=report,
         remains=Remains(1.5, ((1, "x"),)),
-        belongings=Belongings(gpu=True, processes=((1, 2),)),
+        belongings=Inventory(gpu=True, processes=((1, 2),)),
         losses=(LogLoss(3, "file", "full"),),
     )
     told = json.loads(json.dumps(plain(state)))

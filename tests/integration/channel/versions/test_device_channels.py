@@ -24,7 +24,7 @@ import torch
 import replicas
 from replicas import environ, errors
 from replicas.channel import Channel, Pending, Receipt, Update
-from replicas.channel.session.holdings import Holdings
+from replicas.channel.session.held_versions import HeldVersions
 from replicas.coordinator import GroupShape
 from replicas.weights.copies.accelerator import accelerator
 from tests.integration.coordinator.test_coordinator_restart import world_of
@@ -107,7 +107,7 @@ async def test_members_on_one_gpu_copy_within_it(monkeypatch: pytest.MonkeyPatch
         for member in (trainer, *rollouts):
             found = statistics(member._hub.arena)
             assert (found.foreign, found.held) == (0, 2), "each has copies of its own"
-        known: Holdings = rollouts[0]._hub.holdings
+        known: HeldVersions = rollouts[0]._hub.held_versions
         digest = known.latest_digest
         assert digest.startswith("d"), "it was made on the GPU"
         # what it does for a new coordinator: tell where the bytes are, and digest them
@@ -116,7 +116,7 @@ async def test_members_on_one_gpu_copy_within_it(monkeypatch: pytest.MonkeyPatch
         assert known.describe(4).device == "cuda"
         loop = rollouts[0]._hub.loop.loop
         for said, right in ((digest, True), ("d0", False)):
-            assert asyncio.run_coroutine_threadsafe(known.compare(4, said), loop).result(20) == right
+            assert asyncio.run_coroutine_threadsafe(known.verify_doubtful(4, said), loop).result(20) == right
 
         await publish(trainer, 5)
         update: Update = await rollouts[0].receive(deadline=40)
@@ -159,14 +159,14 @@ async def test_the_parts_of_a_version_on_two_gpus() -> None:
 
 def kill_next(victim: Channel) -> None:
     """Kill the sidecar of this member as soon as bytes are to go through it."""
-    move = victim._transfers._through
+    move = victim._transfers._move_through_lane
 
     async def kill_first(lane: Any, *args: Any) -> Any:
-        victim._transfers._through = move  # type: ignore[method-assign]  # only the first one is hit
+        victim._transfers._move_through_lane = move  # type: ignore[method-assign]  # only the first one is hit
         os.kill(lane.sidecar.pid, signal.SIGKILL)
         return await move(lane, *args)
 
-    victim._transfers._through = kill_first  # type: ignore[method-assign,assignment]  # see above
+    victim._transfers._move_through_lane = kill_first  # type: ignore[method-assign,assignment]  # see above
 
 
 async def test_a_version_is_pulled_through_host_memory_where_a_lane_has_failed() -> None:
@@ -189,7 +189,7 @@ async def test_a_version_is_pulled_through_host_memory_where_a_lane_has_failed()
             assert (receipt.version, receipt.lost, receipt.staging) == (version, (), "device")
             assert len(receipt.members) == 3
             assert [await load(rollout) for rollout in rollouts] == [(version, version)] * 3
-            (digest,) = {one._hub.holdings.digest(version) for one in members}
+            (digest,) = {one._hub.held_versions.digest(version) for one in members}
             assert digest.startswith("d"), "it was made on the GPU"
             (status,) = world.coordinator.channel_statuses()
             assert status.last_sync is not None

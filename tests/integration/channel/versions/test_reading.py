@@ -88,7 +88,7 @@ async def test_at_least_counts_for_all_ranks_of_a_replica() -> None:
         trainer = await world.join("trainer")
         ranks = [await world.join("rollout", 0, rank, 2) for rank in range(2)]
         await publish(trainer, 1)
-        rounds = world.coordinator.engine.channels["policy"].rounds
+        rounds = world.coordinator.engine.channels["policy"].load_rounds
         higher = ranks[1].receive(at_least=2)
         await wait_until(lambda: rounds.asks(ranks[1].member), "the higher bound is known")
         lower = ranks[0].receive(at_least=1)

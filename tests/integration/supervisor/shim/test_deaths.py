@@ -66,7 +66,7 @@ def watched_by(pid: int) -> set[int]:
 def test_the_first_that_a_signal_killed(watch: DeathWatch, waited_for: bool, signum: int, named: bool) -> None:
     first, second = (subprocess.Popen(["sleep", "600"]) for _ in range(2))
     try:
-        watch.look()
+        watch.watch_new_processes()
         first.send_signal(signum)
         if waited_for:
             first.wait(30)

@@ -136,7 +136,7 @@ def test_what_a_log_pump_says(
             for key, _ in selector.select(30):
                 key.data()
         assert losses[-1] == LogLoss(8, "tee", "slow")
-        keeper._forget()
+        keeper._clear_process()
         for pipe in (*keeper.pipes.readers, *(fd for pair in keeper.pipes.of_ranks() for fd in pair)):
             os.close(pipe)
     said = capfd.readouterr().err

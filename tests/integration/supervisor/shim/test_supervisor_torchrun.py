@@ -115,7 +115,7 @@ def test_workers_that_ignore_sigterm_do_not_hold_up_a_drain(tmp_path: Path) -> N
         assert not any(f"socket:[{inode}]" in held for inode in inodes)
         run.signal(signal.SIGTERM)
         assert run.wait(timeout_s=10) == CUT
-        assert any("a/0: stopped: killed, as it had not ended 1 s after SIGTERM" in line for line in run.lines)
+        assert any("a/0: stopped: killed 1 s after SIGTERM" in line for line in run.lines)
         run.assert_nothing_left()
 
 

@@ -64,7 +64,7 @@ def settles(gpu: FakeAccelerator, nbytes: int) -> bool:
 def test_inputs_are_copied_behind_the_caller_and_before_what_it_does_next(gpu: FakeAccelerator) -> None:
     tensors = (torch.zeros(3), torch.zeros(2, 2).t())
     scratch = Scratch("test", GPU)
-    buffer = scratch.take(100)
+    buffer = scratch.take_buffer(100)
     for tensor in tensors:
         gpu.launch(lambda tensor=tensor: tensor.fill_(5.0))  # type: ignore[misc]  # mypy cannot infer the default
     write_segments(buffer, segments_of(tensors), tensors, gpu_of(tensors))
@@ -112,24 +112,24 @@ def test_an_operation_knows_where_its_tensors_are(gpu: FakeAccelerator) -> None:
     assert OperationCall("all_reduce", (near,)).device == "cpu"
     mixed = OperationCall("all_reduce", (near, torch.zeros(2)))
     assert (mixed.gpu, mixed.device, mixed.quick) == (GPU, "cuda", False)
-    mixed.begin()
+    mixed.note_stream()
     assert len(mixed.called) == 1
 
 
 def test_scratch_memory_of_a_gpu_is_kept_sparingly(gpu: FakeAccelerator, monkeypatch: pytest.MonkeyPatch) -> None:
     before = gpu.allocated
     scratch = Scratch("test", GPU)
-    buffers = [scratch.take(8000) for _ in range(4)]
+    buffers = [scratch.take_buffer(8000) for _ in range(4)]
     for buffer in buffers[:3]:
         scratch.give(buffer)
     assert settles(gpu, before + 3 * 8192), "two are kept, and one is in use"
     scratch.give(buffers[3], spoiled=True)
     assert settles(gpu, before + 2 * 8192), "a process died at work on it"
     monkeypatch.setenv("FAKE_MEMORY_NBYTES", str(before + 3 * 8192))
-    large = scratch.take(20_000)
+    large = scratch.take_buffer(20_000)
     assert settles(gpu, before + 20_480), "those that are kept make room"
     with pytest.raises(NoCapacity):
-        scratch.take(20_000)
+        scratch.take_buffer(20_000)
     scratch.give(large)
     scratch.close()
     assert settles(gpu, before)

@@ -37,7 +37,7 @@ async def world() -> AsyncIterator[ScriptedWorld]:
     yield world
     await world.end()
     world.operations.close()
-    world.hub.holdings.close()
+    world.hub.held_versions.close()
 
 
 class Call:
@@ -339,4 +339,4 @@ async def test_nothing_piles_up(world: ScriptedWorld) -> None:
                 await made.pending
     assert (world.operations._jobs, world.operations._unknown._kept) == ({}, ())
     assert mapped_by(os.getpid(), "replicas-policy-scratch") <= 4
-    assert not world.hub.failures.take()
+    assert not world.hub.failures.take_unreported()

@@ -161,12 +161,12 @@ def test_an_unknown_outcome_is_settled_once() -> None:
     unknown, failure = errors.OutcomeUnknown("?"), errors.SyncError("it did not happen")
     for settled in (7, failure):
         pending: Promise[int] = Promise("test")
-        assert not pending.settle(1), "it has no outcome yet"
+        assert not pending.replace_unknown(1), "it has no outcome yet"
         pending.fail(unknown)
         with pytest.raises(errors.OutcomeUnknown):
             pending.wait()
-        assert pending.settle(settled)
-        assert not pending.settle(9)
+        assert pending.replace_unknown(settled)
+        assert not pending.replace_unknown(9)
         assert not pending.settle_by(lambda: 9)
         if settled is failure:
             with pytest.raises(errors.SyncError, match="it did not happen"):
@@ -175,7 +175,7 @@ def test_an_unknown_outcome_is_settled_once() -> None:
             assert pending.wait() == 7
     certain: Promise[int] = Promise("test")
     certain.fail(errors.Busy("no slot"))
-    assert not certain.settle(1)
+    assert not certain.replace_unknown(1)
     assert not certain.settle_by(lambda: 1)
 
 

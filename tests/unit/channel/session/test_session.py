@@ -123,7 +123,7 @@ class Handler:
         self.pauses: list[int] = []
         """How many messages had come by then."""
 
-    def introduce(self, hello: Hello) -> Hello:
+    def update_hello(self, hello: Hello) -> Hello:
         return msgspec.structs.replace(hello, held=(HeldVersion(3, "d", "m"),), loaded=3)
 
     def before_heartbeat(self) -> None:

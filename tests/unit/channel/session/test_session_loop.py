@@ -36,7 +36,7 @@ class User:
 
 @pytest.fixture
 def loop() -> Iterator[SessionLoop]:
-    loop = SessionLoop().begin()
+    loop = SessionLoop().start_thread()
     yield loop
     loop.close()
 

@@ -117,7 +117,7 @@ async def test_what_is_not_described_yet_is_not_sent_ahead(source: ScriptedWorld
     digests[0].set_result("first")
     packed = await source.session.next(wire.Packed)
     assert (packed.streaming, packed.meta) == (False, {"norm": 2})
-    assert source.hub.holdings.meta(5) == {"norm": 2}
+    assert source.hub.held_versions.meta(5) == {"norm": 2}
     source.new_coordinator()
     begun, packed = await source.session.next(wire.PublishBegin), await source.session.next(wire.Packed)
     assert (begun.meta, packed.meta) == ({"norm": 2}, {"norm": 2})

@@ -18,7 +18,7 @@ from replicas.core.lives.restarts import Restarts, wants_restart
 
 def delays(config: RestartConfig, *, seed: int = 0, count: int = 6) -> list[float | None]:
     budget = Restarts(config, rng=random.Random(seed))
-    return [budget.take(0, now=float(now)) for now in range(count)]
+    return [budget.spend_restart(0, now=float(now)) for now in range(count)]
 
 
 def test_delays_double_up_to_the_maximum_with_jitter_on_top() -> None:
@@ -40,20 +40,20 @@ def test_one_seed_gives_the_same_delays() -> None:
 def test_a_spent_budget_refuses_until_the_window_has_passed() -> None:
     budget = Restarts(RestartConfig(max_restarts=2, window_s=10.0), rng=random.Random(0))
     assert budget.remaining_ratio(0.0) == 1.0
-    assert budget.take(0, now=0.0) is not None
+    assert budget.spend_restart(0, now=0.0) is not None
     assert budget.remaining_ratio(0.0) == 0.5
-    assert budget.take(1, now=5.0) is not None
-    assert budget.take(0, now=9.0) is None
+    assert budget.spend_restart(1, now=5.0) is not None
+    assert budget.spend_restart(0, now=9.0) is None
     assert budget.remaining(9.0) == 0
-    assert budget.take(0, now=10.0) is not None
-    assert budget.take(0, now=14.0) is None
+    assert budget.spend_restart(0, now=10.0) is not None
+    assert budget.spend_restart(0, now=14.0) is None
 
 
 def test_the_budget_is_the_groups_but_the_delay_the_replicas() -> None:
     budget = Restarts(RestartConfig(max_restarts=5), rng=random.Random(0))
     for _ in range(3):
-        budget.take(0, now=0.0)
-    first = budget.take(1, now=0.0)
+        budget.spend_restart(0, now=0.0)
+    first = budget.spend_restart(1, now=0.0)
     assert first is not None
     assert 1.0 <= first <= 2.0
     assert budget.remaining(0.0) == 1
@@ -62,8 +62,8 @@ def test_the_budget_is_the_groups_but_the_delay_the_replicas() -> None:
 def test_a_replica_that_ran_well_for_a_window_starts_over() -> None:
     budget = Restarts(RestartConfig(window_s=10.0), rng=random.Random(0))
     for now in (0.0, 1.0, 2.0):
-        budget.take(0, now=now)
-    late = budget.take(0, now=100.0)
+        budget.spend_restart(0, now=now)
+    late = budget.spend_restart(0, now=100.0)
     assert late is not None
     assert late <= 2.0
 
@@ -101,7 +101,7 @@ def test_no_window_ever_holds_more_than_the_budget(gaps: list[float], most: int,
     budget, now, granted = Restarts(config, rng=random.Random(1)), 0.0, list[float]()
     for gap in gaps:
         now += gap
-        delay = budget.take(0, now=now)
+        delay = budget.spend_restart(0, now=now)
         if delay is not None:
             granted.append(now)
             assert 0.0 <= delay <= config.max_delay_s

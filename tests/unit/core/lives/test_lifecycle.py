@@ -157,6 +157,6 @@ def test_a_pause_of_the_supervisor_is_no_part_of_a_start() -> None:
     life = Lifecycle("rollout", 0, now=0.0)
     life.apply(ReplicaEvent.START, now=0.0)
     life.launched(1.0)
-    life.forgive(50.0)
+    life.skip_pause(50.0)
     step = life.apply(ReplicaEvent.READY, now=53.0)
     assert step.after == "ready"

@@ -21,14 +21,14 @@ def up(*, leased: bool = True, lease_s: float = 10.0) -> NodeLife:
 
 def test_silence_makes_it_away_and_then_lost_never_at_once() -> None:
     life = up()
-    assert life.due(100.0 + SILENT_S) == ""
-    assert life.due(100.0 + lost_after_s(10.0) + 1) == "silent", "lost only by way of away"
+    assert life.due_event(100.0 + SILENT_S) == ""
+    assert life.due_event(100.0 + lost_after_s(10.0) + 1) == "silent", "lost only by way of away"
     assert life.step("silent")
-    assert life.due(100.0 + lost_after_s(10.0)) == ""
-    assert life.due(100.0 + lost_after_s(10.0) + 0.1) == "lease_over"
+    assert life.due_event(100.0 + lost_after_s(10.0)) == ""
+    assert life.due_event(100.0 + lost_after_s(10.0) + 0.1) == "lease_over"
     assert life.step("lease_over")
     assert life.over
-    assert life.due(1e9) == ""
+    assert life.due_event(1e9) == ""
 
 
 def test_what_has_arrived_after_all_brings_it_back_until_it_is_lost() -> None:
@@ -36,7 +36,7 @@ def test_what_has_arrived_after_all_brings_it_back_until_it_is_lost() -> None:
     assert not life.heard(101.0), "it was not away"
     life.step("silent")
     assert life.heard(110.0)
-    assert (life.state, life.due(110.0 + SILENT_S)) == ("up", "")
+    assert (life.state, life.due_event(110.0 + SILENT_S)) == ("up", "")
     life.step("closed")
     life.step("lease_over")
     assert not life.heard(200.0), "only a Hello brings back one that is lost"
@@ -45,9 +45,9 @@ def test_what_has_arrived_after_all_brings_it_back_until_it_is_lost() -> None:
 
 def test_one_that_is_replaced_when_it_is_silent_is_never_away_for_that() -> None:
     life = up(leased=False)
-    assert life.due(1e9) == ""
+    assert life.due_event(1e9) == ""
     assert life.step("closed")
-    assert life.due(1e9) == ""
+    assert life.due_event(1e9) == ""
 
 
 @pytest.mark.parametrize("how", ["undrain", "anew"])

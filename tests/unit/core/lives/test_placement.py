@@ -160,10 +160,10 @@ def test_the_agent_has_always_ended_before_its_replicas_start_elsewhere(
         now += pause_s
         if tenancy.over(now):
             break
-        number = tenancy.beat(now)
+        number = tenancy.next_beat(now)
         received_at = max(received_at, now + way_s)
         if answered:
-            tenancy.heard(number)
+            tenancy.extend_lease(number)
     assert tenancy.until is not None
     assert tenancy.until + END_S + MARGIN_S <= received_at + lost_after_s(lease_s) + 1e-6
 
@@ -173,12 +173,12 @@ def test_an_agent_alone_goes_on_as_long_as_it_was_told() -> None:
     tenancy.granted(0.0, 0.0)
     assert tenancy.until is None
     assert not tenancy.over(1e9)
-    tenancy.alone(10.0, 5.0)
+    tenancy.limit_without_supervisor(10.0, 5.0)
     assert (tenancy.over(14.9), tenancy.over(15.0)) == (False, True)
     tenancy.granted(0.0, 20.0)
     assert tenancy.until is None
     tenancy.granted(3.0, 20.0)
-    tenancy.heard(7)  # of another supervisor
+    tenancy.extend_lease(7)  # of another supervisor
     assert tenancy.until == 23.0
 
 

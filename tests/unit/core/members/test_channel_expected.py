@@ -121,7 +121,7 @@ def test_one_whose_replica_has_ended_is_not_waited_for() -> None:
         world.rejoin(sim)
     world.advance(SOON_S)
     assert waits(world)
-    world.state.recovery.ended("rollout", 1, "exit")
+    world.state.recovery.stop_expecting("rollout", 1, "exit")
     world.advance(SOON_S)
     assert not waits(world)
     lost = [event for event in world.events if isinstance(event, MemberLost)]

@@ -167,7 +167,7 @@ def test_how_far_a_replica_has_ever_come() -> None:
     target.outbox.append(wire.Progress(4))  # again, from a checkpoint
     world.run()
     assert marks.of("rollout", 0) == (9, 1, 0)
-    marks.forget("rollout", 0)
+    marks.drop_replicas("rollout", 0)
     assert marks.of("rollout", 0) == before
 
 
@@ -220,13 +220,13 @@ def test_the_transfer_of_others_does_not_hold_it_up() -> None:
 def test_a_drain_that_is_over_lets_members_and_those_that_join_take_part_again() -> None:
     world, (trainer, one) = world_of("trainer/0/0", "rollout/0/0")
     drain(world, "rollout", 0)
-    world.state.forget("rollout", 0, world.now)
+    world.state.start_new_life("rollout", 0, world.now)
     end = commit(world, trainer)
     assert end.receipt is not None
     assert [member.name for member in end.receipt.members] == ["rollout/0/0"]
     drain(world, "rollout", 0)
     world.lose(one)
-    world.state.forget("rollout", 0, world.now)
+    world.state.start_new_life("rollout", 0, world.now)
     world.join("rollout/0/0")
     world.run()
     end = commit(world, trainer)

@@ -200,13 +200,13 @@ def test_only_rounds_in_which_something_has_changed_are_looked_at(monkeypatch: p
     targets = [world.join(f"rollout/{number}/0") for number in range(20)]
     world.run()
     looked: Counter[str] = Counter()
-    advance = world.state.rounds.advance
+    advance = world.state.load_rounds.advance
 
     def counted(view: object, latest: int, out: object) -> None:
         looked["advance"] += 1
         advance(view, latest, out)  # type: ignore[arg-type]  # passed on as they came
 
-    monkeypatch.setattr(world.state.rounds, "advance", counted)
+    monkeypatch.setattr(world.state.load_rounds, "advance", counted)
     for version in (1, 2):
         for target in targets:
             target.ask()

@@ -10,7 +10,7 @@ import pytest
 
 from replicas.carry.dialler import GREET_S
 from replicas.core.members.roster import GroupShape
-from replicas.core.moving.pacing import PATIENCE_S as SLOW_S
+from replicas.core.moving.stragglers import PATIENCE_S as SLOW_S
 from replicas.core.versions.catch_up import MUTE_S, PATIENCE_S
 from replicas.core.versions.recovery import RECOVERY_S
 from tests.support.channel_world import SimMember, World, channel_config

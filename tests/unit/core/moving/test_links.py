@@ -237,7 +237,7 @@ def test_a_version_that_went_over_a_link_ends_its_doubt() -> None:
     ends = state_of(world, trainer), state_of(world, far)
     links.doubt([pair], "refused", world.now)
     assert not links.works(*ends, world.now)
-    links.proved([pair])
+    links.clear_doubt([pair])
     assert links.works(*ends, world.now)
     assert not links
 

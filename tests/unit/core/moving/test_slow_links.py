@@ -1,7 +1,7 @@
 """One slow link: the fast go on, whoever is behind it gets every version that it can,
 and nobody waits for a deadline.
 
-Covers: core/moving/pacing.py.
+Covers: core/moving/stragglers.py.
 """
 
 from __future__ import annotations

@@ -566,9 +566,9 @@ def test_flapping_peers_leave_nothing_behind() -> None:
         world.advance(0.5)
     operations = world.state.operations
     assert operations.running == ()
-    assert set(operations.pairing._streams) <= {sim.member for sim in sims}
-    assert not any(operations.pairing._streams.values())
-    assert not operations.pairing._missed
+    assert set(operations.matching._streams) <= {sim.member for sim in sims}
+    assert not any(operations.matching._streams.values())
+    assert not operations.matching._missed
     assert not operations._vanished
     assert len(world.state.lanes) <= 1
     opened = {form.prefix for form in sims[0].seen if isinstance(form, wire.LaneForm)}

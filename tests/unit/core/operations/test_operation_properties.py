@@ -315,7 +315,7 @@ class Peers(RuleBasedStateMachine):
             assert len(found.members) == len(NAMES)
         operations = self.world.state.operations
         assert operations.running == ()
-        assert not any(operations.pairing._streams.values())
+        assert not any(operations.matching._streams.values())
         assert len(self.world.state.lanes) <= 1, "lanes pile up"
 
 

@@ -1,7 +1,7 @@
 """Histories of a channel of peers: what pairs with what, and that all get one
 verdict.
 
-Covers: core/operations/pairing.py.
+Covers: core/operations/matching.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import pytest
 
 from replicas import messages as wire
 from replicas.core.members.roster import GroupShape
-from replicas.core.operations import pairing
+from replicas.core.operations import matching
 from tests.support.channel_world import SimMember, World, peer_config
 
 
@@ -281,7 +281,7 @@ def test_a_lane_that_forms_over_a_dead_store_is_formed_over_the_next_one() -> No
 
 
 def test_a_member_has_so_many_calls_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pairing, "POSTS_MAX", 20)
+    monkeypatch.setattr(matching, "POSTS_MAX", 20)
     world = World(peer_config(), {"peer": GroupShape(replicas=2)})
     one = world.join("peer/0/0")
     for _ in range(21):

@@ -56,7 +56,7 @@ def test_the_committed_version_is_rebuilt_and_late_joiners_are_caught_up(keep_lo
     third.ask()
     world.run()
     assert third.granted == [1]
-    assert [world.state.rounds.of("rollout", replica).loaded for replica in range(3)] == [1, 1, 1]
+    assert [world.state.load_rounds.of("rollout", replica).loaded for replica in range(3)] == [1, 1, 1]
     number = publish(world, trainer)
     world.advance(1.0)
     receipt = trainer.verdicts[number].receipt
@@ -271,7 +271,7 @@ def test_a_load_is_counted_once() -> None:
     for sim in world.restart():
         world.rejoin(sim)
     world.advance(WINDOW_S)
-    assert world.state.rounds.of("rollout", 0).loaded == 1
+    assert world.state.load_rounds.of("rollout", 0).loaded == 1
     loads = world.tally.loads["policy"]["rollout"]
     assert (sum(loads.counts), loads.total_s) == (1, 0.25)
 
@@ -381,9 +381,7 @@ def test_a_rank_that_has_had_its_verdict_fails_the_publish_for_the_others() -> N
     error = ranks[0].verdicts[1].error
     assert error is not None
     assert (error.kind, error.phase) == ("SyncError", "commit")
-    assert error.message == (
-        "version 1 was not committed by the previous coordinator: trainer/0/1 had its verdict"
-    )
+    assert error.message == ("version 1 was not committed by the previous coordinator: trainer/0/1 had its verdict")
 
 
 def test_a_version_that_had_failed_is_not_published_again_by_a_source_that_has_not_heard_of_it() -> None:

@@ -32,10 +32,10 @@ class Sources:
         """The number of its first publish."""
         life = self.lives.setdefault(member.replica, Life(1))
         self.publishes.joined(member, ProcessIdentity(process, 1, "boot", 1), life)
-        return self.publishes.made(member) + 1
+        return self.publishes.last_number(member) + 1
 
     def begin(self, member: Member, number: int) -> Publish:
-        return self.publishes.begin(member, wire.PublishBegin(number, None, 60.0), 0.0)
+        return self.publishes.begin_publish(member, wire.PublishBegin(number, None, 60.0), 0.0)
 
     def publish(self, replica: int, number: int) -> Publish:
         """By both of its ranks, to its verdict."""
@@ -112,12 +112,12 @@ def test_a_lost_rank_that_joins_again_begins_behind_what_had_begun_before() -> N
 
 def test_ranks_that_name_different_steps_make_no_version() -> None:
     sources = Sources(1)
-    first = sources.publishes.begin(sources.rank(0, 0), wire.PublishBegin(1, None, 60.0, {"step": 3}), 0.0)
+    first = sources.publishes.begin_publish(sources.rank(0, 0), wire.PublishBegin(1, None, 60.0, {"step": 3}), 0.0)
     other = sources.rank(0, 1)
     with pytest.raises(errors.RanksDisagree, match="is at step 2, another rank at 3"):
-        sources.publishes.begin(other, wire.PublishBegin(1, None, 60.0, {"step": 2}), 0.0)
-    assert sources.publishes.begin(other, wire.PublishBegin(1, None, 60.0, {"step": 3.0}), 0.0) is first
-    assert sources.publishes.begin(other, wire.PublishBegin(1, None, 60.0), 0.0) is first, "it does not say"
+        sources.publishes.begin_publish(other, wire.PublishBegin(1, None, 60.0, {"step": 2}), 0.0)
+    assert sources.publishes.begin_publish(other, wire.PublishBegin(1, None, 60.0, {"step": 3.0}), 0.0) is first
+    assert sources.publishes.begin_publish(other, wire.PublishBegin(1, None, 60.0), 0.0) is first, "it does not say"
 
 
 def test_a_rank_that_is_further_behind_than_verdicts_are_kept_is_told_at_once() -> None:
@@ -155,7 +155,9 @@ def test_a_replica_has_so_many_publishes_without_a_verdict() -> None:
 
 def test_what_a_publisher_said_is_not_kept_beyond_the_verdict() -> None:
     sources = Sources(1)
-    publish = sources.publishes.begin(sources.rank(0, 0), wire.PublishBegin(1, None, 60.0, {"text": "x" * 1000}), 0.0)
+    publish = sources.publishes.begin_publish(
+        sources.rank(0, 0), wire.PublishBegin(1, None, 60.0, {"text": "x" * 1000}), 0.0
+    )
     assert publish.meta
     sources.publishes.end(publish, committed=False)
     assert publish.meta == publish.asked.meta == {}

@@ -21,7 +21,7 @@ from replicas.supervisor.agent.checks import Demand, Finding
 from replicas.supervisor.agent.shims import Shims
 from replicas.supervisor.fleet.admission import AgentLink
 from replicas.supervisor.wire.orders import PartSpec, plain
-from replicas.supervisor.wire.part_state import UNKNOWN, Belongings, ExitReport, LogLoss, RankExit, Remains
+from replicas.supervisor.wire.part_state import UNKNOWN, ExitReport, Inventory, LogLoss, RankExit, Remains
 from tests.support.agents import Field
 from tests.support.channel.frames import MANY, mutants
 from tests.support.fleets import group_of
@@ -92,13 +92,13 @@ def test_what_an_agent_is_told(tmp_path: Path) -> None:
 def test_what_a_supervisor_is_told() -> None:
     report = ExitReport("failed", "text", (RankExit(0, 1, lines=("a",)),))
     state = plain(
-        UNKNOWN.of_part(SPEC)._replace(
+        UNKNOWN.with_identity_of(SPEC)._replace(
             pid=5,
             main_pid=6,
             rendezvous=("h", 1),
             report=report,
             remains=Remains(1.0, ((1, "x"),)),
-            belongings=Belongings(processes=((1, 2),)),
+            belongings=Inventory(processes=((1, 2),)),
             losses=(LogLoss(3, "file", "full"),),
         )
     )

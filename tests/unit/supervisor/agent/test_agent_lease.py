@@ -130,7 +130,7 @@ class LeaseWorld:
 
         fake.obey, fake.kill_all = start, kill_all
         fake.end = lambda _: self.note("end")
-        fake.look = lambda _, until, *__: self.leases.append(
+        fake.check_shims = lambda _, until, *__: self.leases.append(
             (self.now, None if until is None else round(until - self._began, 3))
         )
         self.shims = fake

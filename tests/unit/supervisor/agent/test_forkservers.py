@@ -1,6 +1,6 @@
 """A node's forkserver: when an agent starts it, and when it gives it up.
 
-Covers: linux/place.py, supervisor/agent/forkservers.py.
+Covers: linux/rank_environment.py, supervisor/agent/forkservers.py.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import pytest
 
 from replicas import environ
 from replicas.common.backoff import Backoff
-from replicas.linux.place import lasting
 from replicas.linux.processes import MARK, NO_MARK
+from replicas.linux.rank_environment import lasting
 from replicas.linux.sockets import SocketAddress
 from replicas.supervisor.agent import forkservers
 from replicas.supervisor.agent.forkservers import TRIES, Forkservers, KeptForkserver
@@ -160,7 +160,7 @@ def test_a_mark_fits_into_the_room_for_it() -> None:
 
 class FakeNode:
     def __init__(self, spec: PartSpec) -> None:
-        self.spec, self.state = spec, UNKNOWN.of_part(spec)
+        self.spec, self.state = spec, UNKNOWN.with_identity_of(spec)
         self.orders: list[tuple[float, str]] = []
 
     def stop(self, timeout_s: float, *, stacks: bool = False, broken: str = "") -> None:
@@ -210,7 +210,7 @@ async def test_a_replica_that_starts_again_finds_the_forkserver_that_it_had(tmp_
 async def test_replicas_whose_forkserver_is_given_up_are_ended_and_say_why(tmp_path: Path) -> None:
     node = Node(tmp_path)
     works, breaks, needs_none = node.begin("later", LD_PRELOAD=""), node.begin("later"), node.begin("")
-    node.shims._cannot_sync(address_of(breaks) or "", "died 8 times")
+    node.shims._stop_users_of(address_of(breaks) or "", "died 8 times")
     assert breaks.orders == [(3.0, "the sidecar forkserver of its node died 8 times")]
     assert works.orders == needs_none.orders == []
     await node.shims.aclose()

@@ -18,19 +18,19 @@ import pytest
 from replicas.linux.processes import start_time
 from replicas.linux.smi import _stuck as smi_stuck
 from replicas.supervisor.cleanup import still_held
-from replicas.supervisor.cleanup.inventory import Stocktaking, take
-from replicas.supervisor.cleanup.still_held import HoldUps, gpu_memory
+from replicas.supervisor.cleanup.inventory import InventoryTimer, take_inventory
+from replicas.supervisor.cleanup.still_held import StartObstacles, gpu_memory
 from replicas.supervisor.wire.orders import plain, read
-from replicas.supervisor.wire.part_state import Belongings
+from replicas.supervisor.wire.part_state import Inventory
 from replicas.telemetry.events import Event, HeldUp
 
-OLD = Belongings(gpu=True, processes=((4000001, 5),))
+OLD = Inventory(gpu=True, processes=((4000001, 5),))
 
 
 def test_processes_are_found_with_their_start() -> None:
-    found = take([os.getpid(), 4_000_001])
-    assert found == Belongings(processes=((os.getpid(), start_time(os.getpid()) or 0),))
-    assert read(Belongings, plain(found)) == found
+    found = take_inventory([os.getpid(), 4_000_001])
+    assert found == Inventory(processes=((os.getpid(), start_time(os.getpid()) or 0),))
+    assert read(Inventory, plain(found)) == found
 
 
 def test_gpu_memory_that_the_driver_counts_for_the_old_is_waited_for(
@@ -70,16 +70,16 @@ HELD = ("512 MiB on GPU 0", "process 4000001 (gone)")
 EVENT = HeldUp(group="a", replica=0, generation=2, what=HELD[0], holder=HELD[1])
 
 
-def waited(old: Belongings, pause: Callable[[HoldUps], bool]) -> list[Event]:
+def waited(old: Inventory, pause: Callable[[StartObstacles], bool]) -> list[Event]:
     """The events of a wait; ``pause``: called between looks, False: give up."""
     said: list[Event] = []
-    waits = HoldUps(said.append, "a", 0, 2)
+    waits = StartObstacles(said.append, "a", 0, 2)
 
     async def sleep(seconds: float) -> bool:
         assert 0 < seconds <= 0.1
         return pause(waits)
 
-    anyio.run(waits.until_clear, [old], sleep)
+    anyio.run(waits.wait_until_clear, [old], sleep)
     assert waits.text == ""
     return said
 
@@ -89,14 +89,14 @@ def test_the_wait_ends_when_it_is_clear_given_up_or_too_long(monkeypatch: pytest
     monkeypatch.setattr(still_held, "gpu_memory", lambda pids: {*there})
     gave_up = msgspec.structs.replace(EVENT, gave_up=True)
 
-    def frees(_: HoldUps) -> bool:
+    def frees(_: StartObstacles) -> bool:
         there.clear()
         return True
 
     assert waited(OLD, lambda _: False) == [EVENT, gave_up]
     assert waited(OLD, frees) == [EVENT]
     there.add(HELD)
-    assert waited(Belongings(processes=OLD.processes), lambda _: False) == [], "it has used no GPU"
+    assert waited(Inventory(processes=OLD.processes), lambda _: False) == [], "it has used no GPU"
     monkeypatch.setattr(still_held, "CLEAR_S", 0.0)
     assert waited(OLD, lambda _: True) == [EVENT, gave_up]
 
@@ -105,7 +105,7 @@ def test_what_is_waited_for_is_shown_with_its_holder(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(still_held, "gpu_memory", lambda pids: {HELD})
     shown: list[str] = []
 
-    def looks(waits: HoldUps) -> bool:
+    def looks(waits: StartObstacles) -> bool:
         shown.append(waits.text)
         return False
 
@@ -125,7 +125,7 @@ def test_what_cannot_be_looked_for_is_said_and_ends_nothing(monkeypatch: pytest.
 
 def test_stock_is_taken_when_due_and_told_when_changed() -> None:
     pids = [os.getpid()]
-    stock = Stocktaking(lambda: pids, 100.0)
+    stock = InventoryTimer(lambda: pids, 100.0)
     assert stock.on_time(104.9) is None
     before = stock.on_time(105.0)
     assert before is not None
@@ -136,4 +136,4 @@ def test_stock_is_taken_when_due_and_told_when_changed() -> None:
     assert after is not None
     assert [pid for pid, _ in after.processes] == pids
     pids.clear()
-    assert stock.last_time(226.0) is None  # what it had counts, too
+    assert stock.take_final(226.0) is None  # what it had counts, too

@@ -13,7 +13,7 @@ import pytest
 
 from replicas.linux import cgroups
 from replicas.supervisor.cleanup import sweeping
-from replicas.supervisor.cleanup.sweeping import TRACKERS_MAX_S, TRACKERS_S, Grace, Sweep, finder
+from replicas.supervisor.cleanup.sweeping import TRACKERS_MAX_S, TRACKERS_S, Sweep, TrackerGrace, finder
 from replicas.supervisor.state import leftovers
 from replicas.supervisor.state.run_state import Saved, ShimRecord, machine
 
@@ -21,25 +21,25 @@ TRACKERS = {7, 8}
 
 
 @pytest.fixture
-def grace(monkeypatch: pytest.MonkeyPatch) -> Grace:
+def grace(monkeypatch: pytest.MonkeyPatch) -> TrackerGrace:
     monkeypatch.setattr(sweeping, "is_resource_tracker", TRACKERS.__contains__)
-    return Grace()
+    return TrackerGrace()
 
 
-def test_trackers_live_until_a_moment_after_the_last_of_the_others(grace: Grace) -> None:
+def test_trackers_live_until_a_moment_after_the_last_of_the_others(grace: TrackerGrace) -> None:
     assert grace.spared([1, 2, 7, 8], 100.0) == TRACKERS
     assert grace.spared([1, 7], 102.0) == {7}
     assert grace.spared([7], 102.0 + TRACKERS_S * 0.9) == {7}
     assert grace.spared([7], 102.0 + TRACKERS_S) == frozenset()
 
 
-def test_who_forks_faster_than_it_is_killed_gains_no_time_for_them(grace: Grace) -> None:
+def test_who_forks_faster_than_it_is_killed_gains_no_time_for_them(grace: TrackerGrace) -> None:
     assert grace.spared([1, 7], 100.0) == {7}
     assert grace.spared([2, 7], 100.0 + TRACKERS_MAX_S * 0.9) == {7}
     assert grace.spared([3, 7], 100.0 + TRACKERS_MAX_S) == frozenset()
 
 
-def test_trackers_alone_have_their_moment_too(grace: Grace) -> None:
+def test_trackers_alone_have_their_moment_too(grace: TrackerGrace) -> None:
     """The others may have died just before."""
     assert grace.spared([7], 100.0) == {7}
     assert grace.spared([7], 100.0 + TRACKERS_S) == frozenset()
@@ -75,9 +75,9 @@ def test_what_was_found_once_is_killed_until_it_is_gone(monkeypatch: pytest.Monk
     monkeypatch.setattr(sweeping, "signal_each", kill)
     looks = iter([{1: 10}, {2: 20}])
     sweep = Sweep(lambda: next(looks, {}), known={3: 30})
-    assert [sweep.once() for _ in range(3)] == [{1}, {1, 2}, {1, 2}]
+    assert [sweep.kill_once() for _ in range(3)] == [{1}, {1, 2}, {1, 2}]
     starts[1] = 11  # the pid is another process's
-    assert sweep.once() == {2}
+    assert sweep.kill_once() == {2}
     starts.clear()
     assert sweep.run(5.0) == []
     assert tries[:4] == [[1], [1, 2], [1, 2], [2]]

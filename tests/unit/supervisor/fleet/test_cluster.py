@@ -594,7 +594,7 @@ async def test_a_doctor_asks_all_nodes_at_once_and_says_which_are_away() -> None
         found, took_s = await examined(made, "n1", "n3", "n4")
         assert took_s < 1, "nobody waits for a node that is away"
         assert [line for line in found if line[1] == "problem"] == [
-            ("n3", "problem", "away: nothing is heard of its agent for 5 s")
+            ("n3", "problem", "away: its agent has been silent for 5 s")
         ]
         assert [line[0] for line in found if line[2].startswith("none on")] == ["n1", "n4"]
         made.agents["n4"].hang_up()

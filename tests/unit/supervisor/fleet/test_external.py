@@ -40,7 +40,7 @@ def test_a_replica_is_ready_while_its_program_is_there_and_waits_for_the_next() 
             group = made.groups["a"]
             assert yard.states() == {"a/0": "pending", "a/1": "pending"}
             waits = group.status(yard.now).replicas[0].reason
-            assert waits == "waits for its program, which others start, to join"
+            assert waits == "waits for its program, which you start, to join"
             yard.views["a/1"] = Readiness(False, "policy: has version 0, version 1 is committed", heartbeat_age_s=0.1)
             yard.joins("a/1", "x")
             await asyncio.sleep(1)
@@ -221,9 +221,9 @@ def test_what_others_start_cannot_be_restarted_from_here() -> None:
             yard.joins("a/0", "x")
             await asyncio.sleep(1)
             for target, rolling in (("a", False), ("a/0", False), ("a", True)):
-                with pytest.raises(errors.UsageError, match=r"group a is started by others"):
+                with pytest.raises(errors.UsageError, match=r"group a is external"):
                     await made.restart(target, rolling=rolling)
-            with pytest.raises(errors.UsageError, match="replica a/0 is started by others"):
+            with pytest.raises(errors.UsageError, match="replica a/0 is external"):
                 made.groups["a"].replicas[0].restart()
             assert yard.states() == {"a/0": "ready"}
             assert "started by others" in (await made.groups["a"].replicas[0].stacks())["a/0"]

@@ -641,7 +641,7 @@ async def test_the_end_of_the_run_leaves_behind_what_does_not_die() -> None:
         assert "left behind at the end of the run; held up by process 7" in made.all()[0].life.reason
         told = [one for _, one in yard.events if isinstance(one, HeldUp)]
         assert [one.gave_up for one in told] == [False, True]
-        assert made.words_of_end == "killed or left behind, as not ended in time: a/0"
+        assert made.words_of_end == "killed or left behind, because not ended in time: a/0"
         assert code_of(made) == exit_codes.CUT
 
 
@@ -655,11 +655,11 @@ async def test_who_is_killed_at_the_end_of_the_run_is_told_by_its_code_unless_it
             await made.wait_ready(made.groups.values())
             assert code_of(made) == exit_codes.DONE
             (exited,) = [one for _, one in yard.events if isinstance(one, ReplicaExited)]
-            assert exited.reason == "restart requested: killed, as it had not ended 10 s after SIGTERM"
+            assert exited.reason == "restart requested: killed 10 s after SIGTERM"
             await made.drain(hurry=hurry)
             assert made.cut == ([] if hurry else ["a/0"])
             assert code_of(made) == (exit_codes.DONE if hurry else exit_codes.CUT)
-            words = "" if hurry else ": killed, as it had not ended 10 s after SIGTERM"
+            words = "" if hurry else ": killed 10 s after SIGTERM"
             assert made.all()[0].life.reason == f"stopped{words}"
 
 

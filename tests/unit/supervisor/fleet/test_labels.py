@@ -44,7 +44,7 @@ async def nodes(config: Config) -> AsyncIterator[tuple[Field, Reloading]]:
         made.resources.plan(config, HERE)
         made.join("n1", labels={"pool": "x"})
         made.context.config = config
-        made.context.look()
+        made.context.wake_monitor()
         await asyncio.sleep(3)
         yield made, Reloading(made.context, lambda: made.fleet, check_plan)
 

@@ -171,7 +171,7 @@ async def test_one_that_dies_or_falls_silent_is_started_again(caplog: pytest.Log
         cluster.unheard_s = 5.0
         agent.tick()
         third = await agent.next()
-        assert "does not answer: it is replaced" in caplog.text
+        assert "does not respond; replacing it" in caplog.text
         await agent.aclose()
         assert third != second
 

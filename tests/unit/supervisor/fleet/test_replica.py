@@ -1,6 +1,6 @@
 """A replica's life on fake shims, step by step.
 
-Covers: supervisor/fleet/context.py, supervisor/fleet/course.py,
+Covers: supervisor/fleet/context.py, supervisor/fleet/generation_lifecycle.py,
 supervisor/fleet/replica.py.
 """
 
@@ -31,7 +31,7 @@ from replicas.core.lives.lifecycle import Transition
 from replicas.core.lives.placement import Share
 from replicas.core.lives.restarts import Restarts
 from replicas.supervisor.agent.machine import Machine
-from replicas.supervisor.fleet import course
+from replicas.supervisor.fleet import generation_lifecycle
 from replicas.supervisor.fleet.context import FleetContext
 from replicas.supervisor.fleet.handle import ShimHandle
 from replicas.supervisor.fleet.replica import Replica
@@ -532,7 +532,7 @@ async def test_a_shim_that_cannot_be_started_ends_those_of_the_other_nodes(
 @pytest.mark.anyio
 async def test_nothing_starts_that_the_disk_has_not_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits, says for what, and spends no restart."""
-    monkeypatch.setattr(course, "DISK_AGAIN_S", 0.01)
+    monkeypatch.setattr(generation_lifecycle, "DISK_AGAIN_S", 0.01)
     async with living(tmp_path, full="No space left on device") as (replica, world):
         await asyncio.sleep(0.03)
         assert world.shims == []

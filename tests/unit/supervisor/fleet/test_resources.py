@@ -20,7 +20,7 @@ from replicas.config.file import parse
 from replicas.config.structs import Config, ControlConfig
 from replicas.errors import BadConfig
 from replicas.supervisor.agent import machine
-from replicas.supervisor.agent.machine import Machine, look, nvml_count, visible_gpus
+from replicas.supervisor.agent.machine import Machine, inspect_machine, nvml_count, visible_gpus
 from replicas.supervisor.fleet.plans import _peak, notes, problems, refuse_unfit
 from replicas.supervisor.fleet.resources import Resources
 
@@ -52,7 +52,7 @@ def test_a_plan_that_asks_for_nothing_fits_anywhere() -> None:
 def test_gpus_that_are_not_there() -> None:
     plan = config(trainer=gpus(1, nproc_per_node=4), rollout=gpus(2, replicas=3), cpu={})
     assert problems(plan, EIGHT) == [
-        "groups.trainer.resources.gpus: 10 GPUs are asked for at once (trainer: 4 ranks x 1, rollout: 3 replicas x 2), "
+        "groups.trainer.resources.gpus: 10 GPUs are needed at once (trainer: 4 ranks x 1, rollout: 3 replicas x 2), "
         "but this machine has 8 (NVML)"
     ]
     with pytest.raises(BadConfig, match="this machine has 0"):
@@ -100,7 +100,7 @@ def test_cpus_of_one_machine_are_shared_and_of_several_asked_for() -> None:
     wants: dict[str, Any] = {"nproc_per_node": 3, "resources": {"cpu_threads": 3}}
     alone = config(a=wants)
     assert notes(alone, EIGHT) == ["9 CPU threads at once (a) share 8 CPUs"]
-    assert ledger(alone).take(alone.groups["a"], 0) == ""
+    assert ledger(alone).assign_nodes(alone.groups["a"], 0) == ""
     plan = grown(a=wants, b={"resources": {"cpu_threads": 9}}, c={"replicas": 9, "resources": {"cpu_threads": 8}})
     assert notes(plan, EIGHT) == [
         "groups.b.resources.cpu_threads: 9 for each rank, but this process may use 8 CPUs; "
@@ -109,15 +109,15 @@ def test_cpus_of_one_machine_are_shared_and_of_several_asked_for() -> None:
         "it waits for agents on other machines",
     ]
     nodes = ledger(plan)
-    assert nodes.take(plan.groups["a"], 0) == "9 CPUs (at most 8 on a node)"
-    assert {nodes.take(plan.groups["c"], index) for index in range(9)} == {""}, "shared"
+    assert nodes.assign_nodes(plan.groups["a"], 0) == "9 CPUs (at most 8 on a node)"
+    assert {nodes.assign_nodes(plan.groups["c"], index) for index in range(9)} == {""}, "shared"
     nodes.offer("n1", replace(EIGHT, cpus=9), {})
-    assert nodes.take(plan.groups["a"], 0) == ""
+    assert nodes.assign_nodes(plan.groups["a"], 0) == ""
     assert [share.node for share in nodes.shares("a", 0)] == ["n1"]
-    assert nodes.take(plan.groups["c"], 0) == ""
+    assert nodes.assign_nodes(plan.groups["c"], 0) == ""
     assert [share.node for share in nodes.shares("c", 0)] == ["local"], "it keeps its place"
     more = grown(c={"resources": {"cpu_threads": 9}}).groups["c"]
-    assert nodes.take(more, 0) == ""
+    assert nodes.assign_nodes(more, 0) == ""
     assert [share.node for share in nodes.shares("c", 0)] == ["n1"], "its own has too few by now"
 
 
@@ -133,21 +133,21 @@ def test_gpus_are_kept_over_restarts_and_given_back() -> None:
     plan = config(a=gpus(3, replicas=2), b=gpus(3))
     resources = ledger(plan)
     a, b = plan.groups["a"], plan.groups["b"]
-    assert resources.take(a, 0) == resources.take(a, 1) == ""
-    assert resources.take(a, 0) == ""
+    assert resources.assign_nodes(a, 0) == resources.assign_nodes(a, 1) == ""
+    assert resources.assign_nodes(a, 0) == ""
     assert (held(resources, "a", 0), held(resources, "a", 1)) == (("0", "1", "2"), ("3", "4", "5"))
-    assert resources.take(b, 0) == "3 GPUs (2 free)"
+    assert resources.assign_nodes(b, 0) == "3 GPUs (2 free)"
     resources.release("a", 0)
-    assert resources.take(b, 0) == ""
+    assert resources.assign_nodes(b, 0) == ""
     assert held(resources, "b", 0) == ("0", "1", "2")
     assert resources.free_on("local") == ("6", "7")
 
 
 def test_a_group_that_asks_for_another_number_takes_anew() -> None:
     resources = ledger(config(a=gpus(8)))
-    assert resources.take(config(a=gpus(8)).groups["a"], 0) == ""
+    assert resources.assign_nodes(config(a=gpus(8)).groups["a"], 0) == ""
     fewer = config(a=gpus(2)).groups["a"]
-    assert resources.take(fewer, 0) == ""
+    assert resources.assign_nodes(fewer, 0) == ""
     assert len(held(resources, "a", 0)) == 2
 
 
@@ -155,7 +155,7 @@ def test_the_environment_of_each_node() -> None:
     plan = config(a=gpus(2, nproc_per_node=2, nnodes=2), cpu={"resources": {"cpu_threads": 3}})
     resources = ledger(plan)
     a = plan.groups["a"]
-    assert resources.take(a, 0) == ""
+    assert resources.assign_nodes(a, 0) == ""
     order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     assert resources.environment(a, 0, 0) == {"CUDA_VISIBLE_DEVICES": "0,1,2,3", **order}
     assert resources.environment(a, 0, 1) == {"CUDA_VISIBLE_DEVICES": "4,5,6,7", **order}
@@ -175,7 +175,7 @@ def test_no_gpu_has_two_owners(steps: list[tuple[str, int, bool]]) -> None:
     resources = ledger(plan)
     for name, index, takes in steps:
         if takes:
-            resources.take(plan.groups[name], index)
+            resources.assign_nodes(plan.groups[name], index)
         else:
             resources.release(name, index)
         given = [gpu for group in "abc" for replica in range(3) for gpu in held(resources, group, replica)]
@@ -191,7 +191,7 @@ def test_no_gpu_has_two_owners(steps: list[tuple[str, int, bool]]) -> None:
 )
 def test_visible_gpus(text: str, found: tuple[str, ...]) -> None:
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": text}) == found
-    assert look(environ={"CUDA_VISIBLE_DEVICES": text}).gpus == found
+    assert inspect_machine(environ={"CUDA_VISIBLE_DEVICES": text}).gpus == found
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_a_driver_that_hangs_or_says_no(program: str, found: tuple[int | None, s
 
 def test_this_machine_has_something() -> None:
     assert visible_gpus({}) is None
-    here = look(gpus=False)
+    here = inspect_machine(gpus=False)
     assert here.cpus >= 1
     assert here.memory_nbytes > 1 << 28
     assert here.gpus == ()
@@ -219,11 +219,13 @@ def test_limits_need_controllers_that_we_may_use(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(machine, "find_own", lambda: tmp_path)
     controllers = tmp_path / "cgroup.controllers"
     controllers.write_text("cpu memory pids\n")
-    assert look(gpus=False).limits_refused == ""
+    assert inspect_machine(gpus=False).limits_refused == ""
     controllers.write_text("cpu\n")
-    assert look(gpus=False).limits_refused.startswith(f"{tmp_path} has no controller memory or pids; start it")
+    assert inspect_machine(gpus=False).limits_refused.startswith(
+        f"{tmp_path} has no controller memory or pids; start it"
+    )
     controllers.unlink()
-    assert look(gpus=False).limits_refused.startswith("No such file or directory; ")
+    assert inspect_machine(gpus=False).limits_refused.startswith("No such file or directory; ")
 
 
 @given(st.integers(0, 1 << 30))

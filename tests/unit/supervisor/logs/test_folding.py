@@ -20,7 +20,7 @@ def fold(*parts: bytes | float) -> list[bytes]:
     for part in parts:
         if isinstance(part, float):
             now = part
-            logged.append(folder.late(now))
+            logged.append(folder.take_due_lines(now))
             continue
         pending += part
         folded = folder.fold(pending, now)

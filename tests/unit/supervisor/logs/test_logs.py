@@ -158,7 +158,7 @@ def test_a_full_disk_drops_lines_counts_them_and_says_so_when_it_has_room(
     assert (tmp_path / "rank-0.log").read_bytes() == b"before\n"  # no part of a line is left
     monkeypatch.undo()
     assert log.due is not None
-    log.late(log.due)
+    log.log_due_lines(log.due)
     pipe.write(b"after\n")
     log.read(0, log.due or 9.0)
     missing = b"replicas: 4 lines (48 bytes) are missing here: No space left on device\n"

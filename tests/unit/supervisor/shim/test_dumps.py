@@ -59,13 +59,13 @@ def test_a_file_of_a_process_that_is_gone_or_not_ours_is_no_reason_to_signal(tmp
     for name in (f"0.{me}.{start}", f"1.{me}.1", "2.4000001.5", "notes.txt"):
         (folder / name).write_text("old")
     dump = StackDump(me, tmp_path, {}, 100.0)  # this process is not below itself
-    assert dump.look(100.0) == []
+    assert dump.collect_stacks(100.0) == []
     assert (folder / f"0.{me}.{start}").read_text() == "old"
 
 
 def test_a_rank_that_has_not_joined_is_described_from_proc(tmp_path: Path) -> None:
     me = os.getpid()
-    found = StackDump(1, tmp_path, {me: 5}, 100.0).look(100.0)
+    found = StackDump(1, tmp_path, {me: 5}, 100.0).collect_stacks(100.0)
     assert found is not None
     (stack,) = found
     assert (stack.rank, stack.pid) == (5, me)

@@ -18,7 +18,7 @@ from replicas.control.access import without_output
 from replicas.linux.processes import Child
 from replicas.supervisor.agent.shim_process import ShimProcess
 from replicas.supervisor.fleet.causes import FailureReports, exited, verdict
-from replicas.supervisor.shim.deaths import Ends, exit_report
+from replicas.supervisor.shim.deaths import EndWatch, exit_report
 from replicas.supervisor.shim.shim import Shim
 from replicas.supervisor.wire import orders
 from replicas.supervisor.wire.orders import PartSpec, plain
@@ -165,8 +165,8 @@ def test_lost_lines_are_said_once_for_each_reason() -> None:
     reports = FailureReports()
     full = LogLinesDropped(group="a", replica=0, generation=1, count=5, reason="No space left on device")
     slow = LogLinesDropped(group="a", replica=0, generation=2, count=5, reason="nobody reads", where="tee")
-    assert reports.text(full) == "a/0: lines of its log are being lost: No space left on device"
-    assert "not all of its lines are shown here" in reports.text(slow)
+    assert reports.text(full) == "a/0: losing lines of its log: No space left on device"
+    assert "some of its lines are shown only in its log" in reports.text(slow)
     assert [reports.text(one) for one in (full, slow)] == ["", ""]
 
 
@@ -179,7 +179,7 @@ def test_a_launcher_whose_socket_a_daemon_holds_is_heard_out() -> None:
     report = ExitReport("failed", "it failed")
     orders.send(theirs, {"type": "report", "report": plain(report)})
     with theirs:  # open: the stream has no end
-        shim._hear_launcher_out()
+        shim._read_last_reports()
     assert shim._report == report
     shim._selector.close()
 
@@ -187,23 +187,23 @@ def test_a_launcher_whose_socket_a_daemon_holds_is_heard_out() -> None:
 def test_the_end_of_a_process_that_is_no_child_wakes_the_loop() -> None:
     """A sidecar is a child of the node's forkserver, so no SIGCHLD tells."""
     with selectors.DefaultSelector() as selector:
-        ends = Ends(selector)
+        ends = EndWatch(selector)
         with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as sidecar:
-            assert not ends.all_over(lambda: [sidecar.pid])
+            assert not ends.watch_all(lambda: [sidecar.pid])
             sidecar.communicate(b"\n")
             ((key, _),) = selector.select(10)
             key.data()
-        assert ends.all_over(list)
+        assert ends.watch_all(list)
 
 
 def test_a_process_that_ends_while_it_is_looked_at_is_over() -> None:
     nobody = (1 << 22) + 1  # no pid is as large
     with selectors.DefaultSelector() as selector:
-        ends, looks = Ends(selector), iter([[nobody], []])
-        assert ends.all_over(lambda: next(looks))
-        assert not ends.blind
-        assert not ends.all_over(lambda: [nobody])  # it is there, and cannot be watched
-        assert ends.blind
+        ends, looks = EndWatch(selector), iter([[nobody], []])
+        assert ends.watch_all(lambda: next(looks))
+        assert not ends.has_unwatched
+        assert not ends.watch_all(lambda: [nobody])  # it is there, and cannot be watched
+        assert ends.has_unwatched
 
 
 def test_a_shim_is_silent_for_as_long_as_it_does_not_answer_but_for_our_own_pauses() -> None:
@@ -213,7 +213,7 @@ def test_a_shim_is_silent_for_as_long_as_it_does_not_answer_but_for_our_own_paus
     shim._answered_at, shim._silence = 0.0, Silence(1.0)
 
     def silent_s(at: float) -> float:
-        shim.look(at, None, 0.0)
+        shim.check_shim(at, None, 0.0)
         return shim.state.silent_s
 
     assert [silent_s(at) for at in (1.01, 2.02, 3.03)] == pytest.approx([0.0, 0.0, 2.02]), "a second is none"

@@ -18,7 +18,7 @@ from replicas.supervisor.wire.orders import REMAINS_INTERVAL_S
 def history(*events: Input) -> tuple[Phases, list[Action]]:
     """What a shim has done after these inputs, a second apart."""
     phases = Phases()
-    return phases, [action for at, event in enumerate(events) for action in phases.take(event, float(at), 9.0)]
+    return phases, [action for at, event in enumerate(events) for action in phases.enter_phase(event, float(at), 9.0)]
 
 
 END: tuple[Action, ...] = ("end_all", "close_logs")
@@ -59,20 +59,20 @@ def test_a_stop_may_advance_the_kill_and_not_delay_it() -> None:
     phases = Phases()
     assert phases.kill_at == math.inf
     for at, timeout_s, kill_at in ((10.0, 30.0, 40.0), (11.0, 60.0, 40.0), (12.0, 2.0, 14.0)):
-        phases.take("stop", at, timeout_s)
+        phases.enter_phase("stop", at, timeout_s)
         assert phases.kill_at == kill_at
-    phases.take("main_ended", 12.5)
-    phases.take("output_read", 12.6)
+    phases.enter_phase("main_ended", 12.5)
+    phases.enter_phase("output_read", 12.6)
     assert phases.kill_at == 14.0, "what remains has the time of the main process"
-    phases.take("stop", 12.7, 0.5)
+    phases.enter_phase("stop", 12.7, 0.5)
     assert phases.kill_at == 13.2
 
 
 def test_remains_of_one_that_ended_by_itself_have_a_little_time() -> None:
     phases = Phases()
-    phases.take("main_ended", 1.0)
+    phases.enter_phase("main_ended", 1.0)
     assert phases.kill_at == math.inf
-    phases.take("output_read", 2.0)
+    phases.enter_phase("output_read", 2.0)
     assert phases.kill_at == 2.0 + SWEEP_GRACE_S
 
 
@@ -80,7 +80,7 @@ def test_those_that_do_not_die_are_killed_more_seldom_and_named() -> None:
     phases, at, named = Phases(), 100.0, 0
     intervals = []
     while at < 110.0:
-        named += phases.killed(at)
+        named += phases.record_kill(at)
         intervals.append(round(phases.kill_at - at, 3))
         at = phases.kill_at
     assert (intervals[0], intervals[-1]) == (0.05, 0.5)

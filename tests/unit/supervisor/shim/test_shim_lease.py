@@ -19,7 +19,7 @@ from replicas.supervisor.wire.part_state import UNKNOWN
 
 def ends_at(lease: ShimLease, now: float = 0.0) -> float:
     """When a shim that is not paused ends."""
-    while not lease.over(now):
+    while not lease.has_expired(now):
         assert lease.wakes > now
         now = lease.wakes
     return now
@@ -27,25 +27,25 @@ def ends_at(lease: ShimLease, now: float = 0.0) -> float:
 
 def test_a_lease_ends_at_its_time_even_if_the_shim_was_paused() -> None:
     assert ends_at(ShimLease(0.0, until=5.0)) == 5.0
-    assert ShimLease(0.0, until=5.0).over(60.0)
+    assert ShimLease(0.0, until=5.0).has_expired(60.0)
     lease = ShimLease(0.0, until=5.0)
     lease.pinged(4.9, until=15.0)
     assert ends_at(lease) == 15.0
-    assert not lease.over(15.1), "it is said once"
+    assert not lease.has_expired(15.1), "it is said once"
 
 
 def test_without_a_lease_and_patience_a_shim_goes_on() -> None:
     lease = ShimLease(0.0, until=5.0, patience_s=5.0)
     lease.pinged(4.0)
     assert lease.wakes == float("inf")
-    assert not lease.over(1e9)
+    assert not lease.has_expired(1e9)
 
 
 def test_a_patience_ends_some_seconds_after_its_time_without_a_ping() -> None:
     lease = ShimLease(0.0, patience_s=20.0)
     assert ends_at(lease) == 20.0 + LAST_S
     lease = ShimLease(0.0, patience_s=20.0)
-    assert not lease.over(20.0)
+    assert not lease.has_expired(20.0)
     lease.pinged(20.5, patience_s=20.0)
     assert ends_at(lease) == 40.5 + LAST_S
 
@@ -54,15 +54,15 @@ def test_a_patience_ends_some_seconds_after_its_time_without_a_ping() -> None:
 def test_a_machine_that_was_paused_for_longer_than_the_patience_goes_on(wakes_at: float) -> None:
     """Whichever of its processes runs first."""
     lease = ShimLease(0.0, patience_s=20.0)
-    assert not lease.over(wakes_at)
+    assert not lease.has_expired(wakes_at)
     lease.pinged(wakes_at + 0.1, patience_s=20.0)
     assert ends_at(lease) == wakes_at + 20.1 + LAST_S
 
 
 def test_a_pause_within_the_last_seconds_is_none_of_them() -> None:
     lease = ShimLease(0.0, patience_s=20.0)
-    assert not lease.over(20.0)
-    assert not lease.over(600.0)
+    assert not lease.has_expired(20.0)
+    assert not lease.has_expired(600.0)
     assert ends_at(lease) == 600.0 + LAST_S
 
 
@@ -86,7 +86,7 @@ class Told(ShimProcess):
 
     def looks(self, now: float, until: float | None = None, patience_s: float = 0.0) -> list[dict[str, Any]]:
         self.told = []
-        self.look(now, until, patience_s)
+        self.check_shim(now, until, patience_s)
         return [{key: value for key, value in one.items() if key != "type"} for one in self.told]
 
     def answers(self, now: float) -> None:

@@ -35,23 +35,23 @@ def parent() -> Iterator[subprocess.Popen[str]]:
 
 def test_only_one_that_is_stopped_and_has_a_dead_child_is_blind(parent: subprocess.Popen[str]) -> None:
     watch = StoppedWatch(parent.pid)
-    assert not watch.blind(0.0)
+    assert not watch.is_stuck(0.0)
     assert watch.wakes == []  # its stop will wake the shim
 
     parent.send_signal(signal.SIGSTOP)
     eventually(lambda: is_stopped(parent.pid), "the stop")
-    assert not watch.blind(1.0)
-    assert not watch.blind(100.0)  # stopped, but its rank lives
+    assert not watch.is_stuck(1.0)
+    assert not watch.is_stuck(100.0)  # stopped, but its rank lives
     assert watch.wakes
 
     assert parent.stdin is not None
     parent.stdin.write("\n")
     parent.stdin.flush()
     eventually(lambda: has_zombie(parent.pid), "the end of its child")
-    assert not watch.blind(101.0)
-    assert not watch.blind(101.0 + STOPPED_S)
-    assert watch.blind(101.1 + STOPPED_S)
+    assert not watch.is_stuck(101.0)
+    assert not watch.is_stuck(101.0 + STOPPED_S)
+    assert watch.is_stuck(101.1 + STOPPED_S)
 
     parent.send_signal(signal.SIGCONT)
     eventually(lambda: not is_stopped(parent.pid), "its continuation")
-    assert not watch.blind(200.0)
+    assert not watch.is_stuck(200.0)

@@ -1,6 +1,6 @@
 """What a supervisor takes over, and what it must wait for, by what it finds on disk.
 
-Covers: supervisor/state/heritage.py, supervisor/state/leases.py,
+Covers: supervisor/state/predecessor.py, supervisor/state/leases.py,
 supervisor/state/state.py.
 """
 
@@ -17,8 +17,8 @@ import pytest
 from replicas.linux.processes import boot_id
 from replicas.supervisor.fleet.context import FleetContext
 from replicas.supervisor.fleet.generation import save_start
-from replicas.supervisor.state.heritage import Heritage, heritage
 from replicas.supervisor.state.leases import Lease, Leases
+from replicas.supervisor.state.predecessor import Predecessor, find_predecessor
 from replicas.supervisor.state.run_state import (
     AgentRecord,
     ProcessRecord,
@@ -45,7 +45,7 @@ def leases_of(folder: Path, *records: Lease, starts: int = 3) -> Leases:
     made.load()
     made.starts = starts
     made.write(records)
-    made.count()
+    made.write_starts()
     return found_in(folder)
 
 
@@ -59,8 +59,8 @@ def state(**changes: Any) -> Saved:
     return msgspec.structs.replace(Saved(run="r", machine=machine(), starts=3), **changes)
 
 
-def taken(saved: Saved | None, leases: Leases, *, crashed: bool = True) -> Heritage:
-    return heritage(saved, leases, crashed=crashed, longest_s=LONGEST_S)
+def taken(saved: Saved | None, leases: Leases, *, crashed: bool = True) -> Predecessor:
+    return find_predecessor(saved, leases, crashed=crashed, longest_s=LONGEST_S)
 
 
 def test_the_file_keeps_numbers_and_leases(tmp_path: Path) -> None:
@@ -68,10 +68,10 @@ def test_the_file_keeps_numbers_and_leases(tmp_path: Path) -> None:
     assert leases.found
     assert leases.records == (FAR, HERE)
     assert (leases.starts, leases.floor) == (12, 0)
-    leases.reserve(3)
+    leases.reserve_generation(3)
     leases.starts = 13
-    leases.count()
-    leases.forget_numbers(leases.records)
+    leases.write_starts()
+    leases.raise_floor(leases.records)
     found = found_in(tmp_path)
     assert (found.starts, found.floor, found.records) == (13, 18, (FAR, HERE))
     assert leases.path.stat().st_mode & 0o777 == 0o600
@@ -86,7 +86,7 @@ def test_what_another_release_has_written_can_be_read(tmp_path: Path) -> None:
     found = found_in(tmp_path)
     assert (found.starts, found.records) == (7, (FAR, Lease(unseen=True)))
     left = taken(state(starts=7), found)
-    assert left.sure
+    assert left.is_newest
     assert [(one.node, one.lease_s) for one in left.unseen] == [("", LONGEST_S)], "what is not understood counts"
 
 
@@ -95,7 +95,7 @@ def test_a_damaged_file_makes_everything_wait_for_the_longest_lease(content: byt
     (tmp_path / "leases").write_bytes(content)
     left = taken(state(), found_in(tmp_path))
     assert [(one.node, one.lease_s) for one in left.unseen] == [("", LONGEST_S)]
-    assert not left.sure
+    assert not left.is_newest
 
 
 @pytest.mark.parametrize("content", [b"", None])
@@ -131,7 +131,7 @@ def test_a_lease_that_the_disk_does_not_take_is_not_there(tmp_path: Path) -> Non
     assert leases.records == found_in(tmp_path).records == ()
     with file_size_limit(60):
         leases.starts = 4
-        leases.count()  # it takes no room
+        leases.write_starts()  # it takes no room
     assert found_in(tmp_path).starts == 4
 
 
@@ -139,7 +139,7 @@ def test_a_file_that_is_purged_while_the_run_lives_is_made_again(tmp_path: Path)
     leases = leases_of(tmp_path, FAR)
     leases.path.unlink()
     leases.starts = 4
-    leases.count()
+    leases.write_starts()
     found = found_in(tmp_path)
     assert (found.starts, found.records) == (4, (FAR,))
 
@@ -162,7 +162,7 @@ def test_a_start_that_the_state_does_not_name_is_not_counted(tmp_path: Path) -> 
         assert not run.run_state.save(state(starts=1))
     assert [bool(save_start(context, 1)) for _ in range(2)] == [True, True]
     run.leases.write((FAR,))
-    assert taken(state(starts=0), found_in(tmp_path)).sure
+    assert taken(state(starts=0), found_in(tmp_path)).is_newest
     assert not save_start(context, 1)
     assert found_in(tmp_path).starts == 1
     run.release(ended=True, left=())
@@ -180,36 +180,36 @@ def test_leases_are_synced_with_their_folder_before_they_are_granted(
 
 
 def test_nothing_is_waited_for_at_a_first_start(tmp_path: Path) -> None:
-    assert taken(None, found_in(tmp_path), crashed=False) == Heritage()
+    assert taken(None, found_in(tmp_path), crashed=False) == Predecessor()
 
 
 def test_the_newest_state_tells_what_runs(tmp_path: Path) -> None:
     agents = (AgentRecord(node="b", incarnation="i", scope="elsewhere", lease_s=20.0),)
     left = taken(state(agents=agents), leases_of(tmp_path, FAR))
-    assert (left.agents, left.leases, left.unseen, left.sure) == (agents, (FAR,), (), True)
+    assert (left.agents, left.leases, left.unseen, left.is_newest) == (agents, (FAR,), (), True)
 
 
 @pytest.mark.parametrize("starts", [0, 2])
 def test_under_a_state_that_is_old_anything_may_run(starts: int, tmp_path: Path) -> None:
     left = taken(state(starts=starts), leases_of(tmp_path, FAR, HERE))
-    assert (left.unseen, left.sure, left.known) == ((FAR, HERE), False, this_process())
+    assert (left.unseen, left.is_newest, left.known) == ((FAR, HERE), False, this_process())
 
 
 def test_after_another_boot_no_state_is_known_to_be_the_newest(tmp_path: Path) -> None:
     left = taken(state(machine="another/1"), leases_of(tmp_path, FAR, ANOTHER_MACHINE))
-    assert (left.unseen, left.sure) == ((FAR, ANOTHER_MACHINE), False)
+    assert (left.unseen, left.is_newest) == ((FAR, ANOTHER_MACHINE), False)
 
 
 def test_under_a_lost_state_anything_may_run(tmp_path: Path) -> None:
     left = taken(None, leases_of(tmp_path, FAR, HERE, DEAD))
     assert left.unseen == (FAR, HERE), "what a dead agent of this machine has left is swept"
-    assert not left.sure
+    assert not left.is_newest
 
 
 def test_what_nobody_knew_of_is_waited_for_under_the_next_state_too(tmp_path: Path) -> None:
     unseen = msgspec.structs.replace(FAR, unseen=True)
     left = taken(state(), leases_of(tmp_path, unseen))
-    assert (left.unseen, left.sure) == ((unseen,), True)
+    assert (left.unseen, left.is_newest) == ((unseen,), True)
 
 
 @pytest.mark.parametrize(("saved", "crashed"), [(None, True), (state(), True)])
@@ -223,12 +223,12 @@ def test_without_the_file_of_leases_the_longest_is_waited_for(
 def test_the_state_of_a_release_that_kept_no_leases_is_taken_over(tmp_path: Path) -> None:
     agents = (AgentRecord(node="b", incarnation="i", scope="elsewhere", lease_s=20.0),)
     left = taken(state(starts=0, agents=agents), found_in(tmp_path))
-    assert (left.agents, left.unseen, left.sure) == (agents, (), True)
+    assert (left.agents, left.unseen, left.is_newest) == (agents, (), True)
 
 
 def test_a_run_that_grants_no_leases_waits_for_none(tmp_path: Path) -> None:
-    left = heritage(None, found_in(tmp_path), crashed=True, longest_s=0.0)
-    assert (left.unseen, left.sure) == ((), False)
+    left = find_predecessor(None, found_in(tmp_path), crashed=True, longest_s=0.0)
+    assert (left.unseen, left.is_newest) == ((), False)
 
 
 @pytest.mark.parametrize(
@@ -258,9 +258,9 @@ def supervised(folder: Path) -> StateDir:
 
 def test_a_killed_supervisor_leaves_its_leases_and_one_that_ends_none(tmp_path: Path) -> None:
     killed = supervised(tmp_path)
-    assert killed.heritage == Heritage()
+    assert killed.heritage == Predecessor()
     killed.leases.write((FAR,))
-    killed.leases.reserve(1)
+    killed.leases.reserve_generation(1)
     os.close(killed.lock)
     second = supervised(tmp_path)
     assert second.heritage.unseen == (FAR,), "its state is lost"
@@ -270,14 +270,14 @@ def test_a_killed_supervisor_leaves_its_leases_and_one_that_ends_none(tmp_path: 
     second.release(ended=True, left=())
     assert not second.leases.path.exists()
     third = supervised(tmp_path)
-    assert (third.heritage, third.leases.floor) == (Heritage(), 0)
+    assert (third.heritage, third.leases.floor) == (Predecessor(), 0)
     third.release(ended=True, left=())
 
 
 def test_a_run_that_ends_without_a_node_leaves_the_lease_of_that(tmp_path: Path) -> None:
     first = supervised(tmp_path)
     first.leases.write((FAR, HERE))
-    first.leases.reserve(4)
+    first.leases.reserve_generation(4)
     left = msgspec.structs.replace(FAR, unseen=True)
     first.release(ended=True, left=(left,))
     second = supervised(tmp_path)

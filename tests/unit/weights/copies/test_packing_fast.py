@@ -616,14 +616,14 @@ def test_a_packer_tells_how_far_it_is_and_whether_it_copies_at_once() -> None:
     for given, known in ((weights, True), (weights, True), (iter(weights.items()), False), ({}, True)):
         feed = Feed(given)
         planned = packer.plan(feed) or manifest
-        assert packer.knows(feed, planned) is known
+        assert packer.copies_at_once(feed, planned) is known
         slot = Arena(1).acquire(1, planned)
         assert slot is not None
         told.clear()
         packing = packer.pack(feed, planned, slot, told.append)
         if packing.copies is not None:  # on a machine with a GPU, which makes the copies of a walk
             packing.copies.copied.result(WAIT_S)
-        assert not packer.knows(feed, planned)
+        assert not packer.copies_at_once(feed, planned)
         assert told == sorted(set(told))
         assert told[-1] == (PROGRESS_NBYTES + 12 if given else 0), "how often is up to the copying threads"
 

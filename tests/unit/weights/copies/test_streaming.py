@@ -12,7 +12,7 @@ import torch
 
 from replicas.weights.copies import streaming
 from replicas.weights.copies.copying import copy_pairs
-from replicas.weights.copies.streaming import pays
+from replicas.weights.copies.streaming import bypasses_caches
 
 LARGE = 9 << 20
 """More than one thread copies it."""
@@ -20,15 +20,15 @@ LARGE = 9 << 20
 
 def test_it_is_compiled_where_there_is_a_compiler() -> None:
     assert streaming.available or not any(map(shutil.which, ("cc", "gcc", "clang")))
-    assert not pays(1 << 20)
-    assert pays(1 << 40) is streaming.available
+    assert not bypasses_caches(1 << 20)
+    assert bypasses_caches(1 << 40) is streaming.available
 
 
 @pytest.mark.parametrize(("to", "source"), [(0, 0), (1, 0), (0, 3), (63, 64), (17, 5)])
 def test_every_byte_arrives_at_any_alignment_and_none_beside_it(
     to: int, source: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streaming, "pays", lambda nbytes: True)
+    monkeypatch.setattr(streaming, "bypasses_caches", lambda nbytes: True)
     given = torch.arange(LARGE + 256, dtype=torch.int64).to(torch.uint8)
     memory = torch.full((LARGE + 256,), 255, dtype=torch.uint8)
     copy_pairs([(memory[to : to + LARGE], given[source : source + LARGE])])
@@ -40,7 +40,7 @@ def test_every_byte_arrives_at_any_alignment_and_none_beside_it(
 @pytest.mark.slow
 @pytest.mark.parametrize("past_caches", [False, True])
 def test_tensors_of_every_kind_are_copied_in_one_call(past_caches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming, "pays", lambda nbytes: past_caches)
+    monkeypatch.setattr(streaming, "bypasses_caches", lambda nbytes: past_caches)
     torch.manual_seed(1)
     wide = torch.randn(300, 200)
     sources = [

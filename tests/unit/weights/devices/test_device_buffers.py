@@ -18,7 +18,7 @@ from replicas import environ
 from replicas.common.sizes import size_text
 from replicas.core.base.manifest import Manifest, TensorSpec
 from replicas.errors import Gone, NoCapacity, Preflight, UsageError, WorldError
-from replicas.memory.kept import MemoryHolder
+from replicas.memory.held_memory import MemoryHolder
 from replicas.weights.copies.accelerator import accelerator
 from replicas.weights.copies.digest import digest_of
 from replicas.weights.devices.device_buffers import PAGE_NBYTES
@@ -308,7 +308,7 @@ def test_memory_made_ahead_is_pinned_on_request(gpu: FakeAccelerator) -> None:
     arena = Arena(1, name="test")
     arena.pool.pinning = True
     arena.prepare(1 << 20)
-    arena.pool.take(1 << 20, 1).close()
+    arena.pool.claim_buffer(1 << 20, 1).close()
     assert gpu.pinned == [1 << 20]
     arena.close()
 

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from replicas.errors import Gone, NoCapacity, WorldError
-from replicas.memory.kept import Living
+from replicas.memory.held_memory import Living
 from replicas.messages import SlotPlace
 from replicas.weights.memory import mappings
 from replicas.weights.memory.buffers import Buffer

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from replicas.errors import Gone
-from replicas.memory.kept import MemoryHolder
+from replicas.memory.held_memory import MemoryHolder
 from replicas.messages import SlotPlace
 from replicas.weights.memory.arena import Arena, Slot
 from replicas.weights.memory.buffers import Buffer

@@ -1,6 +1,6 @@
 """Limits that an update meets while it is mapped: typed errors that name them.
 
-Covers: linux/scarce.py, weights/memory/left.py.
+Covers: linux/scarce.py, weights/memory/still_mapped.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from replicas import errors
 from replicas.linux import scarce
 from replicas.testing import FakeRun
 from replicas.weights.devices.device_buffers import _Lingering
-from replicas.weights.memory import left, mappings
+from replicas.weights.memory import mappings, still_mapped
 from replicas.weights.memory.buffers import Buffer
 from replicas.weights.memory.pool import PREPARED_NBYTES, Pool
 
@@ -139,14 +139,14 @@ def test_without_threads_memory_is_left_and_its_readers_are_looked_up_later(monk
         looked.set()
         return {}
 
-    monkeypatch.setattr(left, "mappers", look)
+    monkeypatch.setattr(still_mapped, "mappers", look)
     pool = Pool("test", 0)
     buffers = [Buffer.allocate(64, "test") for _ in range(2)]
     with no_thread():
-        pool.leave(buffers[0])
+        pool.close_shown(buffers[0])
     assert buffers[0].fd < 0
     assert not looked.is_set()
-    pool.leave(buffers[1])
+    pool.close_shown(buffers[1])
     assert buffers[1].fd < 0
     assert looked.wait(30)
     pool.close()
@@ -156,7 +156,7 @@ def test_without_threads_memory_is_made_when_it_is_needed() -> None:
     pool = Pool("test", 0)
     with no_thread():
         pool.prepare(PREPARED_NBYTES, 1)
-        pool.take(PREPARED_NBYTES, 1).close()
+        pool.claim_buffer(PREPARED_NBYTES, 1).close()
     pool.prepare(PREPARED_NBYTES, 1)  # and made ahead as soon as there is a thread
     if (worker := pool._worker) is not None:
         worker.join(30)

@@ -83,7 +83,7 @@ def test_what_was_mapped_never_changes_and_its_memory_is_freed_after_it(way: str
         assert fill(arena, version) is slot
     assert numbers(kept) == [1.0] * 8
     assert slot.buffer.key != first
-    assert len(mappers({*arena.pool.left._nbytes})[os.getpid()]) == 1
+    assert len(mappers({*arena.pool.still_mapped._nbytes})[os.getpid()]) == 1
     arena.close()
     assert memory_left()
     del kept
@@ -238,7 +238,7 @@ def test_who_keeps_every_version_is_named(caplog: pytest.LogCaptureFixture, monk
     caplog.set_level(logging.WARNING, "replicas.weights")
     for version in range(1, 4):
         kept.append(load_file(fill(arena, version).buffer.show())["x"])
-    looking = arena.pool.left._looking
+    looking = arena.pool.still_mapped._looking
     if looking is not None:
         looking.join(30)
     (text,) = caplog.messages

@@ -1,4 +1,4 @@
-"""Rounds: all ranks of a target replica load the same versions, in the same order.
+"""Load rounds: all ranks of a target replica load the same versions, in the same order.
 
 A replica that wants new weights runs a *round*: the newest committed version at the
 moment when the first of its ranks asks, provided that all its ranks are members and
@@ -46,14 +46,14 @@ from replicas.messages.identity import Member
 
 
 @dataclass(slots=True)
-class Round:
+class LoadRound:
     state: RoundState = "idle"
     version: int = 0
     """The version that all ranks load in this round; 0 before the first."""
     taken: set[Member] = field(default_factory=set)
     """Ranks that were granted it and have not reported the result yet."""
     asks: dict[Member, ReceiveAsk] = field(default_factory=dict)
-    again: set[Member] = field(default_factory=set)
+    asks_same: set[Member] = field(default_factory=set)
     """Ranks whose ask is met by their own version."""
     owed: set[Member] = field(default_factory=set)
     """Ranks that get ``version`` if they ask again, as another rank did."""
@@ -116,13 +116,13 @@ class ReplicaView(NamedTuple):
     ranks: Sequence[MemberState]
     expected: int
 
-    def begun(self, round_: Round) -> bool:
+    def begun(self, round_: LoadRound) -> bool:
         """Return True if any rank may look at the round's version, or serves it."""
         loaded = (round_.done, *(state.loaded for state in self.ranks))
         return bool(round_.taken) or round_.version in loaded
 
 
-class Rounds:
+class LoadRounds:
     """The rounds of every target replica of a channel.
 
     :param view: the present members of a replica, by group and index.
@@ -130,23 +130,23 @@ class Rounds:
 
     def __init__(self, channel: str, view: Callable[[str, int], ReplicaView], out: list[Effect]) -> None:
         self._channel, self.view, self._out = channel, view, out
-        self._rounds: dict[tuple[str, int], Round] = {}
+        self._of_replica: dict[tuple[str, int], LoadRound] = {}
         self._due: set[tuple[str, int]] = set()
         self._due_newest = Newest(0)
         self._loaded: Counter[int] = Counter()
         """By version: how many ranks that carry bytes serve it."""
 
-    def of(self, group: str, replica: int) -> Round:
-        return self._rounds.setdefault((group, replica), Round())
+    def of(self, group: str, replica: int) -> LoadRound:
+        return self._of_replica.setdefault((group, replica), LoadRound())
 
     @property
     def replicas(self) -> list[tuple[str, int]]:
         """Replicas that have, or had, ranks that carry bytes."""
-        return list(self._rounds)
+        return list(self._of_replica)
 
-    def _known(self, group: str, replica: int) -> Round:
+    def _known(self, group: str, replica: int) -> LoadRound:
         """Return the replica's round, without beginning one."""
-        return self._rounds.get((group, replica), Round())
+        return self._of_replica.get((group, replica), LoadRound())
 
     def touch(self, state: MemberState) -> None:
         """Note a change of this rank: its replica is due if it waits for a grant."""
@@ -158,7 +158,7 @@ class Rounds:
         """Return the replicas whose round may advance, in order; each once."""
         if newest != self._due_newest:
             self._due_newest = newest
-            self._due |= {key for key, round_ in self._rounds.items() if round_.asks}
+            self._due |= {key for key, round_ in self._of_replica.items() if round_.asks}
         due, self._due = sorted(self._due), set()
         return due  # sorted: the same history gives the same messages
 
@@ -177,7 +177,7 @@ class Rounds:
         """Return True if the member waits for a grant."""
         return member in self._known(member.group, member.replica).asks
 
-    def has_open(self, member: Member) -> bool:
+    def has_open_update(self, member: Member) -> bool:
         """Return True if the member was granted an update and has not reported it."""
         return member in self._known(member.group, member.replica).taken
 
@@ -198,9 +198,9 @@ class Rounds:
         round_.taken.discard(member)
         ranks = self.view(member.group, member.replica).ranks
         if (ask.at_least or ask.key) and any(one.member == member and ask.after < one.loaded for one in ranks):
-            round_.again.add(member)
+            round_.asks_same.add(member)
         else:
-            round_.again.discard(member)
+            round_.asks_same.discard(member)
             if member in round_.owed:
                 round_.owed.clear()  # the rank asks for a newer one
         self._due.add((member.group, member.replica))
@@ -232,34 +232,34 @@ class Rounds:
             for rank in reminded:
                 if rank.loaded < round_.version and round_.version in rank.held:
                     self._out.append(Send(rank.member, Assigned(round_.version)))
-        self._settle(round_, state.member)
+        self._recompute_loaded(round_, state.member)
         if state.from_before and state.hello.assigned > state.loaded:  # it may be loading it now
             round_.grant(state.member)
 
     def loaded(self, state: MemberState, version: int) -> None:
         """Note that a rank serves ``version`` now."""
-        round_ = self._reported(state, version)
+        round_ = self._take_result(state, version)
         if round_ is not None:
             if version > round_.version:
                 round_.assign(version)
-            self._settle(round_, state.member)
+            self._recompute_loaded(round_, state.member)
 
     def failed(self, state: MemberState, version: int, why: str, *, kept: bool = False) -> None:
         """Note a failed load; ``kept``: the rank kept its version unchanged."""
-        round_ = self._reported(state, state.loaded if kept else 0)
+        round_ = self._take_result(state, state.loaded if kept else 0)
         if round_ is None:
             return
         self._note_failure(round_, state.member.group, state.member.replica, version, why, kept=kept)
         if not kept:
             round_.refused = False
             round_.move("load_failed")
-        self._settle(round_, state.member)
+        self._recompute_loaded(round_, state.member)
 
     def left_behind(self, group: str, replica: int, version: int, why: str) -> None:
         """Note that the others load a version that this replica does not load."""
         self._note_failure(self.of(group, replica), group, replica, version, why, kept=True)
 
-    def _note_failure(self, round_: Round, group: str, replica: int, version: int, why: str, *, kept: bool) -> None:
+    def _note_failure(self, round_: LoadRound, group: str, replica: int, version: int, why: str, *, kept: bool) -> None:
         if version > round_.failed:  # of several ranks the first knows why
             round_.failed, round_.failure, round_.refused = version, f"version {version} was not loaded: {why}", kept
             self._out.append(LoadFailed(self._channel, group, replica, version, why, kept))
@@ -268,11 +268,11 @@ class Rounds:
         """Return the reasons why replicas refused this or a newer version, by name."""
         return {
             f"{group}/{replica}": round_.failure
-            for (group, replica), round_ in self._rounds.items()
+            for (group, replica), round_ in self._of_replica.items()
             if round_.refused and round_.failed >= version
         }
 
-    def _reported(self, state: MemberState, version: int) -> Round | None:
+    def _take_result(self, state: MemberState, version: int) -> LoadRound | None:
         """Take the result of a load; return None if the rank carries no bytes."""
         self._count(state, -1)
         state.loaded = version
@@ -293,11 +293,11 @@ class Rounds:
         round_.owed.discard(member)
         if in_order and state.carries:
             round_.done = max(round_.done, state.loaded)  # else another rank of its life could get a newer version
-        if not self._settle(round_, member).ranks:
+        if not self._recompute_loaded(round_, member).ranks:
             round_.move("emptied")
-            del self._rounds[member.group, member.replica]  # its next life begins with a new round
+            del self._of_replica[member.group, member.replica]  # its next life begins with a new round
 
-    def _settle(self, round_: Round, member: Member) -> ReplicaView:
+    def _recompute_loaded(self, round_: LoadRound, member: Member) -> ReplicaView:
         """Recompute the version that the ranks serve together."""
         if round_.asks:
             self._due.add((member.group, member.replica))
@@ -354,13 +354,13 @@ class Rounds:
                 round_.grant(state.member)
                 self._out.append(Send(state.member, ReceiveGrant(ask.ask, round_.version)))
 
-    def _given_again(self, round_: Round, view: ReplicaView, latest: int) -> bool:
+    def _given_again(self, round_: LoadRound, view: ReplicaView, latest: int) -> bool:
         """Grant the version that all serve to ranks that ask for it again.
 
         Return True if no other version may be opened, as a rank is still owed this one.
         """
         version = round_.version
-        asking = [state for state in view.ranks if state.member in round_.asks and state.member in round_.again]
+        asking = [state for state in view.ranks if state.member in round_.asks and state.member in round_.asks_same]
         if asking and not round_.owed and version == latest:  # all are owed the version that the first of them gets
             round_.owed = {state.member for state in view.ranks}
         for state in asking:
@@ -376,7 +376,7 @@ class Rounds:
         return bool(round_.owed)
 
     @staticmethod
-    def _in_progress(round_: Round, view: ReplicaView) -> bool:
+    def _in_progress(round_: LoadRound, view: ReplicaView) -> bool:
         """Return True if a rank has yet to load the round's version, and can."""
         waiting = [state for state in view.ranks if state.loaded != round_.version]
         if round_.state in ("idle", "loaded") or not waiting or not view.begun(round_):

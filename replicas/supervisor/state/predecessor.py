@@ -23,7 +23,7 @@ from replicas.supervisor.state.leases import Lease, Leases
 from replicas.supervisor.state.run_state import AgentRecord, ProcessRecord, Saved, ShimRecord, machine
 
 
-class Heritage(NamedTuple):
+class Predecessor(NamedTuple):
     """Agents, shims and leases of an earlier supervisor.
 
     :ivar agents: nodes to expect, and ``shims`` on them.
@@ -38,10 +38,10 @@ class Heritage(NamedTuple):
     known: ProcessRecord | None = None
     leases: tuple[Lease, ...] = ()
     unseen: tuple[Lease, ...] = ()
-    sure: bool = True
+    is_newest: bool = True
 
 
-def heritage(saved: Saved | None, leases: Leases, *, crashed: bool, longest_s: float) -> Heritage:
+def find_predecessor(saved: Saved | None, leases: Leases, *, crashed: bool, longest_s: float) -> Predecessor:
     """Return the agents, shims and leases of an earlier supervisor.
 
     :param crashed: True if an earlier supervisor has not ended in order.
@@ -58,13 +58,13 @@ def heritage(saved: Saved | None, leases: Leases, *, crashed: bool, longest_s: f
     agents = [one for one in agents if not one.local or (_lives(one.process) if _is_here(one.scope) else one.lease_s)]
     known = [one.process for one in left if one.local and _is_here(one.scope)]
     known += [one.process for one in agents if one.local and _is_here(one.scope)]
-    return Heritage(
+    return Predecessor(
         agents=tuple(agents),
         shims=saved.shims if saved is not None else (),
         known=next(iter(known), None),
         leases=tuple(left),
         unseen=tuple(one for one in left if one.unseen or not sure),
-        sure=sure,
+        is_newest=sure,
     )
 
 

@@ -86,8 +86,8 @@ class PortRules:
     ) -> None:
         self.refused, self.knows, self.hosts = refused, knows, hosts
         self._live = live
-        self.unproven: Bounded[Visit] = Bounded(UNPROVEN)
-        self.strangers: Bounded[Visit] = Bounded(STRANGERS)
+        self.unproven: Bounded[PortConnection] = Bounded(UNPROVEN)
+        self.strangers: Bounded[PortConnection] = Bounded(STRANGERS)
         self.pace = RateLimit(asyncio.get_running_loop().time(), STRANGERS_SHARE)
         """Account of the requests of all strangers."""
 
@@ -117,9 +117,9 @@ class Port(Protocol):
     rules: PortRules | None
     refused: Callable[[str], None]
     sockets: Mapping[str, SocketRoute]
-    visits: set[Visit]
+    connections: set[PortConnection]
 
-    def pages(self, visit: Visit) -> asyncio.Protocol:
+    def pages(self, visit: PortConnection) -> asyncio.Protocol:
         """Return a protocol that serves pages; its requests' scope has ``visit``."""
 
     def serve(self, route: SocketRoute, websocket: WebSocket) -> None:
@@ -129,7 +129,7 @@ class Port(Protocol):
         """Return the answer that refuses this connection, or ``b""`` if allowed."""
 
 
-class Visit(asyncio.Protocol):
+class PortConnection(asyncio.Protocol):
     """The protocol of one connection until it becomes a WebSocket or closes.
 
     :param source: its source, for limits. :param until: loop time by which its head
@@ -161,11 +161,11 @@ class Visit(asyncio.Protocol):
         self.transport = cast("asyncio.Transport", transport)
         self.opening = None
         self.is_secure = transport.get_extra_info("sslcontext") is not None
-        self._port.visits.add(self)
+        self._port.connections.add(self)
         if self.rules is not None:
             self._wait(max(0.0, self._until - self._loop.time()))
 
-    def count_in(self, crowd: Bounded[Visit]) -> None:
+    def count_in(self, crowd: Bounded[PortConnection]) -> None:
         """Add it to a set of limited size; close the connection that it displaces."""
         if (one := crowd.add(self, self._source)) is not None:
             self._port.refused("too_many")
@@ -216,7 +216,9 @@ class Visit(asyncio.Protocol):
         if (probe := rules.answer_at_once(head)) is not None:
             return probe
         if not rules.knows(authorization_of(head)):
-            if self.is_secure and rules.pace.charge(REQUEST_S, self._loop.time()):  # without TLS the door charges it
+            if self.is_secure and rules.pace.charge(
+                REQUEST_S, self._loop.time()
+            ):  # without TLS the acceptor charges it
                 rules.refused("too_many")
                 return answer("503 Service Unavailable", "too many requests without a token")
             self.count_in(rules.strangers)
@@ -236,7 +238,7 @@ class Visit(asyncio.Protocol):
         if websocket.open(head, judge):
             self._port.serve(route, websocket)
             if rest:  # a client need not wait for the answer
-                websocket.take(rest)
+                websocket.feed_bytes(rest)
 
     # ------------------------------------------------------------ answers, and the end
 
@@ -254,7 +256,7 @@ class Visit(asyncio.Protocol):
         """End a response; abort later if the peer does not read the rest of it."""
         if kind == "websocket":  # a route of the caller, whose protocol has the transport now
             self.left()
-        elif self.transport.is_closing() and self in self._port.visits:  # it may have left already
+        elif self.transport.is_closing() and self in self._port.connections:  # it may have left already
             self._wait(STALL_TIMEOUT_S)
 
     def cut(self) -> None:
@@ -300,7 +302,7 @@ class Visit(asyncio.Protocol):
 
     def left(self) -> None:
         """Remove the connection from the port's sets."""
-        self._port.visits.discard(self)
+        self._port.connections.discard(self)
         if self.rules is not None:
             self.rules.unproven.discard(self)
             self.rules.strangers.discard(self)
@@ -320,7 +322,7 @@ class Pages:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        visit: Visit = scope["state"].pop(KEY)
+        visit: PortConnection = scope["state"].pop(KEY)
         raw = scope["raw_path"]
         if raw.lower().startswith((b"http://", b"https://")):
             host, _, path = raw.partition(b"://")[2].partition(b"/")

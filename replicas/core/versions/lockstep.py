@@ -1,4 +1,4 @@
-"""Adoption: either all targets of a channel load a version, or none does.
+"""Lockstep: either all targets of a channel load a version, or none does.
 
 Theory of operation
 ===================
@@ -46,7 +46,7 @@ from replicas.config.structs import ChannelConfig
 from replicas.core.base.effects import Effect, Send
 from replicas.core.members.history import History
 from replicas.core.members.member_state import MemberState
-from replicas.core.versions.rounds import Newest, Rounds
+from replicas.core.versions.load_rounds import LoadRounds, Newest
 from replicas.messages.bounds import REASON_LENGTH, text_of
 from replicas.messages.identity import Member
 
@@ -56,10 +56,10 @@ Key = tuple[str, int]
 """Group and index of a replica."""
 
 
-class Adoption:
+class Lockstep:
     """The adoptions of one channel."""
 
-    def __init__(self, config: ChannelConfig, rounds: Rounds, history: History, out: list[Effect]) -> None:
+    def __init__(self, config: ChannelConfig, rounds: LoadRounds, history: History, out: list[Effect]) -> None:
         self._config, self._rounds, self._history, self._out = config, rounds, history, out
         self._adopted, self._rejected = {0}, dict[int, str]()
         self._served = self._newest = self._candidate = Newest(0)
@@ -84,7 +84,7 @@ class Adoption:
         """The newest adopted version; 0 if there is none."""
         return self._served.version
 
-    def given_up(self, version: int) -> bool:
+    def is_rejected(self, version: int) -> bool:
         """Return True if neither it nor the newest committed version is loaded."""
         return version > self.served and self._newest.version in self._rejected
 
@@ -166,7 +166,7 @@ class Adoption:
         while self._due or now > self._deadline:
             self._due = False
             self._answer()
-            self._look(now)
+            self._decide_if_due(now)
             self._asked.clear()
         if self._candidate.version:
             return self._candidate
@@ -199,7 +199,7 @@ class Adoption:
         error = errors.NotAdopted(text, channel=self._config.name, version=version, phase="load", unanimous=True)
         return wire.WireError.of(error)
 
-    def _look(self, now: float) -> None:
+    def _decide_if_due(self, now: float) -> None:
         """End the poll if a replica lacks the version, all reported, or time is up."""
         version = self._candidate.version
         leads = any(not self.served or self._rounds.of(*_key(member)).loaded for member in self._said)

@@ -24,14 +24,14 @@ FRESH_S = 2.5
 """Older reports are ignored, in seconds."""
 
 
-class Pace:
+class LaneProgress:
     """Progress of the current attempt in one process group."""
 
     def __init__(self) -> None:
         self._reports: dict[Member, tuple[float, LaneMoved]] = {}
         """The last report of each member, with its time of arrival."""
 
-    def begin(self) -> None:
+    def restart(self) -> None:
         """Start measuring another attempt."""
         self._reports.clear()
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from replicas.linux import cgroups
-from replicas.linux.processes import MARK, bear_mark, pid_of
+from replicas.linux.processes import MARK, pid_of, set_mark
 
 _LASTING = ("GLIBC_", "LD_", "MALLOC_", "PYTHON", "TORCH_")
 _MAX_NBYTES = 16 << 20  # larger than any environment that the kernel accepts
@@ -27,7 +27,7 @@ def lasting(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name.startswith(_LASTING)}
 
 
-def describe() -> list[int]:
+def describe_own_place() -> list[int]:
     """Return descriptors of this process's stderr and of a file of its environment."""
     try:
         output = os.dup(2)
@@ -43,10 +43,10 @@ def describe() -> list[int]:
     return [output, environment]
 
 
-def take(pidfd: int, output: int, environment: int) -> None:
+def join_place(pidfd: int, output: int, environment: int) -> None:
     """Take over the control group, output and environment of a rank.
 
-    :param pidfd: the rank's process; the others are from :func:`describe`.
+    :param pidfd: the rank's process; the others are from :func:`describe_own_place`.
     :raises ValueError: the rank has a mark, and this process has no room for it.
     """
     _enter_group_of(pidfd)
@@ -55,7 +55,7 @@ def take(pidfd: int, output: int, environment: int) -> None:
     entries = (entry.partition(b"=") for entry in os.pread(environment, _MAX_NBYTES, 0).split(b"\0"))
     variables = {name: value for name, equals, value in entries if name and equals}
     if MARK.encode() in variables:
-        bear_mark(variables[MARK.encode()].decode())  # the room for it is found by its name
+        set_mark(variables[MARK.encode()].decode())  # the room for it is found by its name
     os.environb.clear()
     os.environb.update(variables)
 

@@ -33,7 +33,7 @@ from typing import Any
 
 from replicas.coordinator.addresses import source_of
 from replicas.coordinator.limits import Bounded, RateLimit
-from replicas.coordinator.visits import (
+from replicas.coordinator.port_connections import (
     HEAD_NBYTES,
     REQUEST_S,
     REQUEST_TIMEOUT_S,
@@ -83,7 +83,7 @@ class _Waiting:
     """It has sent the beginning of a request."""
 
 
-class Door:
+class Acceptor:
     """Accepts and queues the connections of one listener.
 
     :param tls: the port speaks TLS.
@@ -139,7 +139,7 @@ class Door:
                 self._no_room()
                 return
             one = _Waiting(sock, source_of(address[0]), self._loop.time() + REQUEST_TIMEOUT_S)
-            if not self._look(one, ended=False):
+            if not self._handle_arrived(one, ended=False):
                 self._wait(one)
 
     def _no_room(self) -> None:
@@ -170,7 +170,7 @@ class Door:
             for fd, events in found:
                 if (one := self._by_fd.get(fd)) is not None:
                     # any other event: the peer has closed it, or its sending side
-                    self._look(one, ended=bool(events & ~select.EPOLLIN))
+                    self._handle_arrived(one, ended=bool(events & ~select.EPOLLIN))
 
     def _sweep(self) -> None:
         """Close connections that have waited past their deadline."""
@@ -184,7 +184,7 @@ class Door:
 
     # ------------------------------------------------------------ one connection
 
-    def _look(self, one: _Waiting, *, ended: bool) -> bool:
+    def _handle_arrived(self, one: _Waiting, *, ended: bool) -> bool:
         """Handle the bytes that have arrived. Return False if more are needed."""
         try:
             data = self._peeked(one)

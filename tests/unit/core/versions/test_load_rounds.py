@@ -1,6 +1,6 @@
 """The round of a target replica: its life by the table, under any history.
 
-Covers: core/versions/rounds.py.
+Covers: core/versions/load_rounds.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from replicas.common.table import InvalidStep
 from replicas.core.base.effects import Effect, ReplicaLoaded, Send
 from replicas.core.base.membership import ROUND
 from replicas.core.members.member_state import MemberState
-from replicas.core.versions.rounds import Newest, ReplicaView, Rounds
+from replicas.core.versions.load_rounds import LoadRounds, Newest, ReplicaView
 from replicas.messages.identity import Member, ProcessIdentity
 
 HELLO = wire.Hello(1, "", "policy", "rollout", 0, 0, 2, "", 1, ProcessIdentity(1, 2, "b", 3))
@@ -28,7 +28,7 @@ class Replica:
 
     def __init__(self) -> None:
         self.out: list[Effect] = []
-        self.rounds = Rounds("policy", lambda group, replica: self.view(), self.out)
+        self.rounds = LoadRounds("policy", lambda group, replica: self.view(), self.out)
         self.ranks: dict[int, MemberState] = {}
         self.latest = 0
         self.meta: dict[str, object] | None = {}
@@ -411,7 +411,7 @@ def test_a_rank_that_runs_ahead_asks_for_the_next_round(replica: Replica) -> Non
 
 def test_what_the_publisher_said_may_become_known_later() -> None:
     """To a coordinator that has started again, which asks a holder."""
-    rounds = Rounds("policy", lambda group, replica: ReplicaView([], 0), [])
+    rounds = LoadRounds("policy", lambda group, replica: ReplicaView([], 0), [])
     newest = Newest(4)
     assert not newest.is_enough(wire.ReceiveAsk(1, 0, -5, "step"))
     rounds.take_due(newest)
@@ -429,7 +429,7 @@ def test_without_ranks_it_is_over_and_the_next_ones_begin_anew(replica: Replica)
     replica.lose(0)
     replica.lose(1)
     assert round_.state == "over"
-    assert not replica.rounds._rounds
+    assert not replica.rounds._of_replica
     replica.join(0)
     replica.join(1)
     assert replica.state == "idle"

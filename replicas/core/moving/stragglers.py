@@ -1,4 +1,4 @@
-"""Pacing: abandon a lane that stands still or is late; leave out far or slow members.
+"""Stragglers: abandon a lane that stands still or is late; leave out far or slow ones.
 
 Theory of operation
 ===================
@@ -6,7 +6,7 @@ Theory of operation
 *A lane* is a chain, so one broken or slow link stops or slows all of its members. The
 culprit is not searched: a lane in which nothing moves, or that has not delivered
 everything in half of the time, is abandoned, and its members pull the version
-(:mod:`replicas.core.moving.deliveries`), each at its own pace. Links on which bytes
+(:mod:`replicas.core.moving.pull_tasks`), each at its own pace. Links on which bytes
 were held up become doubtful (:mod:`replicas.core.moving.links`).
 
 *Slow members* are waited for, but with ``on_lost = "drop"`` no longer than a multiple
@@ -27,7 +27,7 @@ from typing import Protocol
 from replicas.common.backoff import Backoff
 from replicas.core.base.membership import TransferState
 from replicas.core.moving.attempt import Attempt, Payload
-from replicas.core.moving.ground import Ground
+from replicas.core.moving.channel_context import ChannelContext
 from replicas.core.moving.lanes import Lane
 from replicas.messages.identity import Member
 
@@ -44,7 +44,7 @@ SLOW = Backoff(2.0, 300.0)
 
 
 class Paced(Protocol):
-    """The attributes of a transfer that its :class:`Pacing` reads and writes."""
+    """The attributes of a transfer that its :class:`Stragglers` reads and writes."""
 
     payload: Payload
     attempt: Attempt
@@ -59,11 +59,11 @@ class Paced(Protocol):
     def drops(self) -> bool: ...
 
 
-class Pacing:
-    """Pacing of one transfer."""
+class Stragglers:
+    """The stragglers of one transfer."""
 
-    def __init__(self, ground: Ground, transfer: Paced) -> None:
-        self._ground = ground
+    def __init__(self, context: ChannelContext, transfer: Paced) -> None:
+        self._context = context
         self._transfer = transfer
 
     def tick(self, now: float) -> str:
@@ -72,24 +72,24 @@ class Pacing:
         lane, attempt = transfer.lane, transfer.attempt
         if transfer.state != "moving" or lane is None:
             return ""
-        if lane.pace.stands_still(attempt.at_work, now):
+        if lane.progress.stands_still(attempt.at_work, now):
             return self._stood_still(lane, now)
         if transfer.drops and now > attempt.began_at + (transfer.deadline - attempt.began_at) / 2:
             return "the process group had not delivered the version at half of the deadline"
         return ""
 
     def _stood_still(self, lane: Lane, now: float) -> str:
-        pairs = {(self._ground.roster.address(member), other) for member, other in lane.pace.held_up()}
+        pairs = {(self._context.roster.address(member), other) for member, other in lane.progress.held_up()}
         ends = {address for pair in pairs for address in pair}
-        names = [member.name for member in lane.members if self._ground.roster.address(member) in ends]
+        names = [member.name for member in lane.members if self._context.roster.address(member) in ends]
         names = names or [member.name for member in lane.members]
-        text = f"no byte has moved for {lane.pace.still_s():.1f} s between {', '.join(names)}"
-        self._ground.links.doubt(pairs, text, now)
+        text = f"no byte has moved for {lane.progress.still_s():.1f} s between {', '.join(names)}"
+        self._context.links.doubt(pairs, text, now)
         return text
 
-    def leave_far(self, now: float) -> None:
+    def exclude_far(self, now: float) -> None:
         """Before an attempt, leave out members too far to form a group in time."""
-        transfer, roster = self._transfer, self._ground.roster
+        transfer, roster = self._transfer, self._context.roster
         if not transfer.drops:
             return
         version = transfer.payload.version
@@ -97,15 +97,15 @@ class Pacing:
         needers = [state for state in roster.states(transfer.needers) if state.host not in here]
         trips = {state.host: state.rtt_s for state in needers if state.rtt_s > FAR_TRIP_S}
         far = [state for state in needers if state.host in trips]
-        self.leave({s.member: f"it is far: a round trip takes {trips[s.host]:.1f} s" for s in far}, now)
+        self.exclude_slow({s.member: f"it is far: a round trip takes {trips[s.host]:.1f} s" for s in far}, now)
 
-    def leave(self, late: Mapping[Member, str], now: float) -> bool:
+    def exclude_slow(self, late: Mapping[Member, str], now: float) -> bool:
         """Go on without slow members: catch them up alone, and later each time.
 
         Return False if there are none, or if the version could not be committed without
         them: at least one other member, and ``min_targets`` replicas, must be left.
         """
-        transfer, roster = self._transfer, self._ground.roster
+        transfer, roster = self._transfer, self._context.roster
         others = (transfer.needers | transfer.verified) - late.keys()
         replicas = {(member.group, member.replica) for member in others}
         if not late or not others or len(replicas) < roster.config.min_targets:
@@ -120,6 +120,6 @@ class Pacing:
     def slowest(self) -> list[str]:
         """Return the names of needers behind a held-up link."""
         lane = self._transfer.lane
-        behind = {address for _, address in lane.pace.held_up()} if lane is not None else set()
-        slow = [one for one in self._transfer.needers if self._ground.roster.address(one) in behind]
+        behind = {address for _, address in lane.progress.held_up()} if lane is not None else set()
+        slow = [one for one in self._transfer.needers if self._context.roster.address(one) in behind]
         return sorted(member.name for member in slow)

@@ -1,4 +1,4 @@
-"""Pairing: match the posts of peers that form one operation.
+"""Match the posts of peers that form one operation.
 
 Theory of operation
 ===================
@@ -17,7 +17,7 @@ stream has passed gets ``Gone``; members that post different new tags get
 
 The others do not wait for a member that is behind or quarantined; with ``on_lost =
 "drop"`` nor for a silent member when they all wait for its call
-(:meth:`Pairing.held_up_by`). The member misses the operations that the others run
+(:meth:`Matching.silent_blockers`). The member misses the operations that the others run
 without it: its own post for them, or else its next post without a tag, gets ``Gone``,
 once. Its post after that is matched with the others' next operation. So no earlier post
 is ever matched with a later post of the others.
@@ -42,7 +42,7 @@ import msgspec
 from replicas import errors
 from replicas.common.sizes import some
 from replicas.core.members.member_state import MemberState
-from replicas.core.moving.ground import Ground
+from replicas.core.moving.channel_context import ChannelContext
 from replicas.core.operations.operation import Operation, Post
 from replicas.messages import OperationPost, OperationSettled
 from replicas.messages.identity import Member
@@ -53,7 +53,7 @@ SEGMENTS_MAX = 500_000
 """Limits for the waiting calls of one member, and for the tensors in them."""
 
 
-class Pairing:
+class Matching:
     """The posts of one channel of peers.
 
     :param reply: sends the error of a post that never started.
@@ -62,12 +62,12 @@ class Pairing:
 
     def __init__(
         self,
-        ground: Ground,
+        context: ChannelContext,
         reply: Callable[[Post, errors.ReplicasError], None],
         running: Callable[[str], bool],
     ) -> None:
         self._expects = True
-        self._ground, self._roster = ground, ground.roster
+        self._context, self._roster = context, context.roster
         self._verdicts: OrderedDict[str, bool] = OrderedDict()
         """True if the newest operations of this term were applied, by ref."""
         self._reply = reply
@@ -75,7 +75,7 @@ class Pairing:
         self._streams: dict[Member, list[Post]] = {}
         self._steps: dict[int, int] = {}
         self._missed: dict[Member, str] = {}
-        peers = ground.config.peers
+        peers = context.config.peers
         self._ranks = peers[0].ranks if peers else "leader"
 
     # ------------------------------------------------------------ domains
@@ -102,11 +102,11 @@ class Pairing:
             names += [f"{party.group}/{replica}/{rank}" for replica in range(shape.replicas) for rank in ranks]
         return [name for name in names if name not in self._roster.history.joined]
 
-    def expect_nobody(self) -> None:
+    def stop_waiting_for_joins(self) -> None:
         """Stop waiting for first joins: an earlier coordinator has waited for them."""
         self._expects = False
 
-    def _meant(self, message: OperationPost, member: Member) -> OperationPost:
+    def _complete_root(self, message: OperationPost, member: Member) -> OperationPost:
         """Complete the root's name by a rank, so that all members' names are equal."""
         if not message.root or message.root.count("/") >= 2:  # a whole name: group/replica/rank
             return message
@@ -127,14 +127,14 @@ class Pairing:
         """Add a member's next call to its stream, or refuse it."""
         member = state.member
         view = tuple(peer.member for peer in self.live(self.domain_of(member)))
-        post = Post(member, self._meant(message, member), now, now + message.deadline_s, view)
+        post = Post(member, self._complete_root(message, member), now, now + message.deadline_s, view)
         error = self._problem(state, post)
         if error is not None and not isinstance(error, errors.Gone):  # _tell_missed() sends Gone when it is due
             self._reply(post, error)
             return
         post.missed = error
         self._streams.setdefault(member, []).append(post)
-        self._tell_missed(post, now)
+        self._refuse_missed_if_due(post, now)
 
     def _problem(self, state: MemberState, post: Post) -> errors.ReplicasError | None:
         message, waiting = post.message, self._streams.get(post.member, ())
@@ -151,7 +151,7 @@ class Pairing:
         missed = self._missed.pop(post.member, None)  # told once
         if message.step is not None:
             return self._step_problem(post)  # the tag identifies the operation
-        return _gone(post.member, missed) if missed else None
+        return _left_out_error(post.member, missed) if missed else None
 
     def _step_problem(self, post: Post) -> errors.ReplicasError | None:
         step, passed = post.message.step, self._steps.get(self.domain_of(post.member), -1)
@@ -160,7 +160,7 @@ class Pairing:
         hint = "resynchronise this peer, then continue with the others' next step"
         return errors.Gone(f"step {step} has passed: the others have done step {passed}", phase="wait", hint=hint)
 
-    def passed(self, domain: int, step: int | None) -> None:
+    def record_step(self, domain: int, step: int | None) -> None:
         """Record a tag as done, and refuse posts with tags that have passed.
 
         A collective that failed may be tried again with the same tag.
@@ -194,7 +194,7 @@ class Pairing:
         self.end(post)
         self._reply(post, error)
 
-    def _tell_missed(self, post: Post, now: float) -> None:
+    def _refuse_missed_if_due(self, post: Post, now: float) -> None:
         """Refuse a call that the others did not wait for, when that is due.
 
         A program may join again at each ``Gone``: behind the same broken link it would
@@ -249,11 +249,11 @@ class Pairing:
         heads = [post for post in firsts if post is not None and not post.pairwise]
         if len(heads) < len(firsts):
             return  # a live peer has yet to call
-        if not heads or self._awaited(domain) or not self._settled(heads):  # _settled() last: it sends answers
+        if not heads or self._awaited(domain) or not self._settle_earlier(heads):  # _settled() last: it sends answers
             return
         name = heads[0].message.root
         root = next((i for i, head in enumerate(heads) if name and head.member.name == name), -1)
-        first = self._reckoned(heads, root)
+        first = self._expected_members(heads, root)
         problem = self._root_problem(heads, root) or _disagreement(heads) or _miscount(heads, root, first)
         if problem is not None:
             for post in heads:
@@ -267,20 +267,20 @@ class Pairing:
             what = f"{heads[0].message.kind}, as it is {state.standing}: {state.note or 'it did not respond'}"
             own = next((post for post in self._unstarted(state.member) if not post.pairwise), None)
             if own is not None:
-                own.missed = _gone(state.member, what)
-                self._tell_missed(own, now)
+                own.missed = _left_out_error(state.member, what)
+                self._refuse_missed_if_due(own, now)
             else:
                 self._missed[state.member] = what
         kind, root_post = heads[0].message.kind, heads[root] if root >= 0 else None
         yield Operation(kind, tuple(heads), root_post, domain, first, self._roster.config.name)
 
-    def settled(self, ref: str, applied: bool) -> None:
+    def record_verdict(self, ref: str, applied: bool) -> None:
         """Record the verdict of an operation."""
         self._verdicts[ref] = applied
         if len(self._verdicts) > KEPT_VERDICTS:
             self._verdicts.popitem(last=False)
 
-    def _settled(self, heads: Sequence[Post]) -> bool:
+    def _settle_earlier(self, heads: Sequence[Post]) -> bool:
         """Settle unknown earlier outcomes; return True if the operation can start."""
         if any(self._running(ref) for post in heads for ref in post.message.unsettled):
             return False  # the verdict will come
@@ -298,10 +298,10 @@ class Pairing:
         for post in heads:
             answers = found[post.member]
             for ref, applied in answers.items():  # None: no member has applied it or ever will
-                self._ground.send(post.member, OperationSettled(ref, bool(applied)))
+                self._context.send(post.member, OperationSettled(ref, bool(applied)))
             missed = [ref for ref, applied in answers.items() if applied]
             if missed:
-                self._refuse(post, _missed(post.member.name, missed))
+                self._refuse(post, _missed_result_error(post.member.name, missed))
                 ready = False
         return ready
 
@@ -319,7 +319,7 @@ class Pairing:
             hint="name another peer, or wait until it is back" if known else "see channel.members",
         )
 
-    def _reckoned(self, heads: Sequence[Post], root: int) -> tuple[Member, ...]:
+    def _expected_members(self, heads: Sequence[Post], root: int) -> tuple[Member, ...]:
         """Return the members that the callers expect: those live at the root's call.
 
         Without a root, those at the first caller's.
@@ -349,11 +349,11 @@ class Pairing:
     def tick(self, now: float) -> None:
         for posts in list(self._streams.values()):
             for post in [post for post in posts if not post.started and now > post.deadline]:
-                self._refuse(post, post.missed or self._late(post, now))
+                self._refuse(post, post.missed or self._overdue_error(post, now))
             for post in list(posts):
-                self._tell_missed(post, now)
+                self._refuse_missed_if_due(post, now)
 
-    def held_up_by(self, running: Set[int], now: float) -> list[MemberState]:
+    def silent_blockers(self, running: Set[int], now: float) -> list[MemberState]:
         """Return silent members, except roots, that all others of a collective await.
 
         :param running: domains in which a collective runs.
@@ -370,7 +370,7 @@ class Pairing:
             found += [state for state in silent if state.member.name not in roots]  # the root cannot be left out
         return found
 
-    def _late(self, post: Post, now: float) -> errors.ReplicasError:
+    def _overdue_error(self, post: Post, now: float) -> errors.ReplicasError:
         if post.pairwise:
             names, texts = [post.message.root], [post.message.root]
         else:
@@ -393,7 +393,7 @@ class Pairing:
         return errors.DeadlineExceeded(text, phase="wait", members=names, hint=hint)
 
 
-def _gone(member: Member, what: str) -> errors.ReplicasError:
+def _left_out_error(member: Member, what: str) -> errors.ReplicasError:
     return errors.Gone(
         f"the others continued without {member} ({what})",
         phase="wait",
@@ -402,7 +402,7 @@ def _gone(member: Member, what: str) -> errors.ReplicasError:
     )
 
 
-def _missed(name: str, refs: Iterable[str]) -> errors.ReplicasError:
+def _missed_result_error(name: str, refs: Iterable[str]) -> errors.ReplicasError:
     listed = ", ".join(refs)
     return errors.Gone(
         f"an earlier operation of {name} ({listed}) of unknown outcome did succeed for the others",

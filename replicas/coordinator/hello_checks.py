@@ -20,7 +20,7 @@ class NotYet(Exception):
     """The handshake cannot be answered yet; the client retries."""
 
 
-class Newcomers:
+class HelloChecks:
     """Checks the Hellos of one run.
 
     :param sessions: of all members; the caller keeps it up to date.

@@ -17,7 +17,7 @@ from replicas.common.waits import Latch, locked
 T = TypeVar("T")
 
 
-class Aside(Generic[T]):
+class BackgroundQueue(Generic[T]):
     """Calls ``work(item)`` for each item, in order, on a daemon thread of its own.
 
     :param name: name of the thread, which the first item starts.

@@ -1,4 +1,4 @@
-"""What a scheduler that starts the supervisor, such as Slurm or Ray, needs of it."""
+"""Hooks for a scheduler that starts the supervisor, such as Slurm or Ray."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from replicas.config.values import is_loopback
 from replicas.supervisor.supervisor import Supervisor
 
 
-class Surroundings(NamedTuple):
-    """What a scheduler changes about a supervisor.
+class SchedulerHooks(NamedTuple):
+    """Changes that a scheduler makes to a supervisor.
 
-    :ivar adapt: turns each config that is read into the config to use.
+    :ivar adapt: returns the config to use for each config that is read.
     :ivar preempting: signals that announce a preemption, beside SIGUSR1.
-    :ivar opened: called on the event loop when agents can join, before the run's store
-        is up and its replicas are started.
-    :ivar renewed: called when other tokens are valid, and before old ones end.
-    :ivar nodes: how the names of the nodes begin that will join, if that is known.
+    :ivar opened: called on the event loop when agents can join, before the store is up
+        and replicas are started.
+    :ivar renewed: called with new tokens valid and old ones not yet revoked.
+    :ivar nodes: beginnings of the names of nodes that will join, if known.
     """
 
     adapt: Callable[[Config], Config] = lambda config: config
@@ -32,12 +32,12 @@ class Surroundings(NamedTuple):
 
 
 def on_cluster(config: Config, address: str, min_nodes: int) -> Config:
-    """The config of a run whose machines are all offered by agents, this one too.
+    """Return the config of a run in which agents offer all machines, this one too.
 
-    Where ports would be open to this machine alone, they are open to the others.
+    Ports on loopback are moved to ``address``.
 
-    :param address: of this machine, at which the others reach it.
-    :param min_nodes: number of nodes that come together, before any replica starts.
+    :param address: of this machine, as the others reach it.
+    :param min_nodes: number of nodes that must join before any replica starts.
     """
     control, store = config.control, config.store
     if is_loopback(control.host):
@@ -49,5 +49,5 @@ def on_cluster(config: Config, address: str, min_nodes: int) -> Config:
 
 
 def invitation(supervisor: Supervisor) -> str:
-    """The secret with which agents join."""
+    """Return the secret with which agents join: ``token@host:port``."""
     return f"{supervisor.coordinator.tokens.text('operator')}@{supervisor.endpoint}"

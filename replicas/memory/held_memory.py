@@ -5,9 +5,9 @@ Theory of operation
 
 A place (:class:`~replicas.messages.SlotPlace`) names a descriptor of a living process.
 :func:`hold` opens that file with a file description of its own, through ``/proc`` or
-else through the process's door (:mod:`replicas.memory.memory_door`), and takes the
-locks that flag it as held (:mod:`replicas.linux.locks`). From then on the owner does
-not refill the memory, and the kernel does not free it when the owner ends.
+else through the process's door (:mod:`replicas.memory.descriptor_server`), and takes
+the locks that flag it as held (:mod:`replicas.linux.locks`). From then on the owner
+does not refill the memory, and the kernel does not free it when the owner ends.
 
 :class:`MemoryHolder` lets the newest committed version of a channel outlive its source:
 members open it in the coordinator's process as they would have opened it in the source.
@@ -31,7 +31,7 @@ from replicas.errors import Gone, NoCapacity, ReplicasError, WorldError
 from replicas.linux import locks
 from replicas.linux.files import open_plain
 from replicas.linux.scarce import SCARCE, limit
-from replicas.memory import memory_door
+from replicas.memory import descriptor_server
 from replicas.memory.beacon import own_door
 from replicas.messages import SlotPlace
 
@@ -40,7 +40,7 @@ T = TypeVar("T")
 log = Log("replicas.memory")
 
 
-def is_near(place: SlotPlace) -> bool:
+def is_in_proc(place: SlotPlace) -> bool:
     """Return True if ``/proc`` shows the file at this place: no door is needed."""
     if place.door and place.pid == os.getpid() and place.door != own_door():
         return False  # a process of another container with this pid
@@ -51,7 +51,7 @@ def is_near(place: SlotPlace) -> bool:
 
 def is_there(place: SlotPlace) -> bool:
     """Return True if the memory is near, or the process behind its open door lives."""
-    return is_near(place) or (place.door not in ("", own_door()) and memory_door.is_open(place.door))
+    return is_in_proc(place) or (place.door not in ("", own_door()) and descriptor_server.is_open(place.door))
 
 
 def hold(place: SlotPlace, version: int, *, wait: bool = True, lock: bool = True) -> int:
@@ -61,7 +61,7 @@ def hold(place: SlotPlace, version: int, *, wait: bool = True, lock: bool = True
     proven that the pid is the process, owner or holder, that named the place.
 
     :param wait: if ``/proc`` does not show the memory, ask at the process's door, for
-        up to :data:`~replicas.memory.memory_door.ANSWER_S`.
+        up to :data:`~replicas.memory.descriptor_server.ANSWER_S`.
     :param lock: take the locks; without them the owner may refill the memory.
     :raises Gone: the process has ended, or the memory is gone or reused.
     :raises NoCapacity: this process has no descriptor or memory left at the moment.
@@ -107,7 +107,7 @@ def _open(place: SlotPlace, *, wait: bool) -> int:
         if not place.door or not wait or error.errno in SCARCE:
             raise
         try:
-            return memory_door.fetch(place.door, place.fd, inode=place.inode, nbytes=place.nbytes)
+            return descriptor_server.fetch(place.door, place.fd, inode=place.inode, nbytes=place.nbytes)
         except (ConnectionError, FileNotFoundError, TimeoutError):
             # The process has ended or is frozen; /proc may show another one of its pid.
             raise FileNotFoundError from None
@@ -150,7 +150,7 @@ class Living(Generic[T]):
 class MemoryHolder:
     """Memory that this process keeps alive for other processes, by key."""
 
-    _living: Living[MemoryHolder] = Living(operator.methodcaller("forget"))
+    _living: Living[MemoryHolder] = Living(operator.methodcaller("close_after_fork"))
 
     def __init__(self) -> None:
         self._held: dict[object, tuple[int, int]] = {}
@@ -180,7 +180,7 @@ class MemoryHolder:
         """Stop holding the memory under ``key``, if any."""
         fd, serial = self._held.pop(key, (-1, 0))
         if fd >= 0:
-            locks.let_go(fd)  # a child being started may share the file description a moment longer
+            locks.unlock(fd)  # a child being started may share the file description a moment longer
             locks.unflag(fd, serial)
             os.close(fd)
 
@@ -188,7 +188,7 @@ class MemoryHolder:
         for key in list(self._held):
             self.let_go(key)
 
-    def forget(self) -> None:
+    def close_after_fork(self) -> None:
         """In a forked child: close the descriptors; the parent keeps the locks."""
         for fd, _ in self._held.values():
             os.close(fd)

@@ -1,6 +1,6 @@
 """All targets of a channel load a version, or none does; in virtual time.
 
-Covers: core/versions/adoption.py.
+Covers: core/versions/lockstep.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import pytest
 from replicas import messages as wire
 from replicas.coordinator.readiness import ReadinessBook
 from replicas.core.base.effects import LoadFailed
-from replicas.core.versions import adoption
+from replicas.core.versions import lockstep
 from tests.support.channel_world import SimMember, World, channel_config
 
 DEADLINE_S = 20.0
@@ -515,14 +515,14 @@ def test_a_version_that_is_not_committed_is_not_decided(fleet: Fleet) -> None:
 
 
 def test_decisions_of_long_ago_are_forgotten(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adoption, "_KEPT", 2)
+    monkeypatch.setattr(lockstep, "_KEPT", 2)
     for _ in range(3):
         fleet.serve()
         fleet.hesitate(fleet.targets[0])
         fleet.publish()
         fleet.ask()
         fleet.refuse(fleet.targets[0])
-    state = fleet.world.state.adoption
+    state = fleet.world.state.lockstep
     assert (state.served, sorted(state._adopted), sorted(state._rejected)) == (5, [3, 5], [4, 6])
     for version in (1, 2):
         fleet.targets[1].outbox.append(wire.CanLoad(version))

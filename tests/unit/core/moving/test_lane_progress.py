@@ -1,13 +1,13 @@
 """A lane that is moving and does not move: progress decides, not patience.
 
-Covers: core/moving/pace.py.
+Covers: core/moving/lane_progress.py.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from replicas.core.moving.pace import FRESH_S, STILL_S, Pace
+from replicas.core.moving.lane_progress import FRESH_S, STILL_S, LaneProgress
 from replicas.messages import LaneMoved, TransferGo, TransferOffer
 from replicas.messages.identity import Member
 from tests.support.channel_world import SimMember, World, channel_config
@@ -32,13 +32,13 @@ def said(still_s: float, rtt_s: float = 0.001) -> LaneMoved:
 def test_it_stands_still_when_all_who_are_awaited_say_so(
     here: LaneMoved, there: LaneMoved | None, expected: bool
 ) -> None:
-    pace = Pace()
+    pace = LaneProgress()
     for member, message in ((HERE, here), (THERE, there)):
         if message is not None:
             pace.moved(member, message, 100.0)
     assert pace.stands_still([HERE, THERE], 100.0) == expected
     assert not pace.stands_still([HERE, THERE], 100.1 + FRESH_S), "that was long ago"
-    pace.begin()
+    pace.restart()
     assert not pace.stands_still([HERE, THERE], 100.0), "that was about something else"
     assert not pace.stands_still([], 100.0)
 

@@ -58,13 +58,13 @@ _GIVEN, _NOT_THERE = b"\1", b"\0"
 _MESSAGE_NBYTES = 256
 
 
-class MemoryDoor:
+class DescriptorServer:
     """The door of this process, open until the process ends; a thread serves it."""
 
     def __init__(self) -> None:
         """Open the door. :raises OSError, RuntimeError: no socket or thread is left."""
         self.address = SocketAddress(f"replicas-door-{secrets.token_hex(8)}", secrets.token_hex(16))
-        self._clients: dict[socket.socket, _Asker] = {}
+        self._clients: dict[socket.socket, _Client] = {}
         self._socket = self.address.listen()
         self._socket.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -72,11 +72,11 @@ class MemoryDoor:
         try:
             threading.Thread(target=self._serve, name="replicas door", daemon=True).start()
         except RuntimeError:
-            self.forget()
+            self.close_after_fork()
             raise
-        os.register_at_fork(after_in_child=self.forget)
+        os.register_at_fork(after_in_child=self.close_after_fork)
 
-    def forget(self) -> None:
+    def close_after_fork(self) -> None:
         """Close the door, in a forked child, where no thread would answer clients."""
         self._selector.close()
         for one in (self._socket, *self._clients):
@@ -109,11 +109,11 @@ class MemoryDoor:
             one.close()
             return
         one.setblocking(False)
-        client = self._clients[one] = _Asker()
+        client = self._clients[one] = _Client()
         self._selector.register(one, selectors.EVENT_READ)
         one.send(client.challenge)
 
-    def _answer(self, one: socket.socket, client: _Asker) -> bool:
+    def _answer(self, one: socket.socket, client: _Client) -> bool:
         """Answer one request; return False if the connection is to be closed."""
         message = one.recv(_MESSAGE_NBYTES)
         theirs, mac, request = _split(message)
@@ -141,7 +141,7 @@ class MemoryDoor:
 
 
 @dataclass(eq=False)
-class _Asker:
+class _Client:
     """A client of a door. ``served``: it has proven that it knows the secret."""
 
     challenge: bytes = field(default_factory=lambda: secrets.token_bytes(_CHALLENGE_NBYTES))
@@ -248,7 +248,7 @@ def _proves(mac: bytes, address: SocketAddress, *parts: bytes) -> bool:
     return hmac.compare_digest(mac, _mac(address, *parts))
 
 
-def _forget() -> None:
+def _after_fork_in_child() -> None:
     """Close the parent's connections, in a forked child."""
     global _lock  # a thread of the parent may have held it
     _lock = threading.Lock()
@@ -257,4 +257,4 @@ def _forget() -> None:
     _open.clear()
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_after_fork_in_child)

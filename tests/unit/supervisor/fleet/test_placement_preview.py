@@ -1,6 +1,6 @@
 """What of a plan would wait, on nodes as the status of a run names them.
 
-Covers: supervisor/fleet/outlook.py.
+Covers: supervisor/fleet/placement_preview.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from replicas.config.file import parse
 from replicas.config.structs import Config
 from replicas.status import NodeStatus
-from replicas.supervisor.fleet.outlook import outlook
+from replicas.supervisor.fleet.placement_preview import outlook
 
 
 def config(*, listen: str = "10.0.0.5:9477", labels: dict[str, str] | None = None, **groups: dict[str, Any]) -> Config:

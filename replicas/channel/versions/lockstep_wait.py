@@ -1,6 +1,6 @@
 """Report that this rank can load a version; receive whether all targets load it now.
 
-CanLoad -> :mod:`replicas.core.versions.adoption` decides -> LoadDecided. There is at
+CanLoad -> :mod:`replicas.core.versions.lockstep` decides -> LoadDecided. There is at
 most one open update, so at most one such wait. It has no timer: the coordinator
 enforces the channel's deadline, and a new coordinator gets CanLoad again. After a long
 time without a session the update is refused.
@@ -28,7 +28,7 @@ class _Wait(NamedTuple):
     tell: weakref.WeakMethod[Tell]
 
 
-class Adopting:
+class LockstepWait:
     """Waits for the adoption of the open update of one rank."""
 
     def __init__(self, hub: Hub) -> None:
@@ -40,7 +40,7 @@ class Adopting:
         """True if the channel has ``adopt_together``."""
         return self._hub.settings.adopt_together
 
-    def begin(self, version: int, whole: bool, tell: Tell) -> Promise[None]:
+    def await_decision(self, version: int, whole: bool, tell: Tell) -> Promise[None]:
         """Caller's thread: send CanLoad; return a Promise that ends with the decision.
 
         :param tell: a method, called just before: with None if all targets load the
@@ -48,14 +48,14 @@ class Adopting:
         """
         pending: Promise[None] = self._hub.pending(f"adoption of version {version}")
         if self.on:
-            self._hub.call(self._begin, _Wait(CanLoad(version, whole), pending, weakref.WeakMethod(tell)))
+            self._hub.call(self._send_can_load, _Wait(CanLoad(version, whole), pending, weakref.WeakMethod(tell)))
         else:
             pending.resolve(None)
         return pending
 
     # ------------------------------------------------------------ session thread
 
-    def _begin(self, wait: _Wait) -> None:
+    def _send_can_load(self, wait: _Wait) -> None:
         self._wait = wait
         self.new_term()
         if self._hub.over is not None:
@@ -67,7 +67,7 @@ class Adopting:
 
     def decided(self, message: LoadDecided) -> None:
         error = None if message.error is None else message.error.exception()
-        setattr(self._hub.holdings, "adopted" if error is None else "unadopted", message.version)
+        setattr(self._hub.held_versions, "adopted" if error is None else "unadopted", message.version)
         if self._wait is not None and self._wait.said.version == message.version:
             self.end(error)
 

@@ -18,7 +18,7 @@ from replicas.linux.mapped import mappers, named
 logger = Log("replicas.weights")
 
 
-class Left:
+class StillMapped:
     """The closed, shown memory of one arena. Thread-safe.
 
     :param name: of the arena, for the log.
@@ -38,7 +38,9 @@ class Left:
             self._nbytes[inode] = nbytes
             if len(self._nbytes) < self._look_at or self._looking is not None:
                 return
-            self._looking = looking = threading.Thread(target=self._look, name=f"{self._name} readers", daemon=True)
+            self._looking = looking = threading.Thread(
+                target=self._warn_if_many, name=f"{self._name} readers", daemon=True
+            )
         try:
             looking.start()
         except RuntimeError:  # no thread left; the next call tries again
@@ -60,7 +62,7 @@ class Left:
         versions = f"{len(alive)} older version{'' if len(alive) == 1 else 's'} ({mib:.0f} MiB)"
         return f"{versions} whose `path` was read are still mapped by {named(found)}"
 
-    def _look(self) -> None:
+    def _warn_if_many(self) -> None:
         try:
             text = self.text()
         finally:

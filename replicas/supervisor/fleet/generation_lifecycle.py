@@ -1,7 +1,8 @@
-"""The course of one generation, from before its start until no process of it is left.
+"""The lifecycle of one generation, from before its start to the end of its processes.
 
-:class:`Course` is the shell of :data:`replicas.core.lives.ending.GENERATION`: it tells
-the table what it sees of the generation's shims, and carries the actions out.
+:class:`GenerationLifecycle` is the shell of
+:data:`replicas.core.lives.ending.GENERATION`: it feeds that table with the states of
+the generation's shims, and carries out its actions.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from replicas.common.table import StateMachine
 from replicas.config.structs import GroupConfig
 from replicas.core.lives.ending import GENERATION, GENERATION_ACTIONS, Asked, CourseInput, CourseState
 from replicas.core.lives.lifecycle import Lifecycle
-from replicas.supervisor.cleanup.still_held import HoldUps
+from replicas.supervisor.cleanup.still_held import StartObstacles
 from replicas.supervisor.fleet.causes import STOPPED, Cause, dropped, exited, verdict
 from replicas.supervisor.fleet.context import FleetContext
 from replicas.supervisor.fleet.generation import STUCK_S, Generation
@@ -29,12 +30,12 @@ _TURNS_FOR_EACH_CORE = 2
 
 
 def new_turns() -> asyncio.Semaphore:
-    """Limit of concurrent starts, which keep the event loop and the cores busy."""
+    """Return a limit of concurrent starts, which load the event loop and the cores."""
     return asyncio.Semaphore(_TURNS_FOR_EACH_CORE * len(os.sched_getaffinity(0)))
 
 
 async def _turn(turns: asyncio.Semaphore) -> Callable[[], None]:
-    """Wait for a turn, which ends when the result is called, or after ``TURN_S``."""
+    """Wait for a turn. Calling the result ends it, as does ``TURN_S``."""
     await turns.acquire()
     once = contextlib.ExitStack()
     once.callback(turns.release)
@@ -43,7 +44,7 @@ async def _turn(turns: asyncio.Semaphore) -> Callable[[], None]:
 
 
 class GenerationOwner(Protocol):
-    """The replica, as its generation needs it."""
+    """The replica of a generation, as the course uses it."""
 
     group: GroupConfig
     life: Lifecycle
@@ -63,17 +64,17 @@ class GenerationOwner(Protocol):
     def held_up(self) -> None: ...
 
 
-class Course:
-    """One generation of ``owner`` on its way through the table.
+class GenerationLifecycle:
+    """One generation of ``owner`` and its state in the table.
 
-    :param before: the last one's parts, which may still hold resources.
-    :ivar busy_with: the sync that it finishes, while it is syncing.
-    :ivar ran_s: from its start until its main processes ended.
+    :param before: parts of the previous generation, which may still hold resources.
+    :ivar busy_with: the sync that it is finishing, in words.
+    :ivar ran_s: seconds from its start until its main processes ended.
     """
 
     def __init__(self, owner: GenerationOwner, context: FleetContext, before: Sequence[ShimHandle]) -> None:
         self.generation = Generation(context, owner.poke)
-        self.hold_ups = HoldUps(context.emit, owner.life.group, owner.life.replica, owner.life.generation)
+        self.hold_ups = StartObstacles(context.emit, owner.life.group, owner.life.replica, owner.life.generation)
         self.busy_with = ""
         self.ran_s = 0.0
         self._owner, self._context = owner, context
@@ -88,9 +89,9 @@ class Course:
         return self._machine.now
 
     async def run(self, turns: asyncio.Semaphore) -> None:
-        """Start the processes, unless they run already; return when none is left."""
+        """Start the processes, unless they run already; return when all are gone."""
         generation, owner = self.generation, self._owner
-        await self.hold_ups.until_clear(self._held, self._pause)
+        await self.hold_ups.wait_until_clear(self._held, self._pause)
         turn_over = await self._launch(turns)
         try:
             self._follow()
@@ -100,7 +101,9 @@ class Course:
                 if generation.started or generation.reports:
                     turn_over()
                 generation.press()
-                if self.hold_ups.remain(generation.remains) or (generation.awaits and owner.life.state != "draining"):
+                if self.hold_ups.report_remains(generation.remains) or (
+                    generation.awaits and owner.life.state != "draining"
+                ):
                     owner.held_up()
         finally:
             turn_over()
@@ -110,7 +113,7 @@ class Course:
         return self.state == "waiting"
 
     async def _launch(self, turns: asyncio.Semaphore) -> Callable[[], None]:
-        """Start the processes, if it still waits for that; the result ends the turn."""
+        """Start the processes, unless it was asked to end. The result ends the turn."""
         if self.generation.parts:
             return lambda: None
         self.hold_ups.waits = "for other replicas to start"
@@ -130,16 +133,16 @@ class Course:
         owner.life.launched(self._now())
         try:
             self.generation.start()
-            self.take("launched")
+            self.apply_event("launched")
         except OSError as error:
             owner.fall(Cause("lost", f"a shim cannot be started: {error}"))
-            self.take("not_launched")
+            self.apply_event("not_launched")
         return turn_over
 
-    def take(self, event: CourseInput, timeout_s: float = 0.0, *, stacks: bool = False) -> None:
-        """Enter the next state, and act.
+    def apply_event(self, event: CourseInput, timeout_s: float = 0.0, *, stacks: bool = False) -> None:
+        """Step the table, and carry out its actions.
 
-        :param timeout_s: from SIGTERM to SIGKILL; ``stacks``: save these first.
+        :param timeout_s: from SIGTERM to SIGKILL. :param stacks: save stacks first.
         """
         for action in self._machine.step(event):
             match action:
@@ -147,7 +150,7 @@ class Course:
                     self._finish_sync()
                 case "stop_nodes":
                     self.generation.stop(timeout_s, stacks=stacks)
-                    self._owner.poke()  # the new deadline must be watched: a frozen shim would not wake its task
+                    self._owner.poke()  # to watch the new deadline: a frozen shim does not wake the task
                 case "limit":
                     self.generation.be_gone_within(STUCK_S)
                 case "note_end":
@@ -159,29 +162,29 @@ class Course:
     def _finish_sync(self) -> None:
         owner = self._owner
         if not self._context.on_channel(owner.group.name):
-            self.take("sync_over", owner.group.stop_timeout_s)
+            self.apply_event("sync_over", owner.group.stop_timeout_s)
             return
         self._context.coordinator.set_draining(*self._key, owner.members_generation)
         self._drain_by = self._now() + owner.group.drain_timeout_s
         self.check_sync(self._now())
         if self.state == "syncing":
             limit = f"{owner.group.drain_timeout_s:g} s at most"
-            self._context.say(f"{owner.life.name}: stopping it when its sync is over; {self.busy_with} ({limit})")
+            self._context.say(f"{owner.life.name}: stopping it after its sync; {self.busy_with} ({limit})")
 
     def check_sync(self, now: float) -> None:
-        """Look whether its sync is over, or takes too long, if it is syncing."""
+        """Stop the processes if a sync that delayed that is over or late."""
         if self.state != "syncing":
             return
         group, late = self._owner.group, now >= self._drain_by
         self.busy_with = self._context.coordinator.busy(*self._key)
         if self.busy_with and late:
-            self._context.say(f"{self._owner.life.name}: not over within {group.drain_timeout_s:g} s; {self.busy_with}")
+            self._context.say(f"{self._owner.life.name}: not done within {group.drain_timeout_s:g} s; {self.busy_with}")
         if not self.busy_with or late or self.generation.reports:
-            self.take("sync_over", group.stop_timeout_s)
+            self.apply_event("sync_over", group.stop_timeout_s)
 
     @property
     def kill_at(self) -> float:
-        """When its processes get SIGKILL at the latest; 0: that is not known."""
+        """When its processes get SIGKILL at the latest, or 0 if unknown."""
         late = self._drain_by + self._owner.group.stop_timeout_s
         return late if self.state == "syncing" else self.generation.kill_at
 
@@ -189,7 +192,7 @@ class Course:
         self._drain_by += pause_s
 
     def _follow(self) -> None:
-        """Act on the states of its parts."""
+        """Feed the states of its parts to the table."""
         generation, owner = self.generation, self._owner
         generation.introduce()
         for part in generation.parts:
@@ -197,22 +200,22 @@ class Course:
             for loss in losses:
                 self._context.emit(dropped(*self._key, owner.life.generation, loss))
         if generation.failing:
-            self.take("failed", owner.group.stop_timeout_s)
+            self.apply_event("failed", owner.group.stop_timeout_s)
         if generation.ended:
-            self.take("ended")
-        # Ranks that leave in order, as requested, are not lost. Those that are children
-        # of the main process may outlive it.
+            self.apply_event("ended")
+        # Ranks that leave in order, as requested, are not lost. Ranks may be children
+        # of the main process and outlive it.
         in_order = owner.asked not in ("nothing", "fault") and generation.remains is None
         if generation.gone:
-            self.take("gone")
+            self.apply_event("gone")
             return
         if self.state == "ended" and not in_order:
-            self.take("lost")
+            self.apply_event("lost")
         if owner.asked == "end_run" and generation.late_s >= STUCK_S:
-            self.take("give_up")
+            self.apply_event("give_up")
 
     def _note_end(self) -> None:
-        """Note why the main processes have ended, unless that is known."""
+        """Note why the main processes ended, unless a reason is known."""
         owner, generation, reports = self._owner, self.generation, self.generation.reports
         self.ran_s = owner.life.starting_s(self._now())
         own = verdict(reports)
@@ -223,7 +226,7 @@ class Course:
         number, cause = owner.life.generation, owner.cause
         owner.last_exit = cause.text if cause is not None else "finished" if owner.asked == "nothing" else STOPPED
         if owner.asked not in ("nothing", "fault") and (cut_s := max((one.cut_s for one in reports), default=0.0)):
-            owner.last_exit += f": killed, as it had not ended {cut_s:g} s after SIGTERM"
+            owner.last_exit += f": killed {cut_s:g} s after SIGTERM"
             owner.cut = owner.asked == "end_run"
         stuck = cause is not None and cause.reason.endswith("timeout")
         if stuck and any(part.last_stacks for part in generation.parts):

@@ -1,4 +1,4 @@
-"""Deliveries: one version to the hosts that pull it, as a table for each host.
+"""Pull tasks: one version to the hosts that pull it, as a table for each host.
 
 Theory of operation
 ===================
@@ -40,7 +40,7 @@ STILL_S = 5.0
 
 
 @dataclass(slots=True, eq=False)
-class Delivery:
+class PullTask:
     """The version on its way to one host.
 
     :ivar received: bytes so far. :ivar moved_at: when that grew.
@@ -76,12 +76,12 @@ class Delivery:
         return max(self.rates) if all(self.rates) else 0.0
 
 
-class Deliveries:
+class PullTasks:
     """The deliveries of one attempt."""
 
     def __init__(self, attempt: Attempt, deadline: float) -> None:
         self._attempt, self._deadline = attempt, deadline
-        self._all = {member: Delivery(member, pulls) for member, pulls in attempt.plan.pulls.items()}
+        self._all = {member: PullTask(member, pulls) for member, pulls in attempt.plan.pulls.items()}
         self._served = attempt.plan.servers
         self._base = _newest_base(attempt)
         self._closed = False
@@ -94,32 +94,32 @@ class Deliveries:
     def __contains__(self, member: Member) -> bool:
         return member in self._all
 
-    def of(self, *states: DeliveryState) -> list[Delivery]:
+    def of(self, *states: DeliveryState) -> list[PullTask]:
         return [one for one in self._all.values() if one.state in states]
 
-    def get(self, member: Member) -> Delivery | None:
+    def get(self, member: Member) -> PullTask | None:
         return self._all.get(member)
 
     # ------------------------------------------------------------ messages
 
-    def begin(self, now: float) -> None:
+    def start_serving(self, now: float) -> None:
         """Send the serve offers, and offer each delivery whose holders listen."""
-        attempt, ground = self._attempt, self._attempt.ground
+        attempt, context = self._attempt, self._attempt.context
         streams = attempt.payload.filling
         for member in self._served:
             part, streaming = attempt.plan.part_of(member), member == streams
             more = {"secret": self._secret, "streaming": streaming, "part": part, "base": self._base_of(member)}
             message = attempt.offer_of("serve", self._left_s(now), **more)
-            ground.out.append(Send(member, message))
+            context.out.append(Send(member, message))
         self.offer_due(now)
 
     def offer_due(self, now: float) -> None:
         """Offer the due deliveries that have a listening holder for each part."""
-        attempt, ground = self._attempt, self._attempt.ground
+        attempt, context = self._attempt, self._attempt.context
         for one in self.of("due"):
             pulls = {part: self._listening(holders, now) for part, holders in one.pulls.items()}
             if all(pulls.values()):
-                sharing = 1 + attempt.waiting[ground.roster.host(one.member)]
+                sharing = 1 + attempt.waiting[context.roster.host(one.member)]
                 digests = attempt.payload.part_digests
                 message = attempt.offer_of(
                     "pull",
@@ -135,26 +135,26 @@ class Deliveries:
                 )
                 one.step("holder_up")
                 one.moved_at, one.judged = now, attempt.plan.mode == "parts" or bool(attempt.payload.digest)
-                ground.out.append(Send(one.member, message))
+                context.out.append(Send(one.member, message))
 
     def _base_of(self, member: Member) -> int:
         """Return the base version of this member's deltas; 0 if it uses none."""
         version, digest = self._base
-        state = self._attempt.ground.roster.get(member)
+        state = self._attempt.context.roster.get(member)
         return version if state is not None and version and state.held.get(version) == digest else 0
 
     def _listening(self, holders: Iterable[Member], now: float) -> tuple[HolderAddress, ...]:
         """Return the addresses of the holders that listen and are not silent."""
-        ground = self._attempt.ground
+        context = self._attempt.context
         return tuple(
             HolderAddress(state.member.name, state.address, state.carrier_port, state.certificate_hash)
-            for state in ground.roster.states(holders)
+            for state in context.roster.states(holders)
             if state.carrier_port
-            and (state.certificate_hash or not ground.config.encrypt)
-            and not ground.roster.suspect(state, now)
+            and (state.certificate_hash or not context.config.encrypt)
+            and not context.roster.suspect(state, now)
         )
 
-    def began(self, member: Member, now: float) -> None:
+    def note_began(self, member: Member, now: float) -> None:
         one = self._all.get(member)
         if one is not None and one.state == "offered":
             one.step("began")
@@ -169,26 +169,26 @@ class Deliveries:
         if received > one.received:
             one.received, one.moved_at = received, now
 
-    def came(self, member: Member, reply: TransferDone, now: float) -> None:
+    def note_arrived(self, member: Member, reply: TransferDone, now: float) -> None:
         one = self._all[member]
         if one.state in ("offered", "taking"):
             one.step("all_here")
             one.reply, one.moved_at = reply, now
 
-    def gave_up(self, member: Member) -> None:
+    def mark_failed(self, member: Member) -> None:
         one = self._all[member]
         if one.state not in ("held", "failed"):
             one.step("gave_up")
 
-    def hopeless(self) -> list[Delivery]:
+    def unservable(self) -> list[PullTask]:
         """Return deliveries that have not begun, and of which no holder will serve."""
-        roster, version = self._attempt.ground.roster, self._attempt.payload.version
+        roster, version = self._attempt.context.roster, self._attempt.payload.version
         hoping = self.of("due", "offered")
         holders = (state for one in hoping for state in roster.states(one.holders))
         alive = {state.member for state in holders if version in state.held or version in state.parts}
         alive |= {one.member for one in self.of("taking", "came", "held")}
 
-        def hopes(one: Delivery) -> bool:
+        def hopes(one: PullTask) -> bool:
             return all(alive.intersection(holders) - self._silent for holders in one.pulls.values())
 
         while found := [one for one in hoping if hopes(one)]:
@@ -209,17 +209,17 @@ class Deliveries:
         if self._closed:
             return
         self._closed = True
-        ground, cancel = self._attempt.ground, TransferCancel(self._attempt.number)
+        context, cancel = self._attempt.context, TransferCancel(self._attempt.number)
         taken = [one.member for one in self._all.values() if one.reply or one.state not in ("due", "failed")]
         told: Iterable[Member] = (*self._served, *taken)
-        ground.out.extend(Send(member, cancel) for member in told if member in ground.roster)
+        context.out.extend(Send(member, cancel) for member in told if member in context.roster)
 
     def _left_s(self, now: float) -> float:
         return max(0.0, self._deadline - now)
 
     @property
     def _secret(self) -> bytes:
-        return self._attempt.ground.lanes.pull_secret(self._attempt.number)
+        return self._attempt.context.lanes.pull_secret(self._attempt.number)
 
 
 def _newest_base(attempt: Attempt) -> tuple[int, str]:
@@ -228,7 +228,7 @@ def _newest_base(attempt: Attempt) -> tuple[int, str]:
     It is the base of deltas, with its digest; (0, "") if there is none.
     """
     first = attempt.plan.servers[0] if attempt.plan.mode == "image" and attempt.plan.servers else None
-    state = attempt.ground.roster.get(first) if first is not None else None
-    theirs = {item for one in attempt.ground.roster.states(attempt.plan.pulls) for item in one.held.items()}
+    state = attempt.context.roster.get(first) if first is not None else None
+    theirs = {item for one in attempt.context.roster.states(attempt.plan.pulls) for item in one.held.items()}
     held = theirs & state.held.items() if state is not None else ()
     return max(((v, digest) for v, digest in held if digest and v < attempt.payload.version), default=(0, ""))

@@ -1,8 +1,8 @@
 """Predict where the replicas of a plan would run and which would wait. Pure.
 
-For ``replicas check``: all replicas of a config are placed, in the order of their
-start, on the nodes that the status of a run names, as if these were empty. Groups that
-never run at the same time (``depends_on = ["other:finished"]``) may have the same GPUs.
+For ``replicas check``: place all replicas of a config, in their start order, on the
+nodes of a run's status, as if those were empty. Groups that never run at the same time
+(``depends_on = ["other:finished"]``) may have the same GPUs.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from replicas.supervisor.fleet.resources import need_of
 
 
 def oddities(config: Config) -> list[str]:
-    """What a valid plan says that its user hardly wants, in words."""
+    """Return, in words, parts of a valid plan that are probably mistakes."""
     channels = config.channels.values()
     found = [
-        f"channel {one.name} has no targets: nobody receives its versions"
+        f"channel {one.name} has no targets to receive its versions"
         for one in channels
         if one.sources and not one.targets
     ]
@@ -33,11 +33,10 @@ def oddities(config: Config) -> list[str]:
 
 
 def outlook(config: Config, nodes: Iterable[NodeStatus]) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
-    """The nodes of each replica, and what each replica without a place waits for, in
-    words; both by its name.
+    """Return, by name of the replica, its nodes, and the reason if it would wait.
 
-    The labels of the supervisor's own machine are those of the config. External groups
-    are placed by others.
+    The supervisor's own machine has the labels of the config. External groups are not
+    placed.
     """
     offers = [_offer(config, node) for node in sorted(nodes, key=lambda one: not one.local) if node.state != "lost"]
     over = over_before(config.groups)
@@ -58,7 +57,7 @@ def outlook(config: Config, nodes: Iterable[NodeStatus]) -> tuple[dict[str, tupl
 
 
 def _offer(config: Config, node: NodeStatus) -> Offer:
-    """What the node would offer: its GPUs have other names, and it knows no others."""
+    """Return the offer of an empty node, with invented names of GPUs."""
     return Offer(
         node=node.name,
         gpus=tuple(map(str, range(node.gpus))),

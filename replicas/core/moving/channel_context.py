@@ -1,8 +1,8 @@
 """The state and callbacks that the parts of one channel share.
 
-A part is given a :class:`Ground` and the few other parts that it works with, never the
-whole :class:`~replicas.core.channel_state.ChannelState`: its constructor names all it
-can change.
+A part is given a :class:`ChannelContext` and the few other parts that it works with,
+never the whole :class:`~replicas.core.channel_state.ChannelState`: its constructor
+names all it can change.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from replicas.messages.identity import Member
 
 
 @dataclass(frozen=True, slots=True)
-class Ground:
+class ChannelContext:
     """The shared parts of one channel.
 
     :ivar out: the effects of the current event, in order.
@@ -57,6 +57,6 @@ class Ground:
     def emit(self, event: Event) -> None:
         self.out.append(event)
 
-    def retried(self, reason: str, why: str = "") -> None:
+    def emit_retried(self, reason: str, why: str = "") -> None:
         """Report another attempt of a transfer or an operation."""
         self.emit(Retried(self.config.name, reason, text_of(why, REASON_LENGTH)))

@@ -54,7 +54,7 @@ class _Facts(msgspec.Struct):
     device: str = "cpu"
 
 
-class Holdings:
+class HeldVersions:
     """The versions of one channel in this process.
 
     :param call: runs a function on the session thread.
@@ -140,7 +140,7 @@ class Holdings:
         facts = self._facts.get(version, _Facts())
         return Described(version, facts.digest, image.hash, facts.meta, "cuda" if self._device else facts.device)
 
-    def note(self, version: int, **facts: Any) -> None:
+    def record_facts(self, version: int, **facts: Any) -> None:
         """Record ``meta``, ``digest`` or ``device`` of a version held or coming."""
         known = self._facts.get(version, _Facts())
         self._facts[version] = msgspec.structs.replace(known, **facts)
@@ -153,12 +153,12 @@ class Holdings:
         version = slot.version
         if not slot.foreign:  # memory of another member is not ours to hold
             self.arena.hold(slot, digest)
-        self.note(version, meta=meta, digest=digest, device=device)
+        self.record_facts(version, meta=meta, digest=digest, device=device)
         if version > self.latest:
             self.prepared.add(version)
         self.protect()
 
-    def overtake(self, version: int) -> None:
+    def unprotect_up_to(self, version: int) -> None:
         """Unprotect undecided versions up to ``version``, which is being received."""
         self.prepared = {known for known in self.prepared if known > version}
         self.protect()
@@ -184,11 +184,11 @@ class Holdings:
         self.arena.release(version)
         self.protect()
 
-    def doubt(self) -> None:
+    def mark_doubtful(self) -> None:
         """After a new coordinator: mark versions without a digest as doubtful."""
         self.doubtful = {held.version for held in self.held() if not held.digest}
 
-    async def compare(self, version: int, digest: str) -> bool:
+    async def verify_doubtful(self, version: int, digest: str) -> bool:
         """Compute a doubtful version's digest; return True if it is ``digest``, or if
         the version is no longer held."""
         slot = self.arena.find_pinned(version)
@@ -199,14 +199,14 @@ class Holdings:
         finally:
             self.arena.unpin(slot)
         if found == digest:
-            self.note(version, digest=digest)
+            self.record_facts(version, digest=digest)
         return found == digest
 
     def protect(self) -> None:
         """Recompute the protected versions, free other slots, wake waits for a slot."""
         self.arena.protected = {self.latest, self.assigned, *self.publishing, *self.prepared} - {0}
         self.arena.trim()
-        self._forget()
+        self._drop_old_facts()
         self._wake()
 
     def _wake(self) -> None:
@@ -215,10 +215,10 @@ class Holdings:
 
     def _dropped(self, version: int) -> None:
         if self.arena.find(version) is None:  # it may have been received again since
-            self._forget()
+            self._drop_old_facts()
             self._on_drop(version)
 
-    def _forget(self) -> None:
+    def _drop_old_facts(self) -> None:
         """Drop the facts of versions that have no slot and are not being published."""
         slots = (*self.arena.slots, *self.arena.foreign)
         keep = {slot.version for slot in slots if slot.state not in ("free", "closed")} | self.publishing
@@ -272,9 +272,9 @@ class Loans:
 
     def _look_again(self) -> None:
         if self._timer is None and self._lent:  # no timer while nothing is lent
-            self._timer = self._after(LOOK_S, self._look)
+            self._timer = self._after(LOOK_S, self._sweep_and_schedule)
 
-    def _look(self) -> None:
+    def _sweep_and_schedule(self) -> None:
         self._timer = None
         self.sweep()
         self._look_again()

@@ -1,7 +1,7 @@
 """A rank of a channel with ``adopt_together``: it says that it can load a version, and
 loads it when all can; or goes on with its own.
 
-Covers: channel/versions/adopting.py, channel/versions/owner.py.
+Covers: channel/versions/lockstep_wait.py, channel/versions/owner.py.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ async def test_a_block_waits_until_all_can_load_it(target: ScriptedWorld) -> Non
     await block
     assert model["w"].tolist() == [7.0] * 4
     assert (await target.session.next(wire.Loaded)).version == 3
-    assert target.hub.introduce(target.hello).adopted == 3
+    assert target.hub.update_hello(target.hello).adopted == 3
 
 
 async def test_what_none_loads_is_refused_here_too_and_the_next_is_received(target: ScriptedWorld) -> None:
@@ -72,7 +72,7 @@ async def test_what_none_loads_is_refused_here_too_and_the_next_is_received(targ
     assert model["w"].tolist() == [0.0] * 4
     failed = await target.session.next(wire.LoadFailed)
     assert (failed.version, failed.kept) == (3, True)
-    assert target.hub.introduce(target.hello).unadopted == 3
+    assert target.hub.update_hello(target.hello).unadopted == 3
     target.receiver.receive(None)
     assert (await target.session.next(wire.ReceiveAsk)).after == 3
 
@@ -84,7 +84,7 @@ async def test_a_check_reads_before_and_refuses(target: ScriptedWorld) -> None:
         update.refuse("it has other shapes")
     assert not any(isinstance(sent, wire.CanLoad) for sent in target.session.sent)
     assert (await target.session.next(wire.LoadFailed)).kept
-    assert target.hub.introduce(target.hello).unadopted == 3
+    assert target.hub.update_hello(target.hello).unadopted == 3
 
 
 async def test_a_check_in_the_block_comes_before_the_load(target: ScriptedWorld) -> None:

@@ -1,6 +1,6 @@
 """Hosts that pull a version: each delivery goes its own way, in virtual time.
 
-Covers: core/moving/deliveries.py.
+Covers: core/moving/pull_tasks.py.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from replicas.core.base.effects import CaughtUp, MemberQuarantined, SyncEnded, W
 from replicas.core.members.hosts import LOCATE_S
 from replicas.core.members.member_state import Held
 from replicas.core.members.roster import GroupShape
-from replicas.core.moving.deliveries import _newest_base
 from replicas.core.moving.paths import IMAGE, TransferPlan
+from replicas.core.moving.pull_tasks import _newest_base
 from replicas.core.moving.transfer import PULL_TRIES
 from tests.support.channel_world import SimMember, World, channel_config
 from tests.unit.core.versions.test_channel_images import PARTS
@@ -357,7 +357,7 @@ def test_who_has_missed_versions_takes_a_delta_to_an_older_one(pulling: dict[int
         assert state is not None
         state.held = Held(versions)
     plan = TransferPlan("image", pulls={far.member: {IMAGE: (trainer.member,)}})
-    attempt = SimpleNamespace(plan=plan, ground=SimpleNamespace(roster=world.state.roster))
+    attempt = SimpleNamespace(plan=plan, context=SimpleNamespace(roster=world.state.roster))
     attempt.payload = SimpleNamespace(version=4)
     assert _newest_base(attempt) == base  # type: ignore[arg-type]  # all that it looks at
 
@@ -416,11 +416,11 @@ def test_the_rate_of_a_delivery_that_has_stood_still_is_unknown() -> None:
     publish(world, trainer)
     main = world.state.commits.main
     assert main is not None
-    (one,) = main.deliveries.of("taking", "offered")
+    (one,) = main.pull_tasks.of("taking", "offered")
     rates = []
     for received in (100, 200, 220, 220, 230, 330, 430):
         world.now += 1.0
-        main.deliveries.moved(one.member, received, world.now)
+        main.pull_tasks.moved(one.member, received, world.now)
         rates.append(round(one.rate()))
     assert rates == [0, 100, 100, 0, 0, 100, 100]
 
