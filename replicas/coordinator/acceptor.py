@@ -177,7 +177,7 @@ class Acceptor:
         now = self._loop.time()
         for one in self._lobby:
             if one.until <= now:
-                # a browser's spare connection, or a probe, asked for nothing
+                # a browser's spare connection, or a probe, sends no request
                 self._refuse(one, "too_many" if one in self._ready else "timeout" if one.began else "")
         if self.waiting:
             self._later(SWEEP_S, self._sweep)

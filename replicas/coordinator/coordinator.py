@@ -190,7 +190,7 @@ class Coordinator:
             acceptor = Acceptor(listener, rules, tls=tls is not None)
             self._server = Server(listener, routes, self.engine.refused, acceptor=acceptor, tls=tls)
             self.engine.without_store()  # the store comes up later than the first members
-            await self._store.resolve()  # before members come, who may be on other machines
+            await self._store.resolve()  # members on other machines need its address
             self._starting = asyncio.create_task(self._store.start())
             if self.wait_for_store:
                 await self.store_started()
@@ -239,7 +239,7 @@ class Coordinator:
         return self.in_thread().__enter__()
 
     def close(self) -> None:
-        """End what :meth:`start` or :meth:`in_thread` began; else it does nothing.
+        """End the thread of :meth:`start` or :meth:`in_thread`, if there is one.
 
         :raises errors.ReplicasError: its event loop had ended before.
         """

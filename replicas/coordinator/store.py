@@ -219,7 +219,7 @@ class StoreWatcher:
     # ------------------------------------------------------------ sweeping
 
     def sweep(self, prefix: str) -> None:
-        """Delete the keys under ``prefix`` soon, and once more later."""
+        """Delete the keys under ``prefix`` soon, and again after a delay."""
         self._sweep_soon(prefix)
         asyncio.get_running_loop().call_later(STRAGGLER_S, self._sweep_soon, prefix)
 

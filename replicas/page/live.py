@@ -5,7 +5,7 @@ A viewer first gets the whole document with its number (:meth:`Live.whole`), the
 changes after that number (:meth:`Live.changes`). While there are viewers, one task
 reads the run's state every :data:`INTERVAL_S`, or less often if that takes more than
 :data:`SHARE` of the time, and encodes the changes once. A viewer that is behind the
-kept changes, or comes from another supervisor, is told to fetch the document again.
+kept changes, or comes from another supervisor, must fetch the document again.
 Without viewers there is no task, and after :data:`LINGER_S` the history is freed.
 """
 

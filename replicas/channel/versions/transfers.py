@@ -89,15 +89,13 @@ class Transfers(Part):
         transfer = self._transfers.setdefault(offer.transfer, Transfer(offer))  # a known one was pulled wrong
         transfer.offer = offer
         if offer.role == "map":
-            self._spawn_transfer(
-                transfer, self._copy_image(transfer) if self._hub.device else self._map(transfer), "map"
-            )
+            self._spawn(transfer, self._copy_image(transfer) if self._hub.device else self._map(transfer), "map")
         elif offer.role == "serve":
-            self._spawn_transfer(transfer, self._serve(transfer), "transfer")
+            self._spawn(transfer, self._serve(transfer), "transfer")
         elif offer.role == "pull":
-            self._spawn_transfer(transfer, self._pull(transfer), "transfer")
+            self._spawn(transfer, self._pull(transfer), "transfer")
         else:
-            self._spawn_transfer(transfer, self._prepare(transfer), "offer")
+            self._spawn(transfer, self._prepare(transfer), "offer")
 
     def _go(self, go: wire.TransferGo) -> None:
         transfer = self._transfers.get(go.transfer)
@@ -107,11 +105,9 @@ class Transfers(Part):
             self._hub.send(wire.TransferFailed(go.transfer, told))
             return
         transfer.running = True
-        self._spawn_transfer(transfer, self._move(transfer, transfer.slot, go), "transfer")
+        self._spawn(transfer, self._move(transfer, transfer.slot, go), "transfer")
 
-    def _spawn_transfer(
-        self, transfer: Transfer, work: Coroutine[Any, Any, wire.TransferDone | None], phase: str
-    ) -> None:
+    def _spawn(self, transfer: Transfer, work: Coroutine[Any, Any, wire.TransferDone | None], phase: str) -> None:
         self._hub.spawn(self._run(transfer, work, phase), f"transfer {transfer.offer.transfer}")
 
     async def _run(self, transfer: Transfer, work: Coroutine[Any, Any, wire.TransferDone | None], phase: str) -> None:

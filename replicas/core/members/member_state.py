@@ -116,7 +116,7 @@ class MemberState:
     :ivar missed: the version without which it was left behind: it is admitted again
         when it holds that or a newer one.
     :ivar not_before: it is not admitted before this time.
-    :ivar told_from: from this time on it is told that it has missed an operation.
+    :ivar told_from: time from which it is sent a note that it missed an operation.
     :ivar rtt_s: recent round-trip time to it; 0: unknown.
     :ivar slow: the others went on without it, because it would have delayed them.
     :ivar draining: it is being ended (:mod:`replicas.core.draining`).
@@ -167,7 +167,7 @@ class MemberState:
     slow: bool = False
     rtt_s: float = 0.0
     view_epoch: int = 0
-    """The last epoch that it was told."""
+    """The last epoch of which it was sent a View."""
 
     def step(self, event: MemberEvent) -> None:
         """Change its standing, by the table ``MEMBER``."""

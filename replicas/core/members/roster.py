@@ -53,7 +53,7 @@ from replicas.messages.identity import Member
 
 FLAPS = 3  # fewer may be coincidence
 CUT_S = 1.5
-"""A member whose connection breaks reconnects at once, well within this time."""
+"""A member whose connection breaks reconnects well within this time."""
 PROBATION = Backoff(1.0, 30.0)
 
 

@@ -143,12 +143,12 @@ class Generation:
 
     @property
     def unheard(self) -> list[str]:
-        """The nodes of it of which nothing is heard."""
+        """The nodes of living parts that are silent."""
         return [part.node for part in self.parts if not part.state.gone and part.unheard_s() > UNHEARD_S]
 
     @property
     def stopped_before(self) -> bool:
-        """Whether an earlier supervisor had told the generation to end."""
+        """True if a part is stopping, by this supervisor or an earlier one."""
         return any(part.stopping for part in self.parts)
 
     def silent(self, timeout_s: float) -> list[int]:

@@ -336,7 +336,7 @@ class Replica:
         self._fleet.fell(*self._key, cause.text)
 
     def fall(self, cause: Cause) -> None:
-        """Note why the generation ends, and tell the fleet."""
+        """Note why the generation ends, and report it to the fleet."""
         self._ask(request_of(cause.reason), cause)
         self._fleet.fell(*self._key, cause.text)
 

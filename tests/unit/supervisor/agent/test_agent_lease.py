@@ -117,7 +117,11 @@ class LeaseWorld:
     def _make_shims(self) -> Any:
         """One shim lives until everything is ended."""
         fake = mock.Mock(aclose=mock.AsyncMock(), groups=mock.Mock(refused=""))
-        fake.all.return_value, fake.news.return_value, fake.stacks.return_value = (), [], []
+        fake.take_all_states.return_value, fake.take_changed_states.return_value, fake.take_stacks.return_value = (
+            (),
+            [],
+            [],
+        )
         fake.address, fake.empty = "10.0.0.2", asyncio.Event()
 
         def start(order: wire.Start) -> None:
@@ -129,7 +133,7 @@ class LeaseWorld:
             self._loop.call_later(ENDS_S, fake.empty.set)
 
         fake.obey, fake.kill_all = start, kill_all
-        fake.end = lambda _: self.note("end")
+        fake.stop_all = lambda _: self.note("end")
         fake.check_shims = lambda _, until, *__: self.leases.append(
             (self.now, None if until is None else round(until - self._began, 3))
         )
@@ -265,8 +269,8 @@ def test_stacks_that_a_shim_has_saved_are_told_before_its_end(tmp_path: Path) ->
         async with world(tmp_path) as made:
             await asyncio.sleep(1.5)
             ended = PartState("n", "a", 0, 1, 0, gone=True)
-            made.shims.stacks.side_effect = [[("n", {"a/0/0": "where it is stuck"})], *([[]] * 9)]
-            made.shims.news.side_effect = [[ended], *([[]] * 9)]
+            made.shims.take_stacks.side_effect = [[("n", {"a/0/0": "where it is stuck"})], *([[]] * 9)]
+            made.shims.take_changed_states.side_effect = [[ended], *([[]] * 9)]
             await asyncio.sleep(1.5)
             told = [type(one) for one in made.lines[0].said if isinstance(one, wire.StacksFound | wire.PartNews)]
             assert told == [wire.StacksFound, wire.PartNews]

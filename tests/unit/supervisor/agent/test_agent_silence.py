@@ -51,7 +51,7 @@ class Line:
 
 def shims() -> Any:
     fake = mock.Mock(aclose=mock.AsyncMock(), groups=mock.Mock(refused=""))
-    fake.all.return_value, fake.news.return_value, fake.stacks.return_value = (), [], []
+    fake.take_all_states.return_value, fake.take_changed_states.return_value, fake.take_stacks.return_value = (), [], []
     fake.empty.wait = mock.AsyncMock()
     fake.address = "10.0.0.2"
     return fake

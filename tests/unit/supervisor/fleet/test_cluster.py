@@ -381,7 +381,7 @@ async def test_a_drain_ends_with_the_agent_that_it_was_for() -> None:
         await asyncio.sleep(2)
         one.kill()
         one.start_again()
-        with pytest.raises(WorldError, match="its agent is another"):
+        with pytest.raises(WorldError, match="its agent replaced"):
             await asyncio.wait_for(drained, 5)
         await asyncio.sleep(30)
         assert not one.over
@@ -513,8 +513,8 @@ async def test_a_run_whose_nodes_do_not_come_fails_in_time() -> None:
         await asyncio.sleep(2)
         assert (made.fleet.over.is_set(), made.fleet.exit_code) == (True, USAGE)
         assert made.fleet.ended_by == (
-            "1 of 3 nodes (cluster.min_nodes) joined within 60 s, without n2, n3 (see what the agents of the others "
-            "say; lower cluster.min_nodes, or raise cluster.join_timeout)"
+            "1 of 3 nodes (cluster.min_nodes) joined within 60 s, without n2, n3 (see the logs of the other agents; "
+            "lower cluster.min_nodes, or raise cluster.join_timeout)"
         )
         assert made.said[-1] == made.fleet.ended_by
 

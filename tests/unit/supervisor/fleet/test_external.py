@@ -226,7 +226,7 @@ def test_what_others_start_cannot_be_restarted_from_here() -> None:
             with pytest.raises(errors.UsageError, match="replica a/0 is external"):
                 made.groups["a"].replicas[0].restart()
             assert yard.states() == {"a/0": "ready"}
-            assert "started by others" in (await made.groups["a"].replicas[0].stacks())["a/0"]
+            assert "an external replica" in (await made.groups["a"].replicas[0].stacks())["a/0"]
 
     virtually(story())
 
