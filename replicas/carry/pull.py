@@ -43,18 +43,9 @@ from collections.abc import Callable, Sequence
 
 import xxhash
 
+from replicas.carry import dialler
 from replicas.carry.blocks import BlockQueue, combined
 from replicas.carry.delta import DELTA_NBYTES_MAX, DeltaError, apply_block
-from replicas.carry.dialler import (
-    ConnectFailed,
-    Connector,
-    HandshakeBroken,
-    HolderConnection,
-    HungUp,
-    OutOfResources,
-    end_text,
-    is_cut,
-)
 from replicas.carry.differences import Deltas
 from replicas.carry.holders import Holder, Holders
 from replicas.carry.image import CHUNK_NBYTES, Image
@@ -111,7 +102,7 @@ class Pull:
         self.image, self.deltas = image, Deltas(image.nbytes)
         self._base = base
         self._data = memoryview(memory)[image.offset : image.offset + image.nbytes]
-        self._dialler = Connector(transfer, secret, source, trips, encrypt=encrypt)
+        self._dialler = dialler.Connector(transfer, secret, source, trips, encrypt=encrypt)
         self._asking = BlockQueue(image.nbytes)
         self._digests: list[bytes] = [b""] * self._asking.count
         self._by: list[str] = [""] * self._asking.count
@@ -215,13 +206,13 @@ class Pull:
         for holder in holders:
             try:
                 blocks = self._digests_of(holder, deadline)
-            except HungUp:
+            except dialler.HungUp:
                 raise Failed({"": self._stopped}) from None
-            except ConnectFailed as error:
+            except dialler.ConnectFailed as error:
                 self.why.setdefault(holder.name, error.why)
                 continue
             except OSError as error:
-                self.why.setdefault(holder.name, f"{holder.address} {end_text(error)}")
+                self.why.setdefault(holder.name, f"{holder.address} {dialler.end_text(error)}")
                 continue
             if combined(blocks) == digest:
                 break
@@ -293,26 +284,26 @@ class Pull:
                 holder = self._holders.first
             if holder is not None:
                 self._receive_from(holder)
-        except HungUp:
+        except dialler.HungUp:
             pass
-        except ConnectFailed as error:
+        except dialler.ConnectFailed as error:
             if holder is not None:
                 self._not_made(holder, error)
         except OSError as error:
             if holder is not None:
-                self._give_up(holder, f"{holder.address} {end_text(error)}", cut=is_cut(error))
+                self._give_up(holder, f"{holder.address} {dialler.end_text(error)}", cut=dialler.is_cut(error))
         finally:
             with self._changed:
                 self._running -= 1
                 self._changed.notify_all()
 
-    def _not_made(self, holder: Holder, error: ConnectFailed) -> None:
+    def _not_made(self, holder: Holder, error: dialler.ConnectFailed) -> None:
         """Continue with the present connections, try again, or give the holder up."""
         with self._changed:
             others = self._running - 1
-            if isinstance(error, OutOfResources):
+            if isinstance(error, dialler.OutOfResources):
                 self._note_shortage(error.why, others)
-            elif isinstance(error, HandshakeBroken):
+            elif isinstance(error, dialler.HandshakeBroken):
                 self._cut[holder] += 1
                 tries, works = self._cut[holder], self._dialler.proven[holder]
                 if tries < TRIES:
@@ -357,7 +348,7 @@ class Pull:
                         self._asking.requeue(number)
                     self._changed.notify_all()
 
-    def _ask(self, line: HolderConnection, asked: deque[int]) -> None:
+    def _ask(self, line: dialler.HolderConnection, asked: deque[int]) -> None:
         """Request the next blocks; wait while there are none.
 
         :raises HungUp: all blocks have arrived, or the holder was given up.
@@ -365,7 +356,7 @@ class Pull:
         with self._changed:
             while True:
                 if self._stopped or self._asking.done or line.holder not in self._holders:
-                    raise HungUp
+                    raise dialler.HungUp
                 new: list[int] = []
                 most = ASKED if self._asking.waiting > self._running else 1
                 while len(asked) + len(new) < most and (number := self._asking.next_block()) is not None:
@@ -382,7 +373,7 @@ class Pull:
         """Return True to request a block as a delta, False after a wrong one."""
         return self._base is not None and not self._by[number]
 
-    def _block(self, line: HolderConnection, number: int) -> None:
+    def _block(self, line: dialler.HolderConnection, number: int) -> None:
         """Receive one block, and digest its bytes as they arrive."""
         start, end = self._asking.range_of(number)
         at, digest, piece = start, xxhash.xxh3_128(), 0
@@ -405,7 +396,7 @@ class Pull:
                 self.image.mark_present(max(at - 1, 0) // CHUNK_NBYTES * CHUNK_NBYTES, at)
         self._finish_block(number, digest.digest(), line.holder)
 
-    def _delta(self, line: HolderConnection) -> bytes:
+    def _delta(self, line: dialler.HolderConnection) -> bytes:
         """Receive the delta of a block; return b"" if its bytes follow."""
         nbytes = line.number()
         if self._base is None or nbytes > DELTA_NBYTES_MAX:
@@ -417,7 +408,7 @@ class Pull:
     def _apply(self, holder: Holder, number: int, found: bytes, digest: xxhash.xxh3_128) -> bool:
         """Make a block from its delta; return False if the delta is not valid."""
         if self._base is None:
-            raise HungUp
+            raise dialler.HungUp
         start, end = self._asking.range_of(number)
         block = self._data[start:end]
         try:
