@@ -3,7 +3,7 @@
 Lines are appended and synced. A torn last line (the machine died during the write) had
 no effect yet and is ignored. A file larger than :data:`COMPACT_NBYTES` is replaced by a
 new file with the entries that still matter. At start the log gives each channel its
-newest commit, below which version numbers are used, and the later versions that will
+newest commit, above which new version numbers begin, and the later versions that will
 never be committed.
 """
 
