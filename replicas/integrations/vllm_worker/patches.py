@@ -1,25 +1,25 @@
-"""What has changed of a version, written in place into a vLLM worker's model, where
-that is proven to be right.
+"""Write the changes of a version in place into a vLLM worker's model, where that is
+proven to be right.
 
 Theory of operation
 ===================
 
-vLLM's layerwise reload moves all bytes of a version to the device, and makes every
-layer anew. Since 0.32 ``load_checkpoint_weight_patches`` writes the changed elements
-alone: through the model's own loaders, from tensors in which NaN stands for what stays.
-It asks much of a model, and checks little of it: parameters must be kept as their
-loaders write them, each by one plain copy. So:
+vLLM's layerwise reload moves all bytes of a version to the device, and rebuilds every
+layer. Since 0.32 ``load_checkpoint_weight_patches`` writes the changed elements alone:
+through the model's own loaders, from tensors in which NaN means "unchanged". It
+requires much of a model, and checks little: parameters must be kept as their loaders
+write them, each by one plain copy. So:
 
 - **A model is proven first.** When a whole version has been loaded, it is given to the
   model's loaders once more, which now compare instead of copying. Each element must be
-  in its place, with its value: then nothing has packed, padded or turned the
-  parameters, and no loader computes. Weights that are derived from others (those of
-  latent attention) would stay as they are, so a model with such tensors is not patched.
-- **A patch is verified.** Its elements are compared likewise, and no loader may have
-  left a NaN where something was to stay.
+  in its place, with its value: then no parameter was packed, padded or transposed, and
+  no loader computes. Weights that are derived from others (those of latent attention)
+  would not be updated, so a model with such tensors is not patched.
+- **A patch is verified.** Its elements are compared in the same way, and no loader may
+  have written a NaN over an unchanged element.
 
-Whatever is otherwise, the whole version is loaded, which makes good what a patch has
-done.
+In all other cases the whole version is loaded, which also repairs the effects of a
+patch.
 """
 
 from __future__ import annotations
@@ -39,19 +39,20 @@ __all__ = ["EnginePatches"]
 
 logger = logging.getLogger("vllm.replicas")
 BATCH_NBYTES = 256 << 20
-"""Of tensors of the checkpoint that are on the device at a time."""
+"""Bytes of checkpoint tensors that are on the device at a time."""
 WHOLE_SHARE = 8
-"""A version of which more than one byte in so many comes in whole tensors is loaded
-whole."""
+"""A version is loaded whole if more than 1 / 8 of its bytes come in whole tensors."""
 _Patch = tuple[str, tuple[int, ...], torch.Tensor, torch.Tensor]
 """Name, shape of the tensor, values, and their positions in it, flattened."""
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class _Compared(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class has none
-    """Compares what would be copied with what is there; NaN stands for anything else.
+    """Compares each tensor that would be copied with its destination; NaN matches NaN
+    only.
 
-    :ivar elements: that were compared. :ivar wrong: of them, or NaN itself.
+    :ivar elements: number of compared elements. :ivar wrong: how many differ, or are
+        NaN where nothing was given.
     """
 
     def __init__(self) -> None:
@@ -69,9 +70,9 @@ class _Compared(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
 
 
 class EnginePatches:
-    """Patches one model, of parameters on ``device``.
+    """Patches one model, whose parameters are on ``device``.
 
-    :ivar holds: the version that the model holds as a whole; 0: none.
+    :ivar holds: the version that the model holds as a whole, or 0.
     """
 
     def __init__(self, model: Any, device: torch.device) -> None:
@@ -80,7 +81,8 @@ class EnginePatches:
         self.holds = 0
 
     def loaded(self, update: replicas.Update) -> None:
-        """The model holds this version; find out whether later ones can be patches."""
+        """Record that the model holds this version; find out whether later versions can
+        be patched in."""
         self.holds = update.version
         manifest = update.manifest.hash
         if manifest in (self._proven, self._refused):
@@ -91,16 +93,16 @@ class EnginePatches:
             why = f"{type(error).__name__}: {error}"
         if why:
             self._refused = manifest
-            logger.info("versions are loaded whole: %s", why)
+            logger.info("loading all versions whole: %s", why)
         else:
             self._proven = manifest
 
     def _why_not(self, update: replicas.Update) -> str:
-        """Why this model cannot be patched; empty: it can be."""
+        """Return why this model cannot be patched, or an empty text if it can."""
         import vllm.model_executor.model_loader.checkpoint_weight_patch  # noqa: F401  # since 0.32
 
         if found := _derived(self._model):
-            return f"{found} is derived from others"
+            return f"{found} is derived from other weights"
         places = self._places()
         given = needed(update, update.manifest, head=self._has_head)
         wrong, elements = self._compare((name, tensor.to(self._device)) for name, tensor in given)
@@ -112,31 +114,32 @@ class EnginePatches:
         return [one.data_ptr() for one in self._model.parameters()]
 
     def _compare(self, weights: Iterable[tuple[str, torch.Tensor]]) -> tuple[int, int]:
-        """How many elements are wrong, of how many."""
+        """Return the numbers of wrong and of compared elements."""
         with _Compared() as compared, torch.no_grad():
             self._model.load_weights(weights)
         return compared.wrong, compared.elements
 
     def apply(self, update: replicas.Update) -> bool:
-        """Make this version of the one that the model holds; False: load all of it.
+        """Patch the model from the version that it holds to this one. Return False if
+        the version has to be loaded whole.
 
-        The model holds no version then, until :meth:`loaded`.
+        Afterwards ``holds`` is 0 until :meth:`loaded`.
         """
         base, self.holds = self.holds, 0
         if not base or update.base != base or update.manifest.hash != self._proven:
             return False
         try:
             count = sum(map(self._patch, self._batches(update)))
-        except Exception as error:  # noqa: BLE001  # of a model's loader; what is wrong with the update shows again
-            logger.info("version %d is loaded whole: %s: %s", update.version, type(error).__name__, error)
+        except Exception as error:  # noqa: BLE001  # from a model's loader; the load repeats an update error
+            logger.info("loading version %d whole: %s: %s", update.version, type(error).__name__, error)
             return False
-        logger.info("version %d: %d elements have changed since version %d", update.version, count, base)
+        logger.info("patched version %d: %d elements changed since %d", update.version, count, base)
         return True
 
     def _batches(self, update: replicas.Update) -> Iterator[list[_Patch]]:
-        """The tensors that have changed.
+        """Yield the changed tensors, in batches.
 
-        :raises ValueError: they are no patches.
+        :raises ValueError: the changes cannot be patched in.
         """
         manifest = update.manifest
         batch: list[_Patch] = []
@@ -152,9 +155,9 @@ class EnginePatches:
             if not values.numel():
                 continue
             if whole_nbytes_left < 0:
-                raise ValueError("much of it has changed, or its changes are not known")
+                raise ValueError("too much has changed, or the changes are unknown")
             if values.dtype not in _FLOATS or values.isnan().any():
-                raise ValueError(f"{name} has changed, and has NaN or is no float")
+                raise ValueError(f"{name} has changed, and has NaN or is not a float")
             shape = manifest.tensors[manifest.index[name]].shape
             batch.append((name, shape, values.to(self._device), positions.to(self._device)))
             nbytes += math.prod(shape) * values.itemsize
@@ -165,7 +168,7 @@ class EnginePatches:
             yield batch
 
     def _patch(self, batch: list[_Patch]) -> int:
-        """Write and verify some tensors; how many elements were given."""
+        """Write and verify some tensors; return the number of written elements."""
         from vllm.model_executor.model_loader.checkpoint_weight_patch import (
             CheckpointWeightPatch,
             load_checkpoint_weight_patches,
@@ -178,7 +181,7 @@ class EnginePatches:
         load_checkpoint_weight_patches(self._model, patches, validate_unique_indices=False)
         wrong, _ = self._compare((name, _masked(shape, values, positions)) for name, shape, values, positions in batch)
         if wrong:
-            raise ValueError(f"{wrong} elements are not what was written")
+            raise ValueError(f"{wrong} elements differ from the written values")
         return sum(len(values) for _, _, values, _ in batch)
 
 
@@ -188,7 +191,8 @@ def _masked(shape: tuple[int, ...], values: torch.Tensor, positions: torch.Tenso
 
 
 def _derived(model: torch.nn.Module) -> str:
-    """The name of what a layer has made of its weights, beside them; empty: nothing."""
+    """Return the name of a tensor that a layer has derived from its weights, or an
+    empty text."""
     for path, layer in model.named_modules():
         if "MLA" in type(layer).__name__:
             return str(path)
