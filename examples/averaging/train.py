@@ -1,9 +1,9 @@
 """Two trainers average their progress every few steps: DiLoCo (Douillard et al. 2023,
 arXiv:2311.08105), in small.
 
-Each trainer sees only its own half of the inputs. An outer step all-reduces the mean of
-what the trainers moved since the last one (the outer gradient) and applies it with
-Nesterov momentum, the same on each, so that they stay equal.
+Each trainer sees only its own half of the inputs. An outer step all-reduces the mean
+change of the trainers' parameters since the last one (the outer gradient) and applies
+it with Nesterov momentum, the same on each, so that they stay equal.
 
     python -m replicas.supervisor examples/averaging/run.toml
     cat examples/averaging/.replicas/*/logs/trainer/*/gen-1/rank-0.log
@@ -23,7 +23,8 @@ INNER_STEPS = 10
 
 
 def data(low: float, high: float) -> tuple[Tensor, Tensor]:
-    """A curve to fit between ``low`` and ``high``: x and y, both ``(128, 1)``."""
+    """Return a curve to fit between ``low`` and ``high``: x and y, both ``(128,
+    1)``."""
     x = torch.linspace(low, high, 128)[:, None]
     return x, torch.sin(2 * x)
 

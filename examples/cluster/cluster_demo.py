@@ -5,9 +5,9 @@ switched off.
 
 The supervisor and the trainer are on one machine, agents offer the two others, and the
 rollouts are spread over them. As root the machines are namespaces with a network
-between them (machines.py). It says what it saw in plain lines, and exits with 1 when a
-process did not survive its supervisor, a version was torn or lost, or the rollout of
-the lost machine did not come back.
+between them (machines.py). It prints its observations in plain lines, and exits with 1
+when a process did not survive its supervisor, a version was torn or lost, or the
+rollout of the lost machine did not come back.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ T = TypeVar("T")
 
 
 class Problem(Exception):
-    """Something was not as it should be."""
+    """The run did not behave as expected."""
 
 
 def until(condition: Callable[[], T | None], what: str, timeout_s: float = 60.0) -> T:
-    """The first value of ``condition`` that is no None or False."""
+    """Return the first value of ``condition`` that is true."""
     deadline = time.monotonic() + timeout_s
     while True:
         value = condition()
@@ -90,7 +90,7 @@ class Demo:
         node.start(command, {**self._env, "REPLICAS_JOIN": invitation}, self._out / f"agent-{node.name}.log")
 
     def status(self) -> RunStatus | None:
-        """None: nobody answers."""
+        """Return the run's status, or None if the supervisor does not answer."""
         try:
             return self.client().status()
         except (Disconnected, OSError):
@@ -205,7 +205,7 @@ class Demo:
         self.say(f"the whole run, to look through in a browser: {page}")
 
     def stop(self) -> None:
-        """SIGTERM to the supervisor, if it runs."""
+        """Send SIGTERM to the supervisor if it runs, and wait for its end."""
         if self._supervisor is not None and self._supervisor.poll() is None:
             self._head.signal(self._supervisor, signal.SIGTERM)
             self._supervisor.wait(40.0)
@@ -220,7 +220,7 @@ def main() -> int:
     shutil.rmtree(out, ignore_errors=True)
     (out / "records").mkdir(parents=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # machines that are only processes would offer the same GPUs
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # without namespaces the machines would offer the same GPUs
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE.parents[1]), os.environ.get("PYTHONPATH"))))
     with machines("head", "left", "right") as (words, (head, *nodes)):
         demo = Demo(out, head, nodes, options.adopt)

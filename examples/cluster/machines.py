@@ -2,11 +2,11 @@
 
 As root on Linux each machine is a holder process with namespaces of its own (network,
 mounts, processes), joined by a bridge. Killing the holder switches the machine off: the
-kernel kills all that runs there, and takes its network away. A holder ends when its
-standard input does, so nothing outlives this program, even if that is killed.
+kernel kills all its processes, and removes its network. A holder ends when its standard
+input does, so nothing outlives this program, even if that is killed.
 
-Elsewhere all *machines* are this one, on loopback. Switching one off then means to kill
-what was started on it by name.
+Elsewhere all *machines* are this one, on loopback. To switch one off then means to kill
+the programs that were started on it by name.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ TIMEOUT_S = 20.0
 HOLD = "umount --recursive --lazy /sys/fs/cgroup; echo; cat; exit"
 """The first process of a machine must reap orphans, as a shell does while it waits.
 
-It has no control groups: those of a machine that is switched off would stay.
+It has no control groups: those of a switched-off machine would stay.
 """
 
 
 class Machine:
-    """One machine; ``holder`` None: it is this one."""
+    """One machine; with ``holder`` None this machine."""
 
     def __init__(self, name: str, address: str, holder: subprocess.Popen[bytes] | None = None) -> None:
         self.name, self.address, self._holder = name, address, holder
         self._started: list[subprocess.Popen[bytes]] = []
 
     def start(self, command: list[str], env: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
-        """Start a program that ends with this process, at the latest."""
+        """Start a program that ends with this process at the latest."""
         words = command
         if self._holder is not None:
             spaces = f"/proc/{self._holder.pid}/ns"
@@ -53,7 +53,7 @@ class Machine:
         return process
 
     def signal(self, process: subprocess.Popen[bytes], signum: int) -> None:
-        """Signal the program, not what it has started."""
+        """Signal the program, not its children."""
         pid = process.pid
         if self._holder is not None:  # this is nsenter, its parent
             (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -69,7 +69,7 @@ class Machine:
         process.wait(TIMEOUT_S)
 
     def switch_off(self) -> None:
-        """Kill all at once, without a word to anybody."""
+        """Kill all processes of the machine immediately, as a power failure does."""
         if self._holder is not None:
             self._holder.kill()
             self._holder.wait(TIMEOUT_S)
@@ -79,7 +79,7 @@ class Machine:
 
 
 def why_not() -> str:
-    """Why machines cannot have namespaces of their own; empty: they can."""
+    """Return why machines cannot have namespaces of their own, or an empty text."""
     if os.geteuid() != 0:
         return "namespaces need root"
     if missing := [tool for tool in TOOLS if not shutil.which(tool)]:
@@ -93,7 +93,8 @@ def why_not() -> str:
 
 @contextmanager
 def machines(*names: str) -> Iterator[tuple[str, list[Machine]]]:
-    """The machines, and what they are in words. All of them are off in the end."""
+    """Yield a description of the machines, and the machines; switch all off in the
+    end."""
     why = why_not()
     with ExitStack() as stack:
         if why:

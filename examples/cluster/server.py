@@ -1,4 +1,4 @@
-"""Serves the newest weights, and says which (see cluster_demo.py)."""
+"""Serves the newest weights, and records their versions (see cluster_demo.py)."""
 
 from __future__ import annotations
 

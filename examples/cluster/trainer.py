@@ -1,7 +1,7 @@
-"""Trains, step by step, and publishes each tenth one (see cluster_demo.py).
+"""Trains, and publishes every tenth step (see cluster_demo.py).
 
-The call of `publish` copies the weights; while the rollouts take them, training goes
-on. Without a supervisor a call that begins then waits for one, up to its deadline.
+`publish` copies the weights; training continues while the rollouts receive them.
+Without a supervisor a new call waits for one, up to its deadline.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def check(name: str, found: Tensor, expected: list[float]) -> None:
 
 
 def mine() -> Tensor:
-    """This replica's number, twice."""
+    """Return a tensor with this replica's number, twice."""
     return torch.tensor([float(ME), float(ME)])
 
 
@@ -70,14 +70,14 @@ def movements(channel: replicas.Channel) -> None:
 
 
 def failure(channel: replicas.Channel) -> None:
-    """Peers that disagree are told so, and keep their tensors."""
+    """Peers that disagree get an error, and keep their tensors."""
     tensor = mine()
     try:
         channel.all_reduce(tensor, op="sum" if ME == 0 else "max").wait(WAIT_S)
     except errors.RanksDisagree as error:
         check(f"untouched after {type(error).__name__}", tensor, mine().tolist())
     else:
-        raise AssertionError("a sum met a max, and nobody minded")
+        raise AssertionError("an all_reduce of a sum and a max must fail")
 
 
 def main() -> None:

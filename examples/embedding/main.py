@@ -1,11 +1,10 @@
-"""A program that places its own processes embeds the coordinator alone, and tells them
-how to join.
+"""A program that starts its own processes embeds only the coordinator, and passes them
+the address and the token.
 
     python examples/embedding/main.py
 
-One asyncio program, one trainer and two rollouts that it starts itself: there is no
-supervisor and no config file. It keeps the events: `replicas report .` makes a page of
-them.
+One asyncio program starts one trainer and two rollouts: there is no supervisor and no
+config file. It writes the events to a file, of which `replicas report .` makes a page.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def rollout(replica: int) -> None:
 
 
 async def start(endpoint: str, token: str, role: str, replica: int) -> int:
-    """Run one worker to its end; its exit code."""
+    """Run one worker to its end; return its exit code."""
     environment = {**os.environ, "MY_ENDPOINT": endpoint, "MY_TOKEN": token}
     process = await asyncio.create_subprocess_exec(sys.executable, __file__, role, str(replica), env=environment)
     try:

@@ -20,7 +20,7 @@ STEPS = 3
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:
-    """A collective of the trainer's own group."""
+    """Gather a parameter: a collective of the trainer's own group."""
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 

@@ -1,4 +1,4 @@
-"""What the demo shows while it runs: a live board on a terminal, plain lines
+"""The display of the demo while it runs: a live board on a terminal, plain lines
 elsewhere."""
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _STATE_STYLES = {"ready": "green", "finished": "green", "failed": "bold red", "b
 
 
 class Board:
-    """Use as a context; call :meth:`show` as often as you like and :meth:`say` for what
-    happened."""
+    """Context manager: call :meth:`show` to refresh the board and :meth:`say` to add a
+    line."""
 
     def __init__(self, console: Console, history: History) -> None:
         self._console = console
@@ -126,7 +126,8 @@ class Board:
 
 
 def _columns(values: list[float], wanted: int) -> list[float]:
-    """``values``, of ``wanted`` in all, as means over the columns of the chart."""
+    """Return ``values``, of ``wanted`` in all, as means over the columns of the
+    chart."""
     per_column = max(1.0, wanted / _CHART_COLUMNS)
     columns: list[float] = []
     while (start := int(len(columns) * per_column)) < len(values):

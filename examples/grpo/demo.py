@@ -36,12 +36,12 @@ HERE = Path(__file__).resolve().parent
 VICTIM = "rollout/1"
 KILL_AT = 0.4
 PATIENCE_S = 300.0
-"""The demo gives up after so long without a step or a replica's change of state."""
+"""Seconds without a step or a change of a replica's state until the demo gives up."""
 PERIOD_S = 0.2
 
 
 def plan(options: argparse.Namespace, out: Path) -> dict[str, Any]:
-    """The config of grpo.toml, with this run's steps, seed and folders."""
+    """Return the config of grpo.toml, with this run's steps, seed and folders."""
     config: dict[str, Any] = tomllib.loads((HERE / "grpo.toml").read_text())
     config["run"]["state_dir"] = str(out / "run")
     rollouts = config["groups"]["rollout"]["replicas"]
@@ -62,7 +62,7 @@ def plan(options: argparse.Namespace, out: Path) -> dict[str, Any]:
 
 
 class Demo:
-    """Watches one run, and interferes with it once."""
+    """Watches one run, and kills one rank of it."""
 
     def __init__(
         self, supervisor: Supervisor, board: Board, history: History, records: RecordReader, *, kill: bool
@@ -81,7 +81,7 @@ class Demo:
         return time.monotonic() - self._progress[0]
 
     def look(self) -> None:
-        """Take in what is new, and show it."""
+        """Read new records and states, and show them; kill the rank when it is time."""
         for record in self._records.new():
             if (text := self._history.add(record)) is not None:
                 self._board.say(text)
@@ -104,7 +104,7 @@ class Demo:
         victim = next(replica for replica in self._history.replicas() if replica.name == VICTIM)
         pid = self._rank_pid()
         if victim.state != "ready" or pid is None:
-            return  # it is not up yet; the next look tries again
+            return  # not up yet; the next look tries again
         handle = os.pidfd_open(pid)
         try:
             if b"rollout.py" not in Path(f"/proc/{pid}/cmdline").read_bytes():
@@ -116,7 +116,7 @@ class Demo:
         self._board.say(f"kill -9 {pid}, the rank of {VICTIM}, at step {self._history.step}")
 
     def _rank_pid(self) -> int | None:
-        """The pid that the victim's rank gave in its ``info``."""
+        """Return the pid in the ``info`` of the victim's rank, or None."""
         members = self._history.policy.members if self._history.policy else ()
         pids = [int(member.info["pid"]) for member in members if member.name == f"{VICTIM}/0" and "pid" in member.info]
         return pids[0] if pids else None
@@ -167,7 +167,7 @@ def main() -> int:
     options = parser.parse_args()
     out = options.out.resolve()
     (out / "records").mkdir(parents=True, exist_ok=True)
-    for left in (out / "records").glob("*.jsonl"):  # of an earlier run
+    for left in (out / "records").glob("*.jsonl"):  # from an earlier run
         left.unlink()
     console = Console()
     if importlib.util.find_spec("matplotlib") is None:

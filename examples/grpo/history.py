@@ -1,4 +1,4 @@
-"""What happened in a run of the demo: from its ranks' records and the supervisor's
+"""The history of a run of the demo: from its ranks' records and the supervisor's
 status, for the view and the report."""
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from replicas.status import ChannelStatus, ReplicaStatus, RunStatus
 __all__ = ["History", "Kill", "Step"]
 
 _ENDS = 5
-"""Steps whose mean is called the first and the last reward."""
+"""Number of steps at each end whose mean is the first and the last reward."""
 _RISE = 0.1
-"""By how much the reward must rise at the least."""
+"""Least rise of the reward in a successful run."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Step:
 
 @dataclass
 class Kill:
-    """The one that the driver killed. ``recovery_s``: until it was ready again, with
-    the newest weights loaded."""
+    """The rank that the driver killed. ``recovery_s``: seconds until it was ready
+    again, with the newest weights loaded."""
 
     replica: str
     pid: int
@@ -64,7 +64,7 @@ class History:
     # ------------------------------------------------------------ writing
 
     def add(self, record: Record) -> str | None:
-        """Take in one record; what is worth saying about it."""
+        """Add one record; return a line to show, or None."""
         event, source = record["event"], record["source"]
         if event == "step":
             self.steps.append(_step(record))

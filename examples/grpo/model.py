@@ -1,15 +1,15 @@
-"""The demo's task, policy, loss and fingerprint: all that is machine learning, and
-nothing of the library.
+"""The demo's task, policy, loss and fingerprint: the machine learning, without the
+library.
 
 Theory of operation
 ===================
 
-The **task** is to sort digits: the prompt ``31415=`` wants ``11345``. A completion's
-reward is the share of its digits that are right: 1.0 is perfect, and a policy that
-knows nothing earns about 0.1.
+The **task** is to sort digits: the answer to the prompt ``31415=`` is ``11345``. A
+completion's reward is the share of its correct digits: 1.0 is perfect, and an untrained
+policy earns about 0.1.
 
-The **policy** is a small causal transformer with random weights: nothing has taught it
-the task before. It samples ``DIGITS`` tokens after the prompt.
+The **policy** is a small causal transformer with random weights, not trained before. It
+samples ``DIGITS`` tokens after the prompt.
 
 **GRPO** (Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, section 4.1.2): for each
 prompt a *group* of completions is sampled. There is no value network: a completion's
@@ -112,20 +112,20 @@ class Policy(nn.Module):
 
 
 def prompts(count: int, generator: torch.Generator) -> Tensor:
-    """``(count, DIGITS + 1)`` int64: random digits and ``=``."""
+    """Return ``(count, DIGITS + 1)`` int64: random digits and ``=``."""
     digits = torch.randint(0, 10, (count, DIGITS), generator=generator)
     return torch.cat([digits, torch.full((count, 1), _EQUALS)], dim=1)
 
 
 def rewards(tokens: Tensor) -> Tensor:
-    """``(batch,)`` float32: the share of each completion's digits that are right."""
+    """Return ``(batch,)`` float32: the share of correct digits of each completion."""
     answer = tokens[:, :DIGITS].long().sort(dim=1).values
     return (tokens[:, DIGITS + 1 :].long() == answer).float().mean(dim=1)
 
 
 @torch.no_grad()
 def sample(policy: nn.Module, starts: Tensor, generator: torch.Generator) -> Experience:
-    """``GROUP`` completions for each of ``starts`` (from :func:`prompts`), at
+    """Sample ``GROUP`` completions for each of ``starts`` (from :func:`prompts`), at
     temperature 1."""
     tokens = starts.repeat_interleave(GROUP, dim=0)
     chosen = []
@@ -138,14 +138,15 @@ def sample(policy: nn.Module, starts: Tensor, generator: torch.Generator) -> Exp
 
 
 def advantages(tokens: Tensor) -> Tensor:
-    """``(batch,)`` float32: each completion's reward, normalised over its group."""
+    """Return ``(batch,)`` float32: each completion's reward, normalised over its
+    group."""
     grouped = rewards(tokens).view(-1, GROUP)
     spread = grouped.std(dim=1, keepdim=True) + 1e-4
     return ((grouped - grouped.mean(dim=1, keepdim=True)) / spread).flatten()
 
 
 def grpo_loss(policy: nn.Module, batch: Experience, *, clip: float = 0.2) -> Tensor:
-    """The clipped policy-gradient loss of ``batch`` (scalar)."""
+    """Return the clipped policy-gradient loss of ``batch`` (scalar)."""
     tokens = batch.tokens.long()
     logits = policy(tokens[:, :-1])[:, DIGITS:]
     log_probs = logits.log_softmax(dim=-1).gather(2, tokens[:, DIGITS + 1 :, None]).squeeze(2)
@@ -166,12 +167,13 @@ def _fingerprint(policy: Policy, step: int) -> Tensor:
 
 
 def stamp(policy: Policy, step: int) -> None:
-    """Write the fingerprint of the policy's present weights into it."""
+    """Write the fingerprint of the policy's current weights into it."""
     policy.fingerprint.copy_(_fingerprint(policy, step))
 
 
 def verify(policy: Policy, step: int) -> None:
-    """:raises TornWeights: when a tensor of the policy is not that of ``step``."""
+    """Check the fingerprint. :raises TornWeights: a tensor of the policy is not that of
+    ``step``."""
     expected = _fingerprint(policy, step)
     wrong = int((policy.fingerprint != expected).sum())
     if wrong:
@@ -180,5 +182,5 @@ def verify(policy: Policy, step: int) -> None:
 
 
 def text(tokens: Tensor) -> str:
-    """One row of tokens as people read it."""
+    """Return one row of tokens as readable text."""
     return "".join("=" if token == _EQUALS else str(token) for token in tokens.tolist())

@@ -1,4 +1,4 @@
-"""What the ranks of the demo tell its driver: one JSON object a line, in the folder
+"""Records from the demo's ranks to its driver: one JSON object a line, in the folder
 ``GRPO_RECORDS``."""
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ class RecordWriter:
         self._fd = os.open(folder / f"{name}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def write(self, event: str, **fields: Any) -> None:
-        """``time_s``, the wall clock, is added."""
+        """Append a record; ``time_s``, the wall clock, is added."""
         line = json.dumps({"event": event, "time_s": time.time(), "pid": os.getpid(), **fields})
         os.write(self._fd, line.encode() + b"\n")
 
 
 class RecordReader:
-    """Follows every file of a folder."""
+    """Reads the new lines of every file of a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._read: dict[Path, int] = {}
 
     def new(self) -> list[Record]:
-        """The records since the last call, in the order of their time; each has
+        """Return the records since the last call, in the order of their time; each has
         ``source``, its file's stem."""
         found: list[Record] = []
         for path in sorted(self._folder.glob("*.jsonl")):

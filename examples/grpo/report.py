@@ -1,5 +1,5 @@
-"""What the demo leaves: a table on the screen, summary.json, reward.png, and the page
-of the run in one file."""
+"""The results of the demo: a table on the screen, summary.json, reward.png, and the
+page of the run in one file."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def print_summary(console: Console, history: History, out: Path) -> None:
 
 
 def save(history: History, out: Path) -> None:
-    """Write ``summary.json``, ``report.html``, and where matplotlib is ``reward.png``,
-    into ``out``."""
+    """Write ``summary.json``, ``report.html``, and with matplotlib ``reward.png``, into
+    ``out``."""
     series = {"rewards": history.rewards, "sync_s": [step.sync_s for step in history.steps]}
     (out / "summary.json").write_text(json.dumps({**history.summary(), **series}, indent=1) + "\n")
     (out / PLOT).unlink(missing_ok=True)  # of an earlier run

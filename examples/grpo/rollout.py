@@ -2,8 +2,7 @@
 experience (see grpo.toml).
 
 It may be killed at any time. Its random numbers depend on the seed, its index and the
-version alone, so that a run in which every rollout takes part in every step is the same
-each time.
+version alone, so a run in which every rollout takes part in every step is reproducible.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ import replicas
 from replicas import errors
 
 PROMPTS = 24
-"""Prompts a step, with a group of completions each."""
+"""Prompts per step, with a group of completions each."""
 RECEIVE_TIMEOUT_S = 600.0
 SEND_DEADLINE_S = 20.0
 
 
 class Rollout:
-    """One replica of one rank."""
+    """A replica of one rank."""
 
     def __init__(self, weights: replicas.Channel, replica: int, seed: int) -> None:
         self.weights = weights
@@ -36,8 +35,8 @@ class Rollout:
         self.records = RecordWriter(f"rollout-{replica}")
 
     def load_newest(self) -> int:
-        """Wait for a version newer than the present one, load it, prove that it is
-        whole; its number."""
+        """Wait for a version newer than the current one, load it, verify that it is
+        whole; return its number."""
         with self.weights.receive().wait(RECEIVE_TIMEOUT_S) as update:
             started = time.monotonic()
             step = update.meta["step"]
@@ -58,7 +57,8 @@ class Rollout:
         return sample(self.policy, prompts(PROMPTS, generator), generator)
 
     def send(self, outbox: replicas.Channel, experience: Experience, version: int) -> None:
-        """To the trainer; sent again while these are still the newest weights."""
+        """Send the experience to the trainer; retry while these are the newest
+        weights."""
         header = torch.tensor([version])
         for _ in range(3):
             try:
@@ -80,7 +80,7 @@ def main() -> None:
     with replicas.join("policy", info={"pid": str(os.getpid())}) as weights:
         rollout = Rollout(weights, replica, options.seed)
         version = rollout.load_newest()
-        with replicas.join("experience") as outbox:  # from here on the trainer counts on us
+        with replicas.join("experience") as outbox:  # from here on the trainer waits for our batches
             while True:
                 experience = rollout.sample(version)
                 rollout.send(outbox, experience, version)

@@ -1,9 +1,9 @@
 """The demo's trainer: one replica of two ranks, run by the supervisor through torchrun
 (see grpo.toml).
 
-A step: the leader receives experience from every rollout that is alive, all ranks share
-it over their own default group, DDP makes one GRPO update, and the new weights are
-published. A rollout that dies costs its part of one batch.
+A step: the leader receives experience from every live rollout, all ranks share it over
+their own default group, DDP makes one GRPO update, and the new weights are published. A
+rollout that dies costs its part of one batch.
 """
 
 from __future__ import annotations
@@ -28,18 +28,17 @@ UPDATES = 2
 LEARNING_RATE = 1e-3
 SYNC_TIMEOUT_S = 60.0
 COLLECT_DEADLINE_S = 15.0
-"""How long a rollout that is alive may take to send."""
+"""Time limit for a live rollout to send its batch."""
 START_DEADLINE_S = 90.0
-"""How long the first step waits for rollouts to start."""
+"""Time limit for rollouts to start, in the first step."""
 ATTEMPTS = 60
-"""How often in a row a step may find no experience at all."""
+"""Attempts of a step to receive any experience at all."""
 PAUSE_S = 1.0
-"""Before the next attempt: every rollout may be on its way back."""
+"""Pause before the next attempt: all rollouts may be restarting."""
 
 
 class Inbox:
-    """Receives experience from the rollouts that are alive; the leader of the trainer
-    holds it."""
+    """Receives experience from the live rollouts; the leader of the trainer has it."""
 
     def __init__(self, channel: replicas.Channel, rollouts: int, records: RecordWriter) -> None:
         self._channel = channel
@@ -49,18 +48,18 @@ class Inbox:
         self._deadline_s = START_DEADLINE_S
 
     def collect(self, latest: int) -> list[Experience]:
-        """One batch from each rollout, sampled with version ``latest`` or the one
-        before.
+        """Return one batch from each rollout, sampled with version ``latest`` or the
+        one before.
 
-        The first time this waits for rollouts that have yet to join. Later, one that is
-        lost fails at once with PeersLost, until it has joined again.
+        The first call waits for rollouts that have not joined yet. Later, the receive
+        from a lost rollout fails at once with PeersLost, until it has joined again.
         """
         receiving = {name: self._channel.recv(src=name, deadline=self._deadline_s) for name in self._names}
         arrived = []
         for name, pending in receiving.items():
             try:
                 tokens, log_probs, header = pending.wait(self._deadline_s + 10).tensors
-            except errors.SyncError as error:  # it is dead, or too slow: go on with what is there
+            except errors.SyncError as error:  # dead or too slow: continue with the other rollouts
                 self._records.write("missed", replica=name, kind=type(error).__name__, error=str(error))
                 continue
             if self._usable(name, int(header[0]), latest):
@@ -85,8 +84,8 @@ class Batch(NamedTuple):
 
 
 def share(arrived: list[Experience]) -> Batch | None:
-    """The leader's experience on every rank of the trainer, over the trainer's own
-    default group; None: there is none."""
+    """Broadcast the leader's experience to all ranks of the trainer, over its own
+    default group. Return None if there is no experience."""
     counts = torch.tensor([len(arrived), sum(len(part.tokens) for part in arrived)])
     dist.broadcast(counts, src=0)
     rollouts, rows = counts.tolist()
@@ -103,7 +102,7 @@ def share(arrived: list[Experience]) -> Batch | None:
 
 
 def my_part(experience: Experience) -> Experience:
-    """Every other group of completions."""
+    """Return this rank's share of the groups of completions."""
 
     def part(rows: Tensor) -> Tensor:
         groups = rows.view(-1, GROUP, rows.shape[1])
@@ -126,8 +125,8 @@ class Trainer:
         )
 
     def publish(self, step: int) -> replicas.Receipt | None:
-        """The weights, stamped with ``step``. None: the sync failed, and training goes
-        on."""
+        """Publish the weights, stamped with ``step``. Return None if the sync failed;
+        training continues."""
         stamp(self.policy, step)
         try:
             return self.weights.publish(self.policy, meta={"step": step}).wait(SYNC_TIMEOUT_S)
@@ -136,7 +135,7 @@ class Trainer:
             return None
 
     def collect(self, step: int) -> Batch:
-        """A batch for this step; while there is none, the weights are published again
+        """Return a batch for this step; while there is none, publish the weights again
         to wake the rollouts."""
         for _ in range(ATTEMPTS):
             batch = share(self.inbox.collect(self.weights.latest) if self.inbox else [])

@@ -23,8 +23,8 @@ STYLES = {"ready": "green", "finished": "green", "failed": "bold red", "backoff"
 
 
 class Board:
-    """Use as a context; call :meth:`show` as often as you like and :meth:`say` for what
-    happened."""
+    """Context manager: call :meth:`show` to refresh the board and :meth:`say` to add a
+    line."""
 
     def __init__(self, console: Console, history: History) -> None:
         self._console = console

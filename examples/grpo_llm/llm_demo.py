@@ -46,7 +46,8 @@ PERIOD_S = 0.25
 
 
 def plan(options: argparse.Namespace, out: Path) -> dict[str, Any]:
-    """The config of llm.toml, with this run's model, port, steps, seed and folders."""
+    """Return the config of llm.toml, with this run's model, port, steps, seed and
+    folders."""
     config: dict[str, Any] = tomllib.loads((HERE / "llm.toml").read_text())
     config["run"]["state_dir"] = str(out / "run")
     config["logs"] = {"tee": "never"}  # the live view has the terminal; all lines are in the logs
@@ -69,11 +70,11 @@ def _free_port() -> int:
 
 
 def faults(count: int, seed: int) -> list[Fault]:
-    """The one of the demo, or as many as wanted, drawn by the seed."""
+    """Return the demo's single fault, or ``count`` faults drawn by the seed."""
     if not count:
         return [Fault(KILL_AT, "server/1", "core", "SIGKILL")]
     draw = random.Random(seed)
-    # the last part of the run is for coming back
+    # the last part of the run is left for recovery
     return [Fault((number + draw.random()) / (count + 1), *_drawn(draw)) for number in range(count)]
 
 
@@ -83,7 +84,7 @@ def _drawn(draw: random.Random) -> tuple[str, str, str, bool]:
 
 
 class Demo:
-    """Watches one run, and interferes with it."""
+    """Watches one run, and injects its faults."""
 
     def __init__(self, supervisor: Supervisor, board: Board, history: History, records: Path) -> None:
         self._supervisor = supervisor
@@ -97,11 +98,11 @@ class Demo:
 
     @property
     def stalled_s(self) -> float:
-        """Seconds without a step and without a change of a replica's state."""
+        """Seconds since the last step or the last change of a replica's state."""
         return time.monotonic() - self._moved_s
 
     def look(self) -> None:
-        """Take in what is new, and show it."""
+        """Read new records and states, inject due faults, and show the run."""
         history = self._history
         history.status = self._supervisor.status()
         self._read_records()
@@ -121,7 +122,7 @@ class Demo:
                 # one at a time, as the trainer needs a server
                 if due and (loading or not fault.in_load) and all(one.state == "ready" for one in servers.values()):
                     self._strike(fault, replica)
-                break  # the next one comes when this one is done
+                break  # one fault at a time
             if fault.back_s is None and replica.generation > fault.generation and replica.state == "ready":
                 fault.back_s = time.monotonic() - fault.done_at
                 self._board.say(f"{fault.replica} is back after {fault.back_s:.1f} s")
@@ -141,14 +142,14 @@ class Demo:
                 self._history.steps.append(json.loads(line))
                 self._moved_s = time.monotonic()
                 versions = (one.versions.get("policy", 0) for one in self._history.servers() if one.state == "ready")
-                loaded = [version for version in versions if version]  # 0: one of its processes has just died
+                loaded = [version for version in versions if version]  # 0: a process of the server has just died
                 committed = self._history.committed()
                 self._history.staleness.append(committed - min(loaded, default=committed))
 
     def _strike(self, fault: Fault, replica: ReplicaStatus) -> None:
         pid = processes(replica.pid).get(fault.role) if replica.pid is not None else None
         if pid is None:
-            return  # it is not up yet; the next look tries again
+            return  # not up yet; the next look tries again
         try:
             end(pid, getattr(signal, fault.signal))
         except ProcessLookupError:

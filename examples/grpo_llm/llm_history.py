@@ -1,4 +1,4 @@
-"""What happened in a run of `make demo-llm`, for the view and the report."""
+"""The history of a run of `make demo-llm`, for the view and the report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Fault:
     """A signal to one process of one server.
 
     :ivar progress: share of the steps at which it is due.
-    :ivar in_load: it waits for a version that the server is about to load.
+    :ivar in_load: whether it waits for a version that the server is about to load.
     :ivar done_at: monotonic seconds; None: not yet.
     :ivar back_s: seconds until the replica was ready again.
     """
@@ -35,7 +35,7 @@ class Fault:
 
 @dataclass
 class History:
-    """What happened, for the view and the report."""
+    """Steps, states and faults of the run, and its problems."""
 
     steps_wanted: int
     faults: list[Fault]
@@ -63,7 +63,8 @@ class History:
         return self.status.channels[0].committed_version if self.status and self.status.channels else 0
 
     def urls(self) -> dict[str, str]:
-        """Addresses of the servers whose follower is there, by replica."""
+        """Return the addresses of the servers whose follower is on the channel, by
+        replica."""
         members = self.status.channels[0].members if self.status and self.status.channels else ()
         return {
             one.name.rpartition("/")[0]: one.info["url"]

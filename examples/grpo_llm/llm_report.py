@@ -1,4 +1,5 @@
-"""What `make demo-llm` leaves: a table on the screen, summary.json and reward.png."""
+"""The results of `make demo-llm`: a table on the screen, summary.json and
+reward.png."""
 
 from __future__ import annotations
 
@@ -16,16 +17,16 @@ from rich.table import Table
 __all__ = ["conclude", "print_summary", "save"]
 
 ENDS = 8
-"""Steps whose mean is called the first and the last reward."""
+"""Number of steps at each end whose mean is the first and the last reward."""
 RISE = 0.15
-"""By how much the reward must rise at the least."""
+"""Least rise of the reward in a successful run."""
 DIFFERENCE = 0.01
-"""Of log-probabilities of the same tokens, on average: more than rounding in float32
-explains (0.00002). The servers then compute with other weights than the trainer."""
+"""Mean difference of log-probabilities of the same tokens: far above rounding in
+float32 (0.00002). Beyond it, servers and trainer compute with different weights."""
 
 
 def conclude(history: History, state_dir: Path) -> None:
-    """Compare what was answered with what was committed, and note each problem."""
+    """Compare the answered with the committed versions, and record each problem."""
     problems = history.problems
     committed = {end["record"]["version"] for end in _syncs(state_dir) if end["record"]["outcome"] == "committed"}
     sampler = history.sampler
@@ -53,7 +54,7 @@ def conclude(history: History, state_dir: Path) -> None:
 
 
 def _syncs(state_dir: Path) -> list[dict[str, Any]]:
-    """The ends of all publishes, from the run's event log."""
+    """Return the ends of all publishes, from the run's event log."""
     found = []
     for path in (state_dir / "events.jsonl.1", state_dir / "events.jsonl"):
         lines = path.read_text().splitlines() if path.exists() else []
@@ -63,8 +64,8 @@ def _syncs(state_dir: Path) -> list[dict[str, Any]]:
 
 
 def _policy_difference(history: History) -> float:
-    """Between trainer and servers, of the tokens that these sampled: TRL's figure, the
-    median of all steps."""
+    """Return the difference between trainer and servers on the sampled tokens: TRL's
+    figure, the median of all steps."""
     name = "sampling/sampling_logp_difference/mean"
     found = [float(step[name]) for step in history.steps if name in step]
     return statistics.median(found or [0.0])

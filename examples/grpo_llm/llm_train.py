@@ -31,20 +31,20 @@ PROMPTS_PER_STEP = 8
 
 
 def problems(count: int, seed: int) -> Dataset:
-    """Sums of two numbers, as text to be completed."""
+    """Return sums of two numbers, as prompts to complete."""
     draw = random.Random(seed)
     pairs = [(draw.randint(1, LARGEST), draw.randint(1, LARGEST)) for _ in range(count)]
     return Dataset.from_list([{"prompt": PROMPT.format(a=a, b=b), "answer": a + b} for a, b in pairs])
 
 
 def reward(completions: list[str], answer: list[int], **_: Any) -> list[float]:
-    """1 for a completion that begins with the right number, else 0."""
+    """Return 1 for a completion that begins with the right number, else 0."""
     found = (re.match(r"\s*(\d+)", text) for text in completions)
     return [float(match is not None and int(match[1]) == right) for match, right in zip(found, answer, strict=True)]
 
 
 class Records(TrainerCallback):  # type: ignore[misc]  # a class of transformers
-    """Appends what TRL logs at each step to a file, for the view."""
+    """Appends TRL's log of each step to a file, for the view."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

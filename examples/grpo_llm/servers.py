@@ -1,4 +1,4 @@
-"""The processes of a supervised vLLM server, and what each server answers with."""
+"""The processes of a supervised vLLM server, and the versions of its answers."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ ANSWER_S = 20.0
 
 
 def processes(follower: int) -> dict[str, int]:
-    """Pids of one server's processes by role, from the program of its replica down; one
-    that is not there yet is left out."""
+    """Return the pids of one server's processes by role, from its replica's program
+    down; missing ones are left out."""
     found = {"follower": follower}
     with contextlib.suppress(psutil.Error):  # one of them has ended
         process = psutil.Process(follower)
@@ -40,7 +40,7 @@ def processes(follower: int) -> dict[str, int]:
 def end(pid: int, signum: int) -> None:
     """Send the signal to a process of vLLM, and to no other.
 
-    :raises ProcessLookupError: it has ended.
+    :raises ProcessLookupError: the process has ended.
     """
     try:
         process = psutil.Process(pid)
@@ -53,12 +53,13 @@ def end(pid: int, signum: int) -> None:
 
 @dataclass
 class Sampler:
-    """A thread that asks each server for one token again and again, and notes the
-    version of the weights that its answer is tagged with.
+    """Threads that request one token from each server, periodically, and count the
+    versions of the weights with which the answers are tagged.
 
     :ivar urls: returns the servers' addresses by replica.
     :ivar answers: number of answers by replica and version, in the order of arrival.
-    :ivar went_back: answers older than one of the same replica before.
+    :ivar went_back: answers with an older version than an earlier one of the same
+        replica.
     """
 
     urls: Callable[[], dict[str, str]]
@@ -69,7 +70,7 @@ class Sampler:
     _threads: dict[str, threading.Thread] = field(default_factory=dict)
 
     def look(self) -> None:
-        """Begin to ask servers that are new."""
+        """Start a thread for each new server."""
         for replica in self.urls():
             if replica not in self._threads:
                 self._threads[replica] = threading.Thread(target=self._ask_on, args=(replica,), daemon=True)
@@ -97,7 +98,7 @@ class Sampler:
 
 
 def _ask(url: str) -> int:
-    """The version that one answer is tagged with."""
+    """Return the version with which one answer is tagged."""
     body = json.dumps({"token_ids": [504, 2], "sampling_params": {"max_tokens": 1}}).encode()
     request = urllib.request.Request(f"{url}/inference/v1/generate", body, {"content-type": "application/json"})
     with urllib.request.urlopen(request, timeout=ANSWER_S) as response:

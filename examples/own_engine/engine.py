@@ -1,11 +1,11 @@
 """A tensor-parallel engine that starts its own workers: they are the ranks of one
-replica, and are given the same versions, of which each loads its part.
+replica, and receive the same versions, of which each loads its part.
 
 python -m replicas.supervisor examples/own_engine/run.toml
 cat examples/own_engine/.replicas/*/logs/engine/0/gen-1/*.log
 
-All of the supervisor's variables reach the workers by inheritance; only the rank is
-theirs to say. A worker that dies ends the engine, and so the replica is started anew.
+The workers inherit all of the supervisor's variables, and pass only their rank. A
+worker that dies ends the engine, and so the replica is restarted.
 """
 
 from __future__ import annotations

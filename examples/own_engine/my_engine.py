@@ -1,5 +1,5 @@
-"""The glue between a channel and a server of one's own (server.py): start it, and load
-each version into it."""
+"""The engine between a channel and your own server (server.py): it starts the server,
+and loads each version into it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class MyEngine(Engine):
 
 
 def start() -> tuple[str, subprocess.Popen[str]]:
-    """A server on a free port."""
+    """Start a server on a free port; return its URL and process."""
     process = subprocess.Popen(
         [sys.executable, Path(__file__).parent / "server.py", "0"], stdout=subprocess.PIPE, text=True
     )

@@ -1,5 +1,5 @@
-"""A user's own inference server, which knows nothing of channels: it answers
-``x * weight`` and remembers its answers.
+"""A user's own inference server, without any knowledge of channels: it answers ``x *
+weight`` and caches its answers.
 
     /answer {x}   /shapes   /version
     /pause   /load {path, version}   /differs {path}   /reset   /resume

@@ -16,7 +16,8 @@ import replicas
 
 
 def own_group_works() -> None:
-    """The default group of this replica alone, which the library never touches."""
+    """Check that the default group of this replica works: the library never touches
+    it."""
     ranks = torch.tensor([float(dist.get_rank())])
     dist.all_reduce(ranks)
     torch.testing.assert_close(ranks, torch.tensor([1.0]))  # 0 + 1

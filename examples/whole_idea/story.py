@@ -1,4 +1,4 @@
-"""The whole idea in one process: how a version reaches its readers, and what faults do.
+"""The whole idea in one process: a version reaches its readers, and survives faults.
 
     python story.py
 
