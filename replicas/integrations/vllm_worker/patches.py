@@ -48,8 +48,8 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class _Compared(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class has none
-    """Compares each tensor that would be copied with its destination; NaN matches NaN
-    only.
+    """Compares each tensor that would be copied with its destination; a given NaN
+    matches any value but NaN.
 
     :ivar elements: number of compared elements. :ivar wrong: how many differ, or are
         NaN where nothing was given.
