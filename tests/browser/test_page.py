@@ -143,7 +143,7 @@ async def test_links_open_a_sync_an_event_and_a_replica(chromium: Chromium) -> N
             ("#replica/rollout/2", ("rollout/2", "generation 1", "ready after 100 ms")),
             ("#group/rollout", ("group rollout", "rollout/2")),
             ("#event/1", ("event 1", '"RunStarted"')),
-            ("#sync/policy/99", ("Nothing of that name is known",)),
+            ("#sync/policy/99", ("Not found",)),
         ):
             await tab.js(f"location.hash = {json.dumps(fragment)}")
             for text in words:

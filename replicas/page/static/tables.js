@@ -85,7 +85,7 @@ function groupFigure(model, group) {
   const ready = replicas.filter((one) => good.includes(one.state)).length;
   const budget = group.restart_budget_remaining_ratio ?? 1;
   const restarts = Object.values(group.restarts ?? {}).reduce((all, one) => all + one, 0);
-  const about = group.launcher === "external" ? "started by others" : model.fixed ? count(restarts, "restart") : `budget ${Math.round(budget * 100)} %${restarts ? ` · ${count(restarts, "restart")}` : ""}`;
+  const about = group.launcher === "external" ? "started externally" : model.fixed ? count(restarts, "restart") : `budget ${Math.round(budget * 100)} %${restarts ? ` · ${count(restarts, "restart")}` : ""}`;
   return h("a", { class: "figure", key: `g ${group.name}`, href: to("group", group.name) }, h("span", { class: "what" }, group.name),
     h("span", { class: `number${ready < (group.min_ready ?? replicas.length) ? " warn" : ""}` }, `${ready}/${replicas.length}`),
     replicas.length <= DOTS ? h("svg", { class: "dots", width: Math.min(replicas.length, 16) * 8, height: Math.ceil(replicas.length / 16) * 8, role: "img", "aria-label": `${ready} of ${replicas.length} ready` },
