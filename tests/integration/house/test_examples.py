@@ -54,7 +54,7 @@ def _example(tmp_path: Path, name: str) -> list[str]:
 def test_every_example_is_run() -> None:
     elsewhere = (
         "tests/integration/house/test_handbook.py",
-        "tests/unit/house/test_whole_idea.py",
+        "tests/unit/testing/test_whole_idea.py",
         "tests/engines/frameworks/test_demo_llm.py",
     )
     told = "".join((ROOT / path).read_text() for path in elsewhere) + Path(__file__).read_text()
