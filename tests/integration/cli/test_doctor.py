@@ -112,7 +112,7 @@ def test_a_plan_that_does_not_fit_and_who_is_on_the_gpus(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     (folder / "run.toml").write_text(HEAD.format(port=0) + group("a", SLEEPS, "replicas = 2\nresources = { gpus = 1 }"))
     found = diagnosed(capsys, 1)
-    assert "2 GPUs are asked for at once" in found["plan"][0]["text"]
+    assert "2 GPUs are needed at once" in found["plan"][0]["text"]
     assert [one["text"] for one in found["gpus"]] == [
         "1, says CUDA_VISIBLE_DEVICES",
         f"512 MiB on GPU-1: process {os.getpid()}, not of this run: python",
