@@ -9,8 +9,6 @@ from typing import TypeVar
 import anyio
 import anyio.to_thread
 
-from replicas.common import own_loop
-
 T = TypeVar("T")
 
 
@@ -22,7 +20,6 @@ async def finish_in_thread(
     A cancellation calls ``given_up``, waits for the end of the thread, and calls
     ``undo`` if the work succeeded: the thread must not run while its caller cleans up.
     """
-    own_loop.require("a supervisor")
     task = asyncio.ensure_future(anyio.to_thread.run_sync(work))
     try:
         return await asyncio.shield(task)

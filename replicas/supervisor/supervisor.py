@@ -32,6 +32,7 @@ from anyio.abc import TaskGroup
 
 import replicas
 from replicas import errors
+from replicas.common import own_loop
 from replicas.common.logs import Log
 from replicas.common.tasks import telling
 from replicas.config import file as config_file
@@ -195,6 +196,7 @@ class Supervisor:
         :raises replicas.errors.ReplicasError: a port is in use, the store does not
             start, or the state folder or the token cannot be used.
         """
+        own_loop.require("a supervisor")
         inherited.open_streams()
         config = self.config
         self.resources.plan(config, await self.check_plan(config))

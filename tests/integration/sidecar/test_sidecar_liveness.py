@@ -249,15 +249,15 @@ async def freeze_first(channel: Any, then: Callable[[], Awaitable[object]]) -> f
     """SIGSTOP to the sidecar of ``channel`` at its next transfer; seconds from there
     until ``then`` has ended."""
     transfers = channel._transfers
-    move, hit = transfers._through, []
+    move, hit = transfers._move_through_lane, []
 
     async def through(lane: Any, *args: Any) -> Any:
-        transfers._through = move  # only the first one is hit
+        transfers._move_through_lane = move  # only the first one is hit
         hit.append(time.monotonic())
         os.kill(lane.sidecar.pid, signal.SIGSTOP)
         return await move(lane, *args)
 
-    transfers._through = through
+    transfers._move_through_lane = through
     await then()
     return time.monotonic() - hit[0]
 
