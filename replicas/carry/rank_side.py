@@ -124,7 +124,7 @@ class Carrier(HelperProcess):
     process: subprocess.Popen[bytes]
 
     @property
-    def is_needed(self) -> bool:
+    def at_work(self) -> bool:
         """Whether the rank or other hosts wait for it, so that a freeze matters."""
         return bool(self._pending or self._serving)
 
