@@ -275,6 +275,7 @@ async def test_the_keyboard_alone_suffices(chromium: Chromium) -> None:
         await tab.until("document.activeElement.id === 'paneltitle'")
         await tab.press("Escape")
         await tab.until("document.querySelector('#panel').hidden")
+        await tab.until("document.activeElement.classList.contains('name')")  # the focus returns to where it was
         await tab.js("document.querySelector('.lanes').focus()")
         before = await tab.text(".readout")
         await tab.press("-", "ArrowLeft")
