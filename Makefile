@@ -9,7 +9,8 @@ SIDE_BY_SIDE := --numprocesses 3 --dist worksteal
 
 # Where RESULTS names a folder, it keeps how long each test took: a file for each call of pytest.
 PYTEST = $(BIN)/python -m pytest -q $(if $(RESULTS),--durations 10 --durations-min 1 --junitxml $(RESULTS)/$$$$.xml)
-UNIT_TESTS = $(PYTEST) --numprocesses 2 --dist worksteal tests/unit
+# MEASURED=1 leaves out those that `make coverage` has run.
+UNIT_TESTS = $(PYTEST) --numprocesses 2 --dist worksteal tests/unit $(if $(MEASURED),$(CORE_ROOMS:%=--ignore tests/unit/%))
 # The slice of the integration tests that `make test` runs: each process and each way of the bytes, and a kill of each.
 SLICE := channel/test_channel channel/operations/test_channel_operations channel/versions/test_mapping \
 	control/test_control_socket coordinator/test_coordinator coordinator/test_hosts sidecar/test_sidecar \
@@ -43,7 +44,7 @@ GPU_SIDE_BY_SIDE ?= 3
 # Without compiled files each of the many processes that the tests start would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-cluster test test-all test-turn test-lowest test-versions unit integration properties chaos \
+.PHONY: help demo demo-cluster test slice test-all test-turn test-lowest test-versions unit integration properties chaos \
 	chaos-links chaos-nodes chaos-tree scene coverage gpu gpu-wheels environments test-engines field demo-llm check format \
 	bench test-browser screenshots bench-engines bench-peers diagrams docs-reference clean board dist docs engine-campaign
 
@@ -83,7 +84,10 @@ demo-cluster: $(VENV)/.demo ## three machines (namespaces, as root), a killed su
 	@$(BIN)/python examples/cluster/cluster_demo.py $(ARGS)
 
 test: $(VENV)/.dev ## run the fast tests, a slice of the real processes, and some rounds of chaos: some 8 minutes
-	@$(UNIT_TESTS)
+	@$(MAKE) --no-print-directory unit
+	@$(MAKE) --no-print-directory slice
+
+slice: $(VENV)/.dev
 	@$(PYTEST) $(SIDE_BY_SIDE) $(SLICE:%=tests/integration/%.py)
 	@CHAOS_WORLD=exec CHAOS_SECONDS=8 $(PYTEST) tests/chaos/test_chaos.py tests/chaos/test_supervisor.py
 
