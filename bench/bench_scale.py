@@ -45,7 +45,7 @@ IDLE_LIMIT_RATIO = 0.1
 LINKS = {"100 Mb/s": 12.5e6, "10 GbE": 1.25e9, "100 GbE": 12.5e9, "400 Gb/s": 50e9}
 WEIGHTS = {"269 MB": 269_030_016, "16 GB": 16_000_000_000}
 STEP_S = 3e-4
-"""Assumed: what passing on one bucket costs a leader beside its bytes (two threads wake
+"""Assumed: what passing on one piece costs a leader beside its bytes (two threads wake
 up, one message of the link)."""
 TRIP_S = {"100 Mb/s": 0.05}
 """Assumed: the round trip of a link; of the others 0.1 ms."""
@@ -92,7 +92,7 @@ async def _measure_size(
     idle = [await coordinator.ask("usage")]
     await asyncio.sleep(idle_s)
     idle.append(await coordinator.ask("usage"))
-    warm = syncs[1:]  # the first one forms the lane and carries the manifest
+    warm = syncs[1:]  # the first one carries the manifest
     return found | {
         "epoch_join": Spread(epochs["join"]).report(),
         "epoch_leave": Spread(epochs["leave"]).report(),
@@ -263,7 +263,7 @@ def report(found: Sequence[Found], predictions: Sequence[Found], syncs: Sequence
     show("The model, from the size before", ("members", "", "predicted", "measured", "ratio"), table)
     keys = ("pack_s", "coordinator_s", "chain_s", "link_alone_s", "map_s", "total_s")
     shown = [[row["weights"], row["link"], row["way"], *(in_words(row[key]) for key in keys)] for row in syncs]
-    assumed = f"assumed: the link, and {in_words(STEP_S)} for each bucket that is passed on; all else was measured here"
+    assumed = f"assumed: the link, and {in_words(STEP_S)} for each piece that is passed on; all else was measured here"
     parts = ("weights", "link", "way", "pack", "coordinator", "chain of 125", "(link alone)", "map", "total")
     show(f"A sync to 1,000 replicas, {PER_HOST} on each of 125 hosts", parts, shown, assumed)
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.trees import Supervised, alive, send, supervised, until
-from replicas.cli.client import Client
+from replicas.control.client import Client
 from replicas.errors import Disconnected
 from replicas.linux.processes import start_time
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from bench.supervisor_scale import SETTLE_S, asked, idle_parts
 from bench.support import Spread
 from bench.trees import Process, Supervised, pss_nbytes, supervised, until
-from replicas.cli.client import Client
+from replicas.control.client import Client
 
 __all__ = ["AGENT", "EACH", "SIZES", "AgentsSample", "measure"]
 

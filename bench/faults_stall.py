@@ -4,8 +4,8 @@ Theory of operation
 ===================
 
 A trainer, a target that has the newest version, and a latecomer, which joins with cold
-memory and is sent that version by the target, not by the trainer. In turn, order
-rotated:
+memory and pulls that version from the target, not from the trainer (``transport =
+"group"``: members of one host map nothing). In turn, order rotated:
 
 * *alone*: the trainer computes steps of fixed work;
 * *catch-up*: the same while the latecomer joins and is caught up; the steps between its
@@ -19,9 +19,9 @@ it has committed. The publish is made when the target has sent half of what the
 latecomer lacks.
 
 With two cores or more the trainer has one for itself, and everything else, its sidecar
-too, shares the others: as many busy processes as cores would slow each other down by
-any work at all. What is left is what the library does in the trainer's process, and the
-memory's bandwidth.
+and carrier too, shares the others: as many busy processes as cores would slow each
+other down by any work at all. What is left is what the library does in the trainer's
+process, and the memory's bandwidth.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from bench.processes import Forkserver, Progress, forkservers, one_core_left
+from bench.processes import Progress, carriers_of, forkservers, one_core_left
 from bench.support import Rank, rank, rotated, until
 from replicas import Coordinator
 
@@ -62,9 +62,8 @@ class StallSample:
 
 
 class Scene:
-    def __init__(self, coordinator: Coordinator, servers: list[Forkserver], ranks: list[Rank], nbytes: int) -> None:
+    def __init__(self, coordinator: Coordinator, ranks: list[Rank], nbytes: int) -> None:
         self._coordinator = coordinator
-        self._server = servers[1]
         self._trainer, self._target, self._late, *self._pair = ranks
         self._nbytes = nbytes
         self._changed = asyncio.Event()
@@ -140,7 +139,7 @@ class Scene:
 
     async def _join_late(self, middle: Callable[[], Awaitable[None]]) -> tuple[float, float]:
         """A latecomer; ``middle`` runs when half of what it lacks is sent."""
-        progress = Progress(self._server.sidecars)
+        progress = Progress(lambda: carriers_of(self._target.pid))
         await self._late.tell("late", replica=LATECOMER, **self._where)
         await progress.reaches(self._nbytes // 2, lambda: 0.0)
         await middle()
@@ -182,7 +181,7 @@ async def measure(nbytes: int, quick: bool, repetitions: int, done: Callable[[St
         starts = [
             rank("stall_rank", name, OMP_NUM_THREADS="1", **fork) for name, fork in zip(names, forks, strict=True)
         ]
-        scene = Scene(coordinator, servers, [await stack.enter_async_context(start) for start in starts], nbytes)
+        scene = Scene(coordinator, [await stack.enter_async_context(start) for start in starts], nbytes)
         await scene.prepare(quick, core)
         for repetition in range(repetitions):
             for setting in rotated(SETTINGS, repetition):

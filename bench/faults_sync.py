@@ -13,8 +13,8 @@ another victim each time:
    its receipt and the version is readable at everyone who is left, counted from the
    hit;
 3. an undisturbed publish to those who are left. Its phases ``transfer`` and ``verify``
-   are the bare time to send them what they may still miss: a bucket that was under way
-   when a group broke is worth nothing, so that is all of it;
+   are the bare time to send them what they may still miss: a broadcast that broke is
+   worth nothing, so that is all of it;
 4. the victim's place is taken by a new process, which is caught up.
 
 This is done for both *ways*. ``auto`` is the default: targets of one host map the slot,
@@ -146,8 +146,7 @@ class Fleet:
         self._trainer, *self._targets = places
         self._nbytes = nbytes
         self._quick = quick
-        # Gloo's tree: the source feeds the 1st, 2nd, 4th, ... of the others
-        self._to_send = nbytes * TARGETS.bit_length() if way == "group" else 0
+        self._to_send = nbytes if way == "group" else 0  # along a chain
         self._changed = asyncio.Event()
         coordinator.subscribe(lambda event: self._changed.set())
 
@@ -178,8 +177,8 @@ class Fleet:
         return said | {"ended": max(said["committed"], *(reply["readable"] for reply in replies))}
 
     async def _undisturbed(self) -> dict[str, Any]:
-        """Publish to all, again until the bytes go the way that is measured: a link on
-        which bytes stood still carries no process group for a while."""
+        """Publish to all, again until the bytes go the way that is measured: after a
+        broadcast that failed the next versions are pulled."""
         async with asyncio.timeout(AGAIN_S):
             while True:
                 progress = Progress(self._trainer.server.sidecars)

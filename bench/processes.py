@@ -1,11 +1,11 @@
-"""Processes that the benchmarks of start-up and of faults look at and hit: sidecars,
-and how far they have come.
+"""Processes that the benchmarks of start-up and of faults look at and hit: sidecars and
+carriers, and how far they have come.
 
 Theory of operation
 ===================
 
 A fault must hit in the middle of something, on every machine and at every size. The
-kernel counts what a process has written, to Gloo's sockets too (what it reads from them
+kernel counts what a process has written, to sockets too (what Gloo reads from them
 is not counted). :class:`Progress` samples that count every 0.2 ms on a thread of its
 own (there is nothing that could be waited for instead), and acts when it has grown by
 so many bytes. The count at that moment is part of the result, so that a hit that came
@@ -31,7 +31,17 @@ from pathlib import Path
 
 from replicas.linux.sockets import SocketAddress
 
-__all__ = ["Forkserver", "Hit", "Progress", "children_of", "forkservers", "held", "one_core_left", "send"]
+__all__ = [
+    "Forkserver",
+    "Hit",
+    "Progress",
+    "carriers_of",
+    "children_of",
+    "forkservers",
+    "held",
+    "one_core_left",
+    "send",
+]
 
 FORKSERVER_TIMEOUT_S = 60.0
 SAMPLE_S = 0.0002
@@ -43,6 +53,17 @@ def children_of(pid: int) -> list[int]:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except (FileNotFoundError, ProcessLookupError):
         return []
+
+
+def carriers_of(pid: int) -> list[int]:
+    """Carriers of this rank, whichever of its threads has started them."""
+    found: list[int] = []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for children in Path(f"/proc/{pid}/task").glob("*/children"):
+            for child in children.read_text().split():
+                if b"replicas.carry.carrier" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    found.append(int(child))
+    return found
 
 
 def _name(pid: int) -> str:
@@ -143,7 +164,8 @@ async def forkservers(count: int) -> AsyncIterator[list[Forkserver]]:
         connections = await asyncio.gather(
             *(forkserver_client.Forkserver.connect(one.name, timeout_s=FORKSERVER_TIMEOUT_S) for one in found)
         )
-        await asyncio.gather(*(one.aclose() for one in connections))
+        for one in connections:
+            one.close()
         yield found
 
 

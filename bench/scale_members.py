@@ -4,7 +4,8 @@ and no bytes.
 A process of its own (``python -m bench.rank scale_members``) with a crowd of members on
 one asyncio loop. Each one speaks the real protocol over a WebSocket of its own: Hello,
 heartbeats at the interval that it is told, and an answer at once to whatever is asked
-of it: a lane has formed, a slot is there, bytes have come, a version is loaded.
+of it: a slot is there, all bytes have come, a version is loaded. Its carrier, which
+holders of a version need, is only a port number: nobody connects to it.
 Replicas have one rank each, and eight of them are one "host", as their beacons say.
 Times are stamps of CLOCK_MONOTONIC, taken when the *last* member has got the message.
 """
@@ -36,6 +37,8 @@ __all__ = ["handlers"]
 
 DONE_TIMEOUT_S = 60.0
 PER_HOST = 8
+CARRIER_PORT = 9
+"""Of discard (RFC 863)."""
 AT_ONCE = 32
 """Joins that are under way at one time."""
 DIGEST = "00" * 16
@@ -141,6 +144,7 @@ class Member(asyncio.Protocol):
         self._beat = self.crowd.loop.call_later(first, self._heartbeat)
         self.committed = message.latest
         self.welcomed.set_result(None)
+        self.say(wire.CarrierUp(CARRIER_PORT))
         if self.hello.group != "trainer":
             self.ask()
 
@@ -162,17 +166,11 @@ class Member(asyncio.Protocol):
         places = [beacon.nonce.partition("-")[0] for beacon in message.beacons]
         self.say(wire.Located(places.index(self.host) if self.host in places else -1))
 
-    def lane_form(self, message: wire.LaneForm) -> None:
-        self.say(wire.LaneFormed(message.lane, 0.0))
-
     def offer(self, message: wire.TransferOffer) -> None:
-        if message.role == "map":
-            self.done(message)
-        else:
+        if message.role == "pull":
             self.say(wire.TransferReady(message.transfer))
-
-    def done(self, message: wire.TransferOffer | wire.TransferGo) -> None:
-        self.say(wire.TransferDone(message.transfer, DIGEST, {}, 0.0, 0.0, self.crowd.place))
+        if message.role in ("pull", "map"):
+            self.say(wire.TransferDone(message.transfer, DIGEST, 0.0, 0.0, self.crowd.place))
 
     def commit(self, message: wire.Commit) -> None:
         self.committed = message.version
@@ -204,9 +202,7 @@ _REACTIONS: Mapping[type[Any], Callable[[Member, Any], None]] = {
     wire.Refused: Member.refused,
     wire.View: Member.view,
     wire.Locate: Member.locate,
-    wire.LaneForm: Member.lane_form,
     wire.TransferOffer: Member.offer,
-    wire.TransferGo: Member.done,
     wire.Commit: Member.commit,
     wire.ReceiveGrant: Member.grant,
     wire.PublishEnd: Member.ended,
@@ -339,7 +335,7 @@ class Crowd:
         number, part = self.published, self._manifest
         began = time.monotonic()
         source.say(wire.PublishBegin(number, None, 100.0))
-        source.say(wire.Packed(number, part.hash, 1 << 28, "cpu", 0.0, 0.0, DIGEST, self.place))
+        source.say(wire.Packed(number, part.hash, "cpu", 0.0, 0.0, DIGEST, self.place))
         version = source.committed + 1
         committed = await self.until(
             lambda: all(member.committed >= version for member in self.members.values()), "the commit at everybody"

@@ -2,25 +2,25 @@
 what they can be checked against.
 
 One source on a host of its own, ``targets`` replicas of one rank, ``per_host`` of them
-on each host; each host has a leader, which receives over the lane, and the others map
-its memory.
+on each host; each host has a leader, which pulls the version, and the others map its
+memory.
 
-*Messages* of one publish on a lane that exists. To the coordinator: PublishBegin,
-Packed, TransferReady from the source and the leaders, TransferDone from the source and
-all targets; Loaded, Dropped (of the version before) and the next ReceiveAsk from all
-targets. From it: PublishAdmitted, TransferOffer to the source and all targets,
-TransferGo to the source and the leaders, Commit to all members, Assigned and
-ReceiveGrant to all targets, PublishEnd. With L leaders and T targets 3 T + 2 L + 8 of
-them up to the commit, and 8 T + 2 L + 9 in all. (Released, which follows at its own
-time, is left out.)
+*Messages* of one publish. To the coordinator: PublishBegin, Packed, TransferReady from
+the leaders, TransferDone from all targets; Loaded, Dropped (of the version before) and
+the next ReceiveAsk from all targets. From it: PublishAdmitted, TransferOffer to the
+source and all targets, TransferCancel to the source and the leaders, Commit to all
+members, Assigned and ReceiveGrant to all targets, PublishEnd. With L leaders and T
+targets 3 T + 2 L + 6 of them up to the commit, and 8 T + 2 L + 7 in all. (Released,
+which follows at its own time, is left out.)
 
 *The coordinator* is one thread and does one thing after another: its time is a constant
 for each message.
 
-*The chain* of leaders passes on buckets while the next ones come, so that the last
-leader has all of them after ``buckets + leaders - 1`` steps of one bucket each, of the
-size that :func:`replicas.sidecar.buckets.bucket_limit` gives. With ``nbytes`` much
-larger than a bucket for each leader this comes close to ``nbytes / link``, however many
+*Lanes* (``transport = "group"``): the leaders form a chain that passes on pieces while
+the next ones come, so that the last leader has all of them after ``pieces + leaders -
+1`` steps of one piece each, of the size that
+:func:`replicas.sidecar.collective.piece_nbytes` gives. With ``nbytes`` much
+larger than a piece for each leader this comes close to ``nbytes / link``, however many
 leaders there are.
 
 *Pulls* (``transport = "tcp"``) pass on what has landed: chunks of bytes, or a block's
@@ -39,7 +39,7 @@ from dataclasses import dataclass
 
 from replicas.carry.blocks import BLOCK_NBYTES
 from replicas.carry.image import CHUNK_NBYTES
-from replicas.sidecar.buckets import bucket_limit
+from replicas.sidecar.collective import piece_nbytes
 
 __all__ = [
     "Rates",
@@ -66,7 +66,7 @@ class Rates:
     :param memory: bytes per second of one copy within memory; :param mapping: of making
         mapped memory readable.
     :param link: bytes per second between two hosts; :param step_s: what passing on one
-        bucket, chunk or block costs beside its bytes.
+        piece, chunk or block costs beside its bytes.
     :param encode: bytes of an image per second of which deltas are made, :param apply:
         and applied, on one core; :param trip_s: a round trip.
     """
@@ -115,9 +115,9 @@ def chain_s(nbytes: int, leaders: int, link: float, step_s: float) -> float:
     """From the first byte out of the source to the last one in at the last leader."""
     if not leaders:
         return 0.0
-    bucket = min(nbytes, bucket_limit(nbytes, leaders + 1))
-    steps = -(-nbytes // bucket) + leaders - 1
-    return steps * (bucket / link + step_s)
+    piece = min(nbytes, piece_nbytes(nbytes, leaders + 1))
+    steps = -(-nbytes // piece) + leaders - 1
+    return steps * (piece / link + step_s)
 
 
 def pull_s(nbytes: int, leaders: int, rates: Rates) -> float:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.trees import Process, Supervised, cpu_s, pss_nbytes, send, supervised, until
-from replicas.cli.client import Client
+from replicas.control.client import Client
 
 __all__ = ["SETTLE_S", "SIZES", "ScaleSample", "asked", "idle_parts", "measure", "p99"]
 

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from bench.support import ROOT
-from replicas.cli.client import Client
+from replicas.control.client import Client
 from replicas.linux.processes import start_time
 from replicas.status import RunStatus
 

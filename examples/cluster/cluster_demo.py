@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 from machines import Machine, machines
 
-from replicas.cli.client import Client
+from replicas.control.client import Client
 from replicas.control.commands import Scale
 from replicas.errors import Disconnected
 from replicas.status import NodeStatus, ReplicaStatus, RunStatus
