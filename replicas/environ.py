@@ -115,7 +115,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read(environ: Mapping[str, str] | None = None) -> Environment:
-    """Read this process's environment (or ``environ``).
+    """Return the values of this process's environment (or of ``environ``).
 
     :raises replicas.errors.UsageError: a variable is not a whole number, but must be
         one.
@@ -173,6 +173,7 @@ def token_reader(environment: Environment) -> Callable[[], str]:
     known = read_token(environment)
 
     def read_again() -> str:
+        """Return the token in the file now, or the last one that could be read."""
         nonlocal known
         with contextlib.suppress(errors.UsageError):
             known = read_token(environment)
@@ -182,7 +183,7 @@ def token_reader(environment: Environment) -> Callable[[], str]:
 
 
 def token_owners(environment: Environment) -> frozenset[int]:
-    """Return the users who may see the token: its file's owner, this user and root."""
+    """Return the uids that may see the token: its file's owner, this user and root."""
     owners = {os.geteuid(), 0}
     with contextlib.suppress(OSError):  # removed with its run
         owners |= {environment.token_file.stat().st_uid} if environment.token_file is not None else set()
@@ -190,7 +191,7 @@ def token_owners(environment: Environment) -> frozenset[int]:
 
 
 def without_torchrun(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environ`` without torchrun's variables, which confuse other programs."""
+    """Return a copy without torchrun's variables, which confuse other programs."""
     return {
         name: value
         for name, value in environ.items()
@@ -199,6 +200,10 @@ def without_torchrun(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _integer(source: Mapping[str, str], name: str) -> int | None:
+    """Return a variable as a whole number, or None if it is not set.
+
+    :raises replicas.errors.UsageError: the variable has another text.
+    """
     text = source.get(name)
     if not text:
         return None

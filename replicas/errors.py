@@ -130,7 +130,7 @@ class RanksDisagree(UsageError):
 class UnknownChannel(UsageError):
     """There is no such channel, or the group has no part in it.
 
-    The message lists the channels that exist.
+    The message names the nearest one, or all that exist.
     """
 
 
@@ -262,7 +262,10 @@ _CLASSES = {name: value for name, value in list(globals().items()) if name in __
 
 
 def error_class(name: str) -> type[ReplicasError]:
-    """Return the error class of this name; InternalError if unknown or BadConfig."""
+    """Return the error class of this name, or InternalError for another name.
+
+    Also for BadConfig, which needs other arguments.
+    """
     found = _CLASSES.get(name, InternalError)
     return InternalError if found is BadConfig else found
 

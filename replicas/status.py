@@ -105,12 +105,12 @@ class GroupStatus(msgspec.Struct, frozen=True, kw_only=True):
 class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One member of a channel.
 
-    ``note``: why it is behind or quarantined. ``host``: number of its host on the
+    ``note``: why it is behind. ``host``: number of its host on the
     channel; members with the same number share memory. 0 if it is not known yet.
     """
 
     name: str
-    state: Literal["joining", "live", "behind", "quarantined", "observing", "gone"]
+    state: Literal["joining", "live", "behind", "observing", "gone"]
     note: str = ""
     role: str
     host: int = 0
@@ -166,7 +166,8 @@ class PublishStatus(msgspec.Struct, frozen=True, kw_only=True):
     ``state``: it is ``packing`` on its ranks, ``queued`` behind another version, or
     ``moving`` to its targets. ``seconds``: since it began; ``left_s``: until its
     deadline. ``waits_for``: the members that it waits for, up to 16 of them;
-    ``waiting``: how many there are.
+    ``waiting``: how many there are. ``kept``: the version that they keep in the memory
+    of the publisher, which has no slot free; 0: it waits for something else.
     """
 
     version: int
@@ -176,12 +177,17 @@ class PublishStatus(msgspec.Struct, frozen=True, kw_only=True):
     waits_for: tuple[str, ...] = ()
     waiting: int = 0
     left_s: float = 0.0
+    kept: int = 0
 
     @property
     def waits(self) -> str:
-        """The text after "waits ..."; empty if it waits for no member."""
+        """The text after "waits ", such as "for rollout/0/0 and 2 more".
+
+        Empty if it waits for no member.
+        """
         more = f" and {self.waiting - 1} more" if self.waiting > 1 else ""
-        return f"for {self.waits_for[0]}{more}" if self.waits_for else ""
+        kept = f" to release version {self.kept}" if self.kept else ""
+        return f"for {self.waits_for[0]}{more}{kept}" if self.waits_for else ""
 
 
 class ChannelStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,10 +17,25 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as under nohup, with which a run outlives its terminal
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+_OURS = os.getpid()
+
+
+def _end(number: int, frame: object) -> None:
+    """End as by Ctrl-C, so that tests stop the runs that they have started, which would
+    outlive this process. A forked child just ends."""
+    if os.getpid() == _OURS:
+        raise KeyboardInterrupt
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+signal.signal(signal.SIGTERM, _end)
 SHOWN_BEFORE_S = 1.0
 """Stacks of a test that takes too long are written so long before it is ended."""
 STDERR = pytest.StashKey[int]()
 """Where they are written: what was standard error before it was captured."""
+LEFT = pytest.StashKey[set[str]]()
+"""The files that are left to other parts."""
 MINUTES = {
     "agent/test_agents": 6.0,
     "campaign/test_campaign": 3.5,
@@ -108,7 +123,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     number, count = turn
     kept = _dealt({item.path for item in items}, count)[number - 1]
     config.hook.pytest_deselected(items=[item for item in items if item.path not in kept])
+    left = {item.nodeid.partition("::")[0] for item in items if item.path not in kept}
+    config.stash[LEFT] = left
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["left"] = sorted(left)
     items[:] = [item for item in items if item.path in kept]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A worker of pytest-xdist tells what it left out."""
+    node.config.stash.setdefault(LEFT, set()).update(getattr(node, "workeroutput", {}).get("left", ()))
 
 
 @pytest.hookimpl(trylast=True)
@@ -122,7 +147,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     turn = config.getoption("--turn")
     if turn is not None:
         ran = {report.nodeid.partition("::")[0] for report in terminalreporter.getreports("")}
+        left = config.stash.get(LEFT, set())
         terminalreporter.write_line(f"part {turn[0]} of {turn[1]}: {' '.join(sorted(ran))}")
+        terminalreporter.write_line(f"left to the other parts: {' '.join(sorted(left))}")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -16,7 +16,7 @@ BLOCK_NBYTES = 16 << 20
 
 
 def combined(blocks: Iterable[bytes]) -> str:
-    """Return a version's digest, from the binary xxh3-128 of its blocks."""
+    """Return a version's digest (hex), from the binary xxh3-128 of its blocks."""
     return xxhash.xxh3_128_hexdigest(b"".join(blocks))
 
 
@@ -25,22 +25,27 @@ def block_range(number: int, nbytes: int) -> tuple[int, int]:
     return number * BLOCK_NBYTES, min(nbytes, (number + 1) * BLOCK_NBYTES)
 
 
-class BlockQueue:
-    """The blocks of an image that are still to be requested. Not thread-safe.
+class Blocks:
+    """The missing and the received blocks of an image, with the holders of these.
 
-    The lowest goes first, so that the slot holds mostly a prefix, which this host can
-    serve to the next one. A failed block comes back before all later blocks.
+    Not thread-safe. The lowest is requested first, so that the slot holds mostly a
+    prefix, which this host can serve to the next one. A failed block comes back before
+    all later blocks.
 
-    :param nbytes: of the image. :param here: blocks that are in the slot already.
+    :param nbytes: of the image.
+    :ivar digests: binary xxh3-128 of each received block.
+    :ivar served_by: name of the holder of each block, also of a wrong one.
+    :ivar halves: received bytes of incomplete blocks, by number.
     """
 
-    def __init__(self, nbytes: int, here: Iterable[int] = ()) -> None:
+    def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.count = -(-nbytes // BLOCK_NBYTES)
-        known = frozenset(here)
-        self._waiting = [number for number in range(self.count) if number not in known]
+        self.digests = [b""] * self.count
+        self.served_by = [""] * self.count
+        self.halves: dict[int, int] = {}
+        self._waiting = list(range(self.count))
         self._left = set(self._waiting)
-        self._asked: set[int] = set()
 
     @property
     def done(self) -> bool:
@@ -49,8 +54,8 @@ class BlockQueue:
 
     @property
     def left_nbytes(self) -> int:
-        """Bytes of the missing blocks."""
-        return sum(end - start for start, end in map(self.range_of, self._left))
+        """Bytes that are still to be received."""
+        return sum(end - start for start, end in map(self.range_of, self._left)) - sum(self.halves.values())
 
     @property
     def waiting(self) -> int:
@@ -58,26 +63,23 @@ class BlockQueue:
         return len(self._waiting)
 
     def next_block(self) -> int | None:
-        """Return the next block to request, marked as under way, or None."""
-        if not self._waiting:
-            return None
-        number = heappop(self._waiting)
-        self._asked.add(number)
-        return number
+        """Return the next block to request, which is under way then, or None."""
+        return heappop(self._waiting) if self._waiting else None
 
     def requeue(self, number: int) -> None:
-        """Request a block again, which did not arrive or was wrong."""
-        if number in self._left and number in self._asked:
-            self._asked.discard(number)
+        """Request a block again that is under way: it failed; else do nothing."""
+        self.halves.pop(number, None)
+        if number in self._left and number not in self._waiting:
             heappush(self._waiting, number)
 
-    def mark_received(self, number: int) -> None:
-        """Note that the block has arrived."""
+    def mark_received(self, number: int, digest: bytes, holder: str) -> None:
+        """Note that the block has arrived from this holder."""
+        self.digests[number], self.served_by[number] = digest, holder
+        self.halves.pop(number, None)
         self._left.discard(number)
-        self._asked.discard(number)
 
     def request_again(self, number: int) -> None:
-        """Request a block again, which arrived with wrong bytes."""
+        """Count a received block as missing again, as it has wrong bytes."""
         self._left.add(number)
         heappush(self._waiting, number)
 

@@ -43,7 +43,7 @@ REST_S = 0.1
 
 
 class Slot:
-    """The memory of a slot: one descriptor and one mapping, for all its transfers."""
+    """The memory of a slot in this process: a descriptor and its mappings."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -52,21 +52,24 @@ class Slot:
 
     @property
     def memory(self) -> mmap.mmap:
-        """The slot, mapped for writing on first use."""
+        """The whole file, mapped for writing on first use."""
         return self._map(mmap.ACCESS_WRITE)
 
     def _map(self, access: int) -> mmap.mmap:
+        """Return the slot's mapping with this access, made on first use."""
         if access not in self._mapped:
             self._mapped[access] = mmap.mmap(self.fd, 0, access=access)
         return self._mapped[access]
 
     def view(self, place: wire.Place) -> memoryview:
-        """Return a version's bytes, read-only, as the slot may be closed to writers."""
+        """Return a read-only view of the bytes at ``place``, mapped on first use."""
         return memoryview(self._map(mmap.ACCESS_READ))[place.offset : place.offset + place.nbytes]
 
     def image(self, place: wire.Place, *, full: bool = False, mapped: bool = False) -> Image:
-        """Return the image at ``place``. ``mapped``: serve it from the mapping.
+        """Return a new :class:`Image` of the bytes at ``place``.
 
+        :param full: all bytes are there already.
+        :param mapped: give it the mapping, to serve it over TLS.
         :raises ValueError: the slot is too small.
         """
         if place.offset + place.nbytes > self.nbytes:
@@ -74,6 +77,7 @@ class Slot:
         return Image(self.fd, place.offset, place.nbytes, full=full, data=self.view(place) if mapped else None)
 
     def close(self) -> None:
+        """Unmap and close the memory; a view that is in use keeps its mapping."""
         for mapped in self._mapped.values():
             with contextlib.suppress(BufferError):  # a transfer's view goes with its last reference
                 mapped.close()
@@ -81,7 +85,7 @@ class Slot:
 
 
 class Carrier:
-    """Carries out the rank's requests, the long ones on threads."""
+    """Carries out the requests of its rank; runs the long ones on threads."""
 
     def __init__(self, channel: socket.socket, listener: socket.socket) -> None:
         self._channel = channel
@@ -95,7 +99,10 @@ class Carrier:
         self.server = Server(listener, _start)
 
     def handle(self, request: wire.Request, fds: list[int]) -> None:
-        """Carry out a request, or start a thread for it; never wait. Owns ``fds``."""
+        """Carry out a request, or start a thread for it; never wait.
+
+        :param fds: descriptors that came with it, owned by this call.
+        """
         match request:
             case wire.MapSlot(key=key):
                 self._slots[key] = Slot(fds[0])
@@ -116,14 +123,18 @@ class Carrier:
             case wire.Withdraw():
                 self._withdraw(request)
             case wire.Ping(id=number):
-                going_on = {transfer: pull.landed_nbytes for transfer, pull in self._pulls.items() if pull.active}
+                going_on = {
+                    transfer: pull.received.landed_nbytes for transfer, pull in self._pulls.items() if pull.active
+                }
                 self.reply(wire.Pong(number, going_on))
 
     def reply(self, message: wire.Reply) -> None:
+        """Send a message to the rank, from any thread."""
         with self._writing:
             frames.write_frame(self._channel, message)
 
     def _serve(self, request: wire.Serve) -> None:
+        """Offer a version to pullers on other hosts, with deltas if it has a base."""
         transfer, place, filled, base = request.transfer, request.place, request.filled, request.base
         slot = self._slots[place.key]
         image = slot.image(place, full=filled == place.nbytes, mapped=request.encrypt)
@@ -136,11 +147,19 @@ class Carrier:
         self.server.offer(transfer, image, request.secret, deltas, encrypt=request.encrypt)
 
     def _drop_base(self, number: int, transfer: int) -> None:
+        """Stop the deltas of a transfer; reply when no thread reads the older version.
+
+        :param number: the request's id.
+        """
         if (deltas := self._deltas.pop(transfer, None)) is not None:
             deltas.release_base()
         self.reply(wire.Dropped(number))
 
     def _start_pull(self, request: wire.StartPull) -> None:
+        """Start or resume a pull on a thread; reply Refused if that is impossible.
+
+        Its bytes are also offered to other hosts as they arrive.
+        """
         transfer, pull = request.transfer, self._pulls.get(request.transfer)
         if pull is None:
             try:
@@ -155,29 +174,32 @@ class Carrier:
             encrypt = request.encrypt
             pull = Pull(image, memory, transfer, request.secret, request.source, base, self._trips, encrypt=encrypt)
             self._pulls[transfer], self._images[transfer] = pull, image
-            self.server.offer(transfer, image, request.secret, pull.deltas, encrypt=encrypt)
+            self.server.offer(transfer, image, request.secret, pull.received.deltas, encrypt=encrypt)
         _start(lambda: self._run(pull, request))
 
     def _run(self, pull: Pull, request: wire.StartPull) -> None:
+        """Run the pull on this thread; reply Pulled or PullFailed at its end."""
         began = time.monotonic()
         numbers = request.numbers or (request.transfer,) * len(request.holders)
         holders = [
             Holder(one.name, one.host, one.port, one.certificate_hash, number)
             for one, number in zip(request.holders, numbers, strict=True)
         ]
+        received = pull.received
         try:
             digest = pull.run(holders, began + request.timeout_s, _start, request.digest)
         except Failed as error:
-            self.reply(wire.PullFailed(request.id, error.why, dict(pull.received), tuple(pull.cut)))
+            self.reply(wire.PullFailed(request.id, error.why, dict(received.nbytes), tuple(pull.holders.cut)))
             return
-        seconds = time.monotonic() - began
-        if not pull.why and holders and pull.landed_nbytes == pull.image.nbytes:
-            by_delta = pull.asks_for_deltas
-            self._choice.record_pull(holders[0].host, by_delta=by_delta, nbytes=pull.image.nbytes, seconds=seconds)
-        received, why, wrong = dict(pull.received), dict(pull.why), dict(pull.wrong)
-        self.reply(wire.Pulled(request.id, digest, seconds, received, pull.again, why, wrong, tuple(pull.cut)))
+        seconds, nbytes, why = time.monotonic() - began, received.image.nbytes, pull.holders.why
+        if not why and holders and received.landed_nbytes == nbytes:
+            by_delta = received.base is not None
+            self._choice.record_pull(holders[0].host, by_delta=by_delta, nbytes=nbytes, seconds=seconds)
+        counts, wrong, cut = dict(received.nbytes), dict(received.wrong), tuple(pull.holders.cut)
+        self.reply(wire.Pulled(request.id, digest, seconds, counts, received.again, dict(why), wrong, cut))
 
     def _withdraw(self, request: wire.Withdraw) -> None:
+        """End a transfer, on a new thread; that replies when none uses the slot."""
         pull = self._pulls.pop(request.transfer, None)
         self._images.pop(request.transfer, None)
         deltas = self._deltas.pop(request.transfer, None)
@@ -189,13 +211,15 @@ class Carrier:
             if deltas is not None:
                 deltas.release_base()
             if pull is not None:
-                pull.release_base()
+                pull.received.release_base()
             self.reply(wire.Withdrawn(request.id, sent))
 
         _start(end)
 
 
 def _start(function: Callable[[], None]) -> None:
+    """Run a function on a new daemon thread; an error in it ends the process."""
+
     def run() -> None:
         try:
             function()
@@ -207,12 +231,15 @@ def _start(function: Callable[[], None]) -> None:
 
 
 def _print_error(error: BaseException) -> None:
+    """Print one line about ``error`` on stderr."""
     print(f"carrier {os.getpid()}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
 def serve(channel: socket.socket, listener: socket.socket, pidfd: int) -> None:
-    """Serve the rank at the other end of ``channel``; return when the rank ends.
+    """Serve the rank at the other end of ``channel``; return when that closes.
 
+    :param listener: socket at which pullers connect.
+    :param pidfd: descriptor of the rank's process; its end also returns.
     :raises ConnectionError: a request came with a wrong number of descriptors.
     """
     carrier, reader = Carrier(channel, listener), frames.FrameReader(channel)
@@ -245,6 +272,7 @@ def serve(channel: socket.socket, listener: socket.socket, pidfd: int) -> None:
 
 
 def main() -> None:
+    """Listen at ``--host``, report the port to the rank, and serve it to its end."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)

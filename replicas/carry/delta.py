@@ -39,7 +39,7 @@ block's digest with the publisher's.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -87,10 +87,12 @@ class Changes:
 
 
 def encode_block(base: memoryview, new: memoryview, regions: Iterable[Region] = (), *, start: int = 0) -> bytes:
-    """Return the delta of a block: of kind *whole* if a delta does not pay.
+    """Return the delta of a block; of kind *whole* if the bytes are better sent.
 
-    :param regions: where the image has elements of which size; if empty, all have
-        :data:`DEFAULT_WIDTH`. Bytes outside all regions are 1-byte elements.
+    :param base: the block's bytes in the older version, as many as ``new`` has.
+    :param regions: (first byte, end, bytes of an element) in the image; if empty,
+        elements have :data:`DEFAULT_WIDTH`. Bytes outside all regions are 1-byte
+        elements.
     :param start: the block's first byte in the image.
     """
     import numpy as np
@@ -132,7 +134,7 @@ def encode_block(base: memoryview, new: memoryview, regions: Iterable[Region] = 
 
 
 def _differ_throughout(old: npt.NDArray[np.uint8], new: npt.NDArray[np.uint8]) -> bool:
-    """Return True if samples show that a delta does not pay; False for small blocks."""
+    """Return True if most sampled elements differ; False for small blocks."""
     count = len(new) // _SAMPLE_NBYTES
     if count < _SAMPLES:
         return False
@@ -142,7 +144,7 @@ def _differ_throughout(old: npt.NDArray[np.uint8], new: npt.NDArray[np.uint8]) -
 
 
 def is_whole(delta: bytes) -> bool:
-    """Return True if the block is to be sent as bytes.
+    """Return True if the delta only says that the block is to be sent as bytes.
 
     :raises DeltaError: the delta is malformed.
     """
@@ -150,7 +152,9 @@ def is_whole(delta: bytes) -> bool:
 
 
 def apply_block(base: memoryview, delta: bytes, out: memoryview) -> None:
-    """Write the block that ``delta`` makes of ``base`` to ``out`` (which may be it).
+    """Write the block that ``delta`` makes of ``base`` to ``out``.
+
+    Both may be the same memory.
 
     :raises DeltaError: the delta is malformed, of another block, or *whole*; nothing
         was written.
@@ -169,21 +173,8 @@ def apply_block(base: memoryview, delta: bytes, out: memoryview) -> None:
         apply_xors(new[one.start : one.end], one.numbers, one.values)
 
 
-def changes_of(base: memoryview, delta: bytes) -> Iterator[Changes]:
-    """Yield the changed elements of a block, with their new values, by region.
-
-    :raises DeltaError: as :func:`apply_block`.
-    """
-    import numpy as np
-
-    old = np.frombuffer(base, np.uint8)
-    for one in _decoded(delta, base.nbytes):
-        values = old[one.start : one.end].view(one.values.dtype)[one.numbers] ^ one.values
-        yield Changes(one.start, one.end, one.numbers, values)
-
-
 def _layout(regions: Iterable[Region], start: int, nbytes: int) -> Sequence[tuple[int, int]]:
-    """Return end and width of regions of whole elements that cover the block."""
+    """Return (end, bytes of an element) of regions that cover the block, in order."""
     places: list[tuple[int, int]] = []
 
     def place(end: int, width: int) -> None:
@@ -207,12 +198,12 @@ def _layout(regions: Iterable[Region], start: int, nbytes: int) -> Sequence[tupl
 
 
 def _planes(values: npt.NDArray[Any], count: int) -> bytes:
-    """Return the lowest bytes of all values, then the next ones, ``count`` times."""
+    """Return the lowest bytes of all values, then the next ones: ``count`` planes."""
     return values.view("u1").reshape(-1, values.itemsize)[:, :count].T.tobytes()
 
 
 def _joined(planes: npt.NDArray[np.uint8], width: int) -> npt.NDArray[Any]:
-    """Reverse :func:`_planes`: rows of planes to integers of ``width`` bytes."""
+    """Return integers of ``width`` bytes from the planes that :func:`_planes` makes."""
     values: npt.NDArray[Any] = planes[0].astype(f"<u{width}")
     for number in range(1, len(planes)):
         more = planes[number].astype(values.dtype)
@@ -222,7 +213,7 @@ def _joined(planes: npt.NDArray[np.uint8], width: int) -> npt.NDArray[Any]:
 
 
 def _head(delta: bytes) -> tuple[int, int]:
-    """Return the delta's kind, and the bytes of its block."""
+    """Check a delta's head; return its kind, and the number of bytes of its block."""
     if not _HEAD.size <= len(delta) <= DELTA_NBYTES_MAX:
         raise DeltaError(f"a delta of {len(delta)} bytes")
     version, kind, nbytes = _HEAD.unpack_from(delta)
@@ -255,7 +246,10 @@ def _decoded(delta: bytes, nbytes: int) -> list[Changes]:
 
 
 def _elements(places: Sequence[tuple[int, int]], nbytes: int) -> list[int]:
-    """Return the number of elements up to the end of each region."""
+    """Return the number of elements from the start to the end of each region.
+
+    :raises DeltaError: the regions are malformed, or do not cover the block.
+    """
     elements = [0]
     at = 0
     for end, width in places:
@@ -269,6 +263,10 @@ def _elements(places: Sequence[tuple[int, int]], nbytes: int) -> list[int]:
 
 
 def _decompressed(frame: bytes, least: int, most: int) -> bytes:
+    """Return the content of a zstd ``frame``: over ``least``, up to ``most`` bytes.
+
+    :raises DeltaError: the frame is malformed, or has another size.
+    """
     import zstandard
 
     try:
@@ -286,6 +284,7 @@ def _decompressed(frame: bytes, least: int, most: int) -> bytes:
 def _changes(
     raw: bytes, count: int, planes: int, places: Sequence[tuple[int, int]], elements: Sequence[int]
 ) -> list[Changes]:
+    """Return the changes by region, with xors; raise DeltaError if sizes do not fit."""
     import numpy as np
 
     data = np.frombuffer(raw, np.uint8)

@@ -58,7 +58,7 @@ class HandshakeBroken(ConnectFailed):
 
 
 def is_cut(error: OSError) -> bool:
-    """Return True if the network path seems broken."""
+    """Return True if the error shows a broken network path, such as a timeout."""
     return isinstance(error, TimeoutError) or error.errno in _CUT
 
 
@@ -78,10 +78,13 @@ class HolderConnection:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _SECONDS.pack(0, int(WAKES_S * 1e6)))
 
     def send(self, data: bytes) -> None:
+        """Send all of ``data``."""
         self.sock.sendall(data)
 
     def receive(self, into: memoryview) -> int:
-        """Fill ``into``, or what arrives within :data:`WAKES_S`; return the bytes.
+        """Receive into ``into`` for up to 0.25 s; return the number of bytes.
+
+        Waits longer for the first byte.
 
         :raises OSError: the holder closed the connection, or sent nothing for too long.
         """
@@ -98,11 +101,15 @@ class HolderConnection:
             return nbytes
 
     def receive_all(self, into: memoryview) -> None:
+        """Fill all of ``into``; raise as :meth:`receive`."""
         while into:
             into = into[self.receive(into) :]
 
     def number(self) -> int:
-        """Return the next four bytes, a head or a length, as a number."""
+        """Receive four bytes, a head or a length; return them as a number.
+
+        :raises ConnectionError: the holder no longer serves the version.
+        """
         head = bytearray(HEAD.size)
         self.receive_all(memoryview(head))
         (found,) = HEAD.unpack(head)
@@ -111,7 +118,10 @@ class HolderConnection:
         return int(found)
 
     def piece(self, most: int) -> int:
-        """Return how many bytes follow, or :data:`DELTA_FOLLOWS`."""
+        """Receive a head; return how many bytes follow, or :data:`DELTA_FOLLOWS`.
+
+        0 is a sign of life. :raises ConnectionError: they are more than ``most``.
+        """
         piece = self.number()
         if piece > most and piece != DELTA_FOLLOWS:
             raise ConnectionError("sends more than was asked for")
@@ -142,7 +152,7 @@ class Connector:
         """Connections by holder whose handshake is done."""
 
     def hang_up(self, holder: Holder | None = None) -> None:
-        """End the connections to a holder, or all, including those being made."""
+        """Shut down the connections to ``holder``; for None all, also new ones."""
         with self._lock:
             if holder is None:
                 self._over = True
@@ -152,19 +162,21 @@ class Connector:
                     tls.hang_up(sock)
 
     def is_far(self, holder: Holder | None) -> bool:
-        """Return True if the last connection to the holder had a long round trip."""
+        """Return True if the holder's last round trip was above 10 ms."""
         return holder is not None and self._trips.get(holder.host, 0.0) > FAR_S
 
     def reopen(self) -> None:
-        """Allow connections again after :meth:`hang_up`."""
+        """Allow connections again after :meth:`hang_up` of all."""
         with self._lock:
             self._over = False
 
     @contextlib.contextmanager
     def connect(self, holder: Holder, *, last: bool = True) -> Iterator[HolderConnection]:
-        """Context manager: connect, do the handshake, and close at the end.
+        """Context manager: connect, do the handshakes, and close at the end.
 
-        :raises HungUp: it was hung up. :raises ConnectFailed: it could not be made.
+        :param last: no other holder is left: allow more time.
+        :raises HungUp: :meth:`hang_up` was called.
+        :raises ConnectFailed: it could not be made.
         """
         with self._lock:
             self.made[holder] += 1
@@ -189,7 +201,7 @@ class Connector:
                 self._close_socket(sock)
 
     def _connect(self, holder: Holder, timeout_s: float) -> socket.socket:
-        """Return a connected socket, wrapped for TLS, before any handshake."""
+        """Return a connected socket, wrapped for TLS if encrypted; no handshake yet."""
         if self._tls is not None and not holder.certificate_hash:
             raise tls.NotTheHolder("announced no certificate, but the channel is encrypted")
         sock: socket.socket | None = None
@@ -217,6 +229,7 @@ class Connector:
             raise
 
     def _sealed(self, sock: socket.socket, holder: Holder, context: ssl.SSLContext) -> ssl.SSLSocket:
+        """Return the socket wrapped for TLS; :meth:`hang_up` then finds that one."""
         with self._lock:  # hang_up finds one of both sockets
             self._sockets.pop(sock, None)
             sealed = tls.wrap(sock, context)
@@ -224,20 +237,27 @@ class Connector:
         return sealed
 
     def _register_socket(self, sock: socket.socket, holder: Holder) -> None:
-        """Register a connection for :meth:`hang_up`. :raises HungUp: it was called."""
+        """Register a socket, so that :meth:`hang_up` ends it.
+
+        :raises HungUp: it was called already.
+        """
         with self._lock:
             self._sockets[sock] = holder
             if self._over:
                 raise HungUp
 
     def _close_socket(self, sock: socket.socket) -> None:
+        """Close the socket, and forget it."""
         with self._lock:
             self._sockets.pop(sock, None)
             self._put_off.discard(sock)
         sock.close()
 
     def _greet(self, sock: socket.socket, holder: Holder) -> None:
-        """Do the handshakes: TLS if the socket has it, then the greeting."""
+        """Do the handshakes: TLS if encrypted, then the proof of the secret.
+
+        :raises HandshakeBroken: no answer within 3 s, or the connection broke.
+        """
         deadline, binding = time.monotonic() + GREET_S, b""
         try:
             sock.settimeout(GREET_S)
@@ -251,11 +271,14 @@ class Connector:
         except TimeoutError:
             raise HandshakeBroken(f"{holder.address} did not answer within {GREET_S:g} s", cut=True) from None
         except OSError as error:
-            raise HandshakeBroken(f"{holder.address} {end_text(error)}") from error
+            raise HandshakeBroken(failure_text(error, holder)) from error
 
 
-def end_text(error: OSError) -> str:
-    """Return how the peer ended the connection, as text."""
+def failure_text(error: ConnectFailed | OSError, holder: Holder) -> str:
+    """Return why the connection to ``holder`` could not be made, or how it ended."""
+    if isinstance(error, ConnectFailed):
+        return error.why
     if isinstance(error, ssl.SSLError):
-        return f"broke the connection ({error.reason or error})"
-    return str(error) if error.strerror is None else f"broke the connection ({error.strerror})"
+        return f"{holder.address} broke the connection ({error.reason or error})"
+    how = str(error) if error.strerror is None else f"broke the connection ({error.strerror})"
+    return f"{holder.address} {how}"

@@ -37,11 +37,12 @@ PROOFS = 2
 
 
 class Deltas:
-    """The deltas of one image. Thread-safe.
+    """The deltas of one image's 16 MiB blocks, by number. Thread-safe.
 
     :param base: the base's bytes, as many as the image has; None to make no deltas.
     :param data: the image's bytes.
-    :param regions: as in :func:`delta.encode_block`.
+    :param regions: (first byte, end, bytes of an element), as in
+        :func:`delta.encode_block`.
     """
 
     def __init__(
@@ -59,11 +60,14 @@ class Deltas:
         self._changed = threading.Condition()
 
     def may_have(self, number: int) -> bool:
-        """Return True if the block may have a delta."""
+        """Return True if block ``number`` has a delta, or one may be made."""
         return number in self._known or (self._base is not None and self._vain < VAIN)
 
     def get_delta(self, number: int) -> bytes | None:
-        """Return a present block's delta, made if need be; None to send its bytes."""
+        """Return the delta of a block, encoded now if need be; None to send its bytes.
+
+        Blocks; the block's bytes must be there.
+        """
         with self._changed:
             self._changed.wait_for(
                 lambda: number in self._known or (number not in self._making and len(self._making) < AT_ONCE)
@@ -77,13 +81,14 @@ class Deltas:
         return None if known is None or delta.is_whole(known) else known
 
     def _pair(self, number: int) -> tuple[memoryview, memoryview] | None:
-        """Return the block in base and image, or None if no delta is to be made."""
+        """Return views (base, image) of the block; None to make no delta of it."""
         if self._base is None or self._data is None or self._vain >= VAIN:
             return None
         block = slice(*block_range(number, self._nbytes))
         return self._base[block], self._data[block]
 
     def _make(self, number: int, old: memoryview, new: memoryview) -> None:
+        """Encode a block's delta and keep it, even if it does not pay."""
         found = b""
         try:
             found = delta.encode_block(old, new, self._regions, start=number * BLOCK_NBYTES)
@@ -108,7 +113,7 @@ class Deltas:
                 self.get_delta(end // BLOCK_NBYTES - 1)
 
     def keep(self, number: int, found: bytes) -> None:
-        """Keep a received delta, to serve it to other hosts."""
+        """Keep the delta ``found`` of a block, received from another host."""
         with self._changed:
             self._known[number] = found
 
@@ -118,7 +123,7 @@ class Deltas:
             self._known.pop(number, None)
 
     def release_base(self) -> None:
-        """Stop making deltas; return when no thread reads the base."""
+        """Stop making deltas, wait until no thread reads the base, and release it."""
         with self._changed:
             views, self._base, self._data = (self._base, self._data), None, None
             self._changed.wait_for(lambda: not self._making)
@@ -136,7 +141,10 @@ class DeltaChoice:
         """By host: pulls since the slower way was last tried."""
 
     def choose_delta(self, host: str) -> bool:
-        """Return True to pull the next version from this host by deltas."""
+        """Return True to pull the next version from this host by deltas, not bytes.
+
+        Counts the call: the slower way is tried again after some pulls.
+        """
         deltas, whole = self._rates.get((host, True), ()), self._rates.get((host, False), ())
         if len(deltas) < PROOFS or not whole:
             return True
@@ -147,6 +155,6 @@ class DeltaChoice:
         return (ratio <= MARGIN) != again
 
     def record_pull(self, host: str, *, by_delta: bool, nbytes: int, seconds: float) -> None:
-        """Record that a version of ``nbytes`` took ``seconds``."""
+        """Record the rate of a complete pull from ``host``, in ``seconds``."""
         if seconds >= SHORT_S:
             self._rates[host, by_delta] = (*self._rates.get((host, by_delta), ()), nbytes / seconds)[-PROOFS:]

@@ -12,17 +12,15 @@ address the interface by which this machine reaches the coordinator.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import ipaddress
 import os
 import socket
 import time
-from pathlib import Path
 
 from replicas.common.foreign import one_line
 from replicas.linux.interfaces import interface_of
-from replicas.linux.processes import processes
+from replicas.linux.processes import descriptors, process_name, processes
 from replicas.linux.sockets import listeners
 from replicas.messages.bounds import CARRY_PORTS as PORTS
 
@@ -42,13 +40,14 @@ _Address = tuple[str, int] | tuple[str, int, int, int]
 
 
 def address_text(host: str, port: int) -> str:
+    """Return ``host:port``, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def listen(host: str, port: int, backlog: int) -> tuple[socket.socket, str]:
-    """Listen at ``host``; return the socket and a warning, or an empty text.
+    """Listen at ``host``; return the socket and a warning ("" without one).
 
-    :param port: the first port to try; 0 means any.
+    :param port: the first port to try, before up to 63 others; 0 means any.
     :raises OSError: ``strerror`` names the address and the remedy.
     """
     warning = ""
@@ -69,6 +68,10 @@ def listen(host: str, port: int, backlog: int) -> tuple[socket.socket, str]:
 
 
 def _listen(host: str, port: int, backlog: int) -> socket.socket:
+    """Return a socket that listens at exactly this address and port.
+
+    :raises OSError: it cannot, or the address is unspecified.
+    """
     family, address = _resolved(host, port)
     if ipaddress.ip_address(address[0]).is_unspecified:
         raise OSError(errno.EADDRNOTAVAIL, "other hosts cannot connect to an unspecified address")
@@ -84,7 +87,7 @@ def _listen(host: str, port: int, backlog: int) -> socket.socket:
 
 
 def bind_socket(host: str, port: int, source: str) -> tuple[socket.socket, _Address]:
-    """Return a socket, bound to ``source`` if given, and the address to connect to.
+    """Return (unconnected socket, bound to ``source`` if given; address to connect to).
 
     :raises OSError: ``source`` is not on this machine, or ``host`` is not an address.
     """
@@ -109,6 +112,7 @@ def unreached(error: OSError, host: str, port: int, source: str) -> str:
 
 
 def _reason(error: OSError, source: str) -> str:
+    """Return why a connection failed, as text."""
     match error.errno:
         case errno.ECONNREFUSED:
             return "connection refused: no program listens there, or a firewall refuses it"
@@ -122,6 +126,7 @@ def _reason(error: OSError, source: str) -> str:
 
 
 def _why_not(error: OSError, host: str, port: int) -> str:
+    """Return why a carrier cannot listen at this address, as text."""
     if error.errno == errno.EADDRNOTAVAIL:
         return f"a carrier cannot listen at {host}, which is not an address of this machine: {_NOT_OURS}"
     text = f"a carrier cannot listen at {address_text(host, port)}: {error.strerror or error}"
@@ -129,7 +134,7 @@ def _why_not(error: OSError, host: str, port: int) -> str:
 
 
 def _resolved(host: str, port: int, link: str = "") -> tuple[socket.AddressFamily, _Address]:
-    """Return the family and socket address of an IP address, with this machine's scope.
+    """Return (family, socket address) of an IP address, valid on this machine.
 
     :param link: the interface that leads to another machine's link-local address.
     :raises OSError: ``host`` is not an IP address, or its interface does not exist.
@@ -150,7 +155,10 @@ def _resolved(host: str, port: int, link: str = "") -> tuple[socket.AddressFamil
 
 
 def _other_program(host: str, port: int) -> str:
-    """Describe the program at the port; return "" for a carrier or an unknown one."""
+    """Return a text on the program that listens at the port; "" for another carrier.
+
+    Blocks for up to 0.1 s, until the program listens.
+    """
     deadline = time.monotonic() + _APPEARS_S
     here = {ipaddress.ip_address(_resolved(host, 0)[1][0]), ipaddress.IPv4Address(0), ipaddress.IPv6Address(0)}
     while True:
@@ -162,23 +170,7 @@ def _other_program(host: str, port: int) -> str:
         return "a connection"
     (listener, uid), *_ = found
     for pid in processes():
-        if _has_socket(pid, listener.inode):
-            name = _name(pid)
+        if f"socket:[{listener.inode}]" in descriptors(pid):
+            name = one_line(process_name(pid))
             return "" if name == NAME else f"{name or 'a program'} (process {pid})"
     return f"a program of user {uid}" if uid != os.geteuid() else ""
-
-
-def _has_socket(pid: int, inode: int) -> bool:
-    with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
-        for entry in entries:
-            with contextlib.suppress(OSError):  # closed meanwhile
-                if os.readlink(entry.path) == f"socket:[{inode}]":  # noqa: PTH115  # hundreds of them
-                    return True
-    return False
-
-
-def _name(pid: int) -> str:
-    try:
-        return one_line(Path(f"/proc/{pid}/comm").read_bytes().decode(errors="replace").strip())
-    except OSError:
-        return ""

@@ -33,6 +33,10 @@ class UnknownSecret(ConnectionError):
 
 
 def _proof(secret: bytes, side: bytes, *said: bytes) -> bytes:
+    """Return the proof of ``secret``: a keyed hash of the messages ``said`` so far.
+
+    :param side: ``b"server"`` or ``b"puller"``.
+    """
     return hashlib.blake2b(b"".join(said), key=secret, person=side, digest_size=_PROOF_NBYTES).digest()
 
 
@@ -57,10 +61,13 @@ def read_exactly(sock: socket.socket, nbytes: int, deadline: float | None = None
     return bytes(data)
 
 
-def prove_as_puller(
-    sock: socket.socket, transfer: int, secret: bytes, binding: bytes = b"", deadline: float | None = None
-) -> None:
-    """Do the puller's side. :raises UnknownSecret: the server has no such secret."""
+def prove_as_puller(sock: socket.socket, transfer: int, secret: bytes, binding: bytes, deadline: float) -> None:
+    """Prove the secret to the server, and check the server's proof. Blocks.
+
+    :param binding: SHA-256 of the server's TLS certificate; empty without TLS.
+    :param deadline: by ``time.monotonic()``.
+    :raises UnknownSecret: the server has no such secret.
+    """
     hello = _HELLO.pack(MAGIC, transfer, secrets.token_bytes(NONCE_NBYTES))
     sock.sendall(hello)
     answer = read_exactly(sock, _ANSWER.size, deadline)
@@ -71,16 +78,15 @@ def prove_as_puller(
 
 
 def prove_as_server(
-    sock: socket.socket,
-    secret_of: Callable[[int], bytes | None],
-    binding: bytes = b"",
-    deadline: float | None = None,
+    sock: socket.socket, secret_of: Callable[[int], bytes | None], binding: bytes, deadline: float
 ) -> int:
-    """Do the server's side; return the transfer's number.
+    """Check the puller's proof and send ours; return the transfer's number. Blocks.
 
     :param secret_of: returns a transfer's secret, or None if it is not served here.
+    :param binding: SHA-256 of our TLS certificate; empty without TLS.
+    :param deadline: as for :func:`prove_as_puller`.
     :raises UnknownSecret: it is not served here, or the puller does not know its
-    secret.
+        secret.
     """
     hello = read_exactly(sock, _HELLO.size, deadline)
     magic, transfer, _ = _HELLO.unpack(hello)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from replicas.carry import endpoint
@@ -25,10 +25,11 @@ LEFT_S = 3.0
 
 @dataclass(frozen=True)
 class Holder:
-    """A carrier from which the version can be pulled.
+    """A carrier (transfer server) from which the version can be pulled.
 
-    ``name``: of the member, for messages. ``certificate_hash``: of its TLS certificate.
-    ``transfer``: the transfer's number there; 0 means the puller's own.
+    :ivar name: of the member, for messages.
+    :ivar certificate_hash: of its TLS certificate.
+    :ivar transfer: the transfer's number there; 0 means the puller's own.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Holder:
 
     @property
     def address(self) -> str:
+        """``host:port``, with brackets around an IPv6 address."""
         return endpoint.address_text(self.host, self.port)
 
 
@@ -58,14 +60,18 @@ class Holders:
     :ivar cut: names of those whose network path seems broken or slow.
     """
 
-    def __init__(self, holders: Sequence[Holder] = ()) -> None:
+    def __init__(self, holders: Iterable[Holder] = ()) -> None:
+        self.why: dict[str, str] = {}
+        self.cut: set[str] = set()
+        self.restart(holders)
+
+    def restart(self, holders: Iterable[Holder]) -> None:
+        """Use these holders, none of them measured yet; keep ``why`` and ``cut``."""
         self._left = list(holders)
         self._talking: set[Holder] = set()
         self._rates: dict[Holder, float] = {}
         """Bytes a second of the holders that were measured as slow."""
         self._trial: _Trial | None = None
-        self.why: dict[str, str] = {}
-        self.cut: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._left)
@@ -75,27 +81,34 @@ class Holders:
 
     @property
     def first(self) -> Holder | None:
-        """The holder to pull from."""
+        """The holder to pull from now, or None if all were given up."""
         return self._left[0] if self._left else None
 
     def is_last(self, holder: Holder) -> bool:
+        """Return True if this holder is the only usable one."""
         return self._left == [holder]
 
     def mark_connected(self, holder: Holder) -> None:
-        """Note that a connection to the holder works, so that it can be measured."""
+        """Note that a connection to the holder works: its rate can be measured."""
         self._talking.add(holder)
 
     def give_up(self, holder: Holder, why: str, *, cut: bool) -> None:
-        """Remove the holder. ``cut``: its network path seems broken."""
+        """Remove the holder for this pull.
+
+        :param why: the reason, kept by the holder's name.
+        :param cut: its network path seems broken.
+        """
         self._left.remove(holder)
         self.why[holder.name] = why
         if cut:
             self.cut.add(holder.name)
 
     def replace_slow(self, received: Mapping[str, int], left_nbytes: int) -> Holder | None:
-        """Measure the first holder; return it if a better one takes its place.
+        """Measure the first holder; if it is slow, move it behind the others.
 
-        :param received: bytes by holder.
+        :param received: bytes so far, by holder's name.
+        :param left_nbytes: bytes that are still missing.
+        :returns: the holder that lost the first place, or None.
         """
         trial = self._trial
         if trial is None or trial.holder not in self._left or trial.holder in self._rates:
@@ -118,6 +131,7 @@ class Holders:
         return holder
 
     def _start_trial(self, received: Mapping[str, int]) -> _Trial | None:
+        """Return the start of a measurement of the first holder; None if not needed."""
         if len(self._left) < 2:
             return None
         holder = self._left[0]

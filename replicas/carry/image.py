@@ -20,7 +20,7 @@ class Withdrawn(Exception):
 
 
 class Image:
-    """``nbytes`` bytes at ``offset`` of the file ``fd``.
+    """Which of the ``nbytes`` bytes at ``offset`` of the file ``fd`` are there already.
 
     :param full: all bytes are in the slot.
     :param data: the same bytes mapped, to serve them over TLS.
@@ -56,25 +56,25 @@ class Image:
             self._prefix = min(self._prefix, start)
 
     def wait_for_bytes(self, start: int, end: int, timeout_s: float) -> int:
-        """Wait for the byte at ``start``; return how many from it on are present.
+        """Wait for the byte at ``start``; return how many bytes from it on are there.
 
-        Return 0 if it did not arrive within ``timeout_s``.
+        Counts up to ``end``. Returns 0 if it did not arrive within ``timeout_s``.
 
         :raises Withdrawn: the transfer has ended.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            while not (found := self._count_present(start, end)):
+            while True:
                 if self._withdrawn:
                     raise Withdrawn(self._withdrawn)
+                if found := self._count_present(start, end):
+                    return found
                 if (left := deadline - time.monotonic()) <= 0:
                     return 0
                 self._changed.wait(left)
-            if self._withdrawn:
-                raise Withdrawn(self._withdrawn)
-            return found
 
     def _count_present(self, start: int, end: int) -> int:
+        """Return how many bytes from ``start`` on, to ``end`` at most, have no gap."""
         if start < self._prefix:
             return min(end, self._prefix) - start
         gap = self._here.find(b"\x00", start // CHUNK_NBYTES)
@@ -82,7 +82,7 @@ class Image:
         return max(0, min(end, known) - start)
 
     def withdraw(self, why: str) -> None:
-        """Wake all waiting threads with :class:`Withdrawn`."""
+        """End all waits, present and later ones, with :class:`Withdrawn`."""
         with self._changed:
             self._withdrawn = self._withdrawn or why
             self._changed.notify_all()

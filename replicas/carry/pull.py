@@ -4,16 +4,9 @@ Theory of operation
 ===================
 
 Each connection has a thread, requests the lowest block that is not under way
-(:class:`~replicas.carry.blocks.BlockQueue`), and keeps two requests open, so that the
-server never waits for requests. A block is digested while its bytes are in the
-processor's caches. Each complete chunk can be served to other hosts at once
-(:class:`~replicas.carry.image.Image`).
-
-*Number of connections.* Two at first, or :data:`FIRST_FAR` to a holder that was far
-the last time, as a connection needs round trips to gain speed, and a small delta ends
-before that. While blocks wait to be requested, and the rate has grown by :data:`PAYS`
-since the number last doubled, the number doubles again, up to :data:`MOST`. With fewer
-blocks than connections, each connection takes one block.
+(:class:`~replicas.carry.blocks.Blocks`), and keeps two requests open, so that the
+server never waits for requests. What arrives is in the pull's
+:class:`~replicas.carry.received.Received`, whose lock all of the pull uses.
 
 *Holders* are in order of preference. All connections go to the first that works. A
 holder that fails, or is silent (servers send signs of life), is given up for this pull,
@@ -24,8 +17,7 @@ that breaks in its handshake, as in a flood, is retried :data:`TRIES` times. A s
 holder makes room for another (:mod:`replicas.carry.holders`).
 
 *Deltas.* If both ends have a base (:mod:`replicas.carry.delta`), the puller requests
-blocks as deltas, and gets deltas or bytes. It requests a block that came out wrong as
-bytes.
+blocks as deltas, and gets deltas or bytes. It requests a wrong block as bytes.
 
 *Verification.* The version's digest comes over the session, and is the digest of its
 blocks' digests. If the received blocks do not match it, the puller asks holders for
@@ -36,20 +28,16 @@ from other holders, and reports the holder that served them.
 from __future__ import annotations
 
 import mmap
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
-import xxhash
-
 from replicas.carry import dialler
-from replicas.carry.blocks import BlockQueue, combined
-from replicas.carry.delta import DELTA_NBYTES_MAX, DeltaError, apply_block
-from replicas.carry.differences import Deltas
+from replicas.carry.blocks import combined
 from replicas.carry.holders import Holder, Holders
-from replicas.carry.image import CHUNK_NBYTES, Image
-from replicas.carry.serve import ASK, CHANGES, DELTA_FOLLOWS, DIGESTS, RANGE
+from replicas.carry.image import Image
+from replicas.carry.received import Received
+from replicas.carry.serve import ASK, CHANGES, DIGESTS, RANGE
 
 TRIES = 6
 """Attempts at a handshake with a holder to which no connection works."""
@@ -76,15 +64,15 @@ class Failed(Exception):
 
 
 class Pull:
-    """The pull of one version into a slot. Thread-safe.
+    """Receives one version into a slot, from one or more holders. Thread-safe.
 
     :param memory: the slot's file, mapped for writing.
     :param source: address to connect from; empty means any.
     :param base: the bytes of a version that holders also have, to request deltas.
     :param trips: round trips in seconds by host, shared with other pulls.
     :param encrypt: use TLS, and never connect without.
-
-    The many fields are the state that its connections share.
+    :ivar received: the blocks so far, and their holders.
+    :ivar holders: those that are left, and why others were given up.
     """
 
     def __init__(
@@ -99,34 +87,16 @@ class Pull:
         *,
         encrypt: bool = False,
     ) -> None:
-        self.image, self.deltas = image, Deltas(image.nbytes)
-        self._base = base
-        self._data = memoryview(memory)[image.offset : image.offset + image.nbytes]
+        self.received = Received(image, memory, base)
+        self._blocks, self._changed = self.received.blocks, self.received.changed
+        self.holders = Holders()
         self._dialler = dialler.Connector(transfer, secret, source, trips, encrypt=encrypt)
-        self._asking = BlockQueue(image.nbytes)
-        self._digests: list[bytes] = [b""] * self._asking.count
-        self._by: list[str] = [""] * self._asking.count
-        self._holders = Holders()
-        self._halves: dict[int, int] = {}
-        """Received bytes of incomplete blocks, by number."""
         self._running = 0
         self._most = MOST
         self._cut: Counter[Holder] = Counter()
         """By holder: handshakes that broke, in a row."""
-        self._lack = ""
+        self._lack = self._stopped = ""
         self.active = False
-        self._changed = threading.Condition()
-        self._stopped = ""
-        self.received: dict[str, int] = {}
-        """Network bytes by holder, including wrong ones."""
-        self.landed_nbytes = 0
-        """Received bytes of the image, from bytes and deltas."""
-        self.wrong: dict[str, str] = {}
-        """The last wrong block by holder, in any run."""
-        self.again = 0
-        """Number of blocks requested again."""
-
-    # ------------------------------------------------------------ what the carrier does
 
     def run(self, holders: Sequence[Holder], deadline: float, start: Start, digest: str = "") -> str:
         """Pull all missing blocks, verify them, and return the digest. Blocks.
@@ -136,19 +106,20 @@ class Pull:
         :raises Failed: no holder is left, or the deadline has passed.
         """
         with self._changed:
-            self._holders, self.active = Holders(holders), True
+            self.holders, self.active = Holders(holders), True
         try:
             self._receive_all(deadline, start)
-            while digest and combined(self._digests) != digest:
+            while digest and combined(self._blocks.digests) != digest:
                 self._find_wrong(holders, digest, deadline)
                 self._receive_all(deadline, start)
-            return combined(self._digests)
+            return combined(self._blocks.digests)
         finally:
             with self._changed:
                 self.active = False
                 self._changed.notify_all()
 
     def _receive_all(self, deadline: float, start: Start) -> None:
+        """Receive all missing blocks, unverified; raise Failed as :meth:`run`."""
         with self._changed:
             self._most, self._lack = MOST, ""
             self._cut.clear()
@@ -162,39 +133,37 @@ class Pull:
                 raise Failed({"": self._stopped})
 
     def _manage_connections(self, deadline: float, start: Start) -> None:
-        """Start connections as long as more of them pay, until all blocks are here."""
-        best, at, nbytes = 0.0, time.monotonic(), self.received_nbytes
-        wanted = FIRST_FAR if self._dialler.is_far(self._holders.first) else FIRST
-        while not self._asking.done and not self._stopped:
-            if not self._running and (self._lack or not self._holders):
-                raise Failed({"": self._lack, **self.why} if self._lack else dict(self.why))
+        """Start connections while more of them pay, to the end; may raise Failed."""
+        best, at, received = 0.0, time.monotonic(), self.received.nbytes
+        nbytes = received.total()
+        wanted = FIRST_FAR if self._dialler.is_far(self.holders.first) else FIRST
+        while not self._blocks.done and not self._stopped:
+            if not self._running and (self._lack or not self.holders):
+                raise Failed({"": self._lack, **self.holders.why} if self._lack else dict(self.holders.why))
             if (left := deadline - time.monotonic()) <= 0:
-                raise Failed({**self.why, "deadline": "the time was up"})
-            while self._holders and self._running < min(wanted, self._most) and self._asking.waiting:
-                if not self._add_connection(start):
-                    break
+                raise Failed({**self.holders.why, "deadline": "the time was up"})
+            while self.holders and not self._lack and self._running < min(wanted, self._most) and self._blocks.waiting:
+                self._add_connection(start)
             self._changed.wait(min(left, LOOK_S))
-            slow = self._holders.replace_slow(self.received, self._asking.left_nbytes - sum(self._halves.values()))
+            slow = self.holders.replace_slow(received, self._blocks.left_nbytes)
             if slow is not None:
                 self._dialler.hang_up(slow)
             if (elapsed_s := time.monotonic() - at) >= LOOK_S:
-                rate, at, nbytes = (self.received_nbytes - nbytes) / elapsed_s, time.monotonic(), self.received_nbytes
-                if rate > best * PAYS and wanted < MOST and self._asking.waiting:
+                rate, at, nbytes = (received.total() - nbytes) / elapsed_s, time.monotonic(), received.total()
+                if rate > best * PAYS and wanted < MOST and self._blocks.waiting:
                     wanted, best = (2 * wanted if best else wanted), rate
 
-    def _add_connection(self, start: Start) -> bool:
-        """Start one more connection; return False if no thread is left for it."""
+    def _add_connection(self, start: Start) -> None:
+        """Start a thread with one more connection, or note that none is left."""
         self._running += 1
         try:
             start(self._connection)
         except RuntimeError as error:
             self._running -= 1
             self._note_shortage(str(error), self._running)
-            return False
-        return True
 
     def _find_wrong(self, holders: Sequence[Holder], digest: str, deadline: float) -> None:
-        """Find the wrong blocks, and have them requested again.
+        """Find the blocks with wrong bytes, and have them requested again.
 
         :raises Failed: no holder knows the blocks' digests, or a holder served wrong
             bytes a second time.
@@ -208,32 +177,28 @@ class Pull:
                 blocks = self._digests_of(holder, deadline)
             except dialler.HungUp:
                 raise Failed({"": self._stopped}) from None
-            except dialler.ConnectFailed as error:
-                self.why.setdefault(holder.name, error.why)
-                continue
-            except OSError as error:
-                self.why.setdefault(holder.name, f"{holder.address} {dialler.end_text(error)}")
+            except (dialler.ConnectFailed, OSError) as error:
+                self.holders.why.setdefault(holder.name, dialler.failure_text(error, holder))
                 continue
             if combined(blocks) == digest:
                 break
         else:
-            raise Failed({**self.why, "": "the bytes are not what was published"})
+            raise Failed({**self.holders.why, "": "the bytes are not what was published"})
         with self._changed:
-            wrong = [number for number, block in enumerate(blocks) if block != self._digests[number]]
-            liars = {self._by[number] for number in wrong}
-            if liars & self.wrong.keys():
-                raise Failed({**self.why, **self.wrong})
+            wrong = [number for number, block in enumerate(blocks) if block != self._blocks.digests[number]]
+            liars = {self._blocks.served_by[number] for number in wrong}
+            if liars & self.received.wrong.keys():
+                raise Failed({**self.holders.why, **self.received.wrong})
             for number in wrong:
-                self._reject_block(number)
-            why, cut = self.why, self.cut
-            self._holders = Holders(sorted(holders, key=lambda one: one.name in self.wrong))
-            self._holders.why, self._holders.cut = why, cut
+                self.received.reject_block(number)
+            self.holders.why |= {name: self.received.wrong[name] for name in liars}
+            self.holders.restart(sorted(holders, key=lambda one: one.name in self.received.wrong))
 
     def _digests_of(self, holder: Holder, deadline: float) -> list[bytes]:
-        """Ask this holder for the digests of all blocks."""
+        """Return the digests of all blocks, as this holder says; or raise OSError."""
         with self._dialler.connect(holder) as line:
             line.send(ASK.pack(DIGESTS, 0, 0))
-            left = 16 * self._asking.count
+            left = 16 * self._blocks.count
             answer = bytearray(left)
             while left:
                 if time.monotonic() > deadline:
@@ -244,61 +209,43 @@ class Pull:
         return [bytes(answer[at : at + 16]) for at in range(0, len(answer), 16)]
 
     def stop(self, why: str) -> None:
-        """End :meth:`run`; return when no thread writes the slot."""
+        """End :meth:`run`, which raises Failed; return when none writes the slot."""
         with self._changed:
             self._stopped = why
             self._dialler.hang_up()
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self.active)
 
-    def release_base(self) -> None:
-        """Release the base, after the pull has ended."""
-        if self._base is not None:
-            self._base.release()
-            self._base = None
-
-    @property
-    def why(self) -> dict[str, str]:
-        """Why holders were given up or put off, by name."""
-        return self._holders.why
-
-    @property
-    def cut(self) -> set[str]:
-        """Names of those whose network path seems broken or slow."""
-        return self._holders.cut
-
-    @property
-    def asks_for_deltas(self) -> bool:
-        return self._base is not None
-
-    @property
-    def received_nbytes(self) -> int:
-        return sum(list(self.received.values()))
-
     # ------------------------------------------------------------ one connection
 
     def _connection(self) -> None:
-        holder: Holder | None = None
+        """Receive blocks over one connection to its end; a thread's function."""
         try:
             with self._changed:
-                holder = self._holders.first
+                holder = self.holders.first
             if holder is not None:
-                self._receive_from(holder)
-        except dialler.HungUp:
-            pass
-        except dialler.ConnectFailed as error:
-            if holder is not None:
-                self._not_made(holder, error)
-        except OSError as error:
-            if holder is not None:
-                self._give_up(holder, f"{holder.address} {dialler.end_text(error)}", cut=dialler.is_cut(error))
+                self._use(holder)
         finally:
             with self._changed:
                 self._running -= 1
                 self._changed.notify_all()
 
+    def _use(self, holder: Holder) -> None:
+        """Connect to the holder; receive blocks until none is left, or it fails."""
+        with self._changed:
+            last = self.holders.is_last(holder)
+        try:
+            with self._dialler.connect(holder, last=last) as line:
+                self._receive_over(line)
+        except dialler.HungUp:
+            pass
+        except dialler.ConnectFailed as error:
+            self._not_made(holder, error)
+        except OSError as error:
+            self._give_up(holder, dialler.failure_text(error, holder), cut=dialler.is_cut(error))
+
     def _not_made(self, holder: Holder, error: dialler.ConnectFailed) -> None:
-        """Continue with the present connections, try again, or give the holder up."""
+        """Handle a connection that could not be made: wait, or give the holder up."""
         with self._changed:
             others = self._running - 1
             if isinstance(error, dialler.OutOfResources):
@@ -307,7 +254,7 @@ class Pull:
                 self._cut[holder] += 1
                 tries, works = self._cut[holder], self._dialler.proven[holder]
                 if tries < TRIES:
-                    self._changed.wait_for(lambda: self._stopped or self._asking.done, AGAIN_S * 2 ** (tries - 1))
+                    self._changed.wait_for(lambda: self._stopped or self._blocks.done, AGAIN_S * 2 ** (tries - 1))
                 elif works:
                     self._most = works
                 else:
@@ -318,131 +265,52 @@ class Pull:
                 self._give_up(holder, error.why, cut=error.cut)
 
     def _note_shortage(self, why: str, others: int) -> None:
-        """Note that this process cannot make further connections."""
+        """Note that this process cannot have more than ``others`` connections."""
         self._most = max(1, others)
         self._lack = "" if others else why
 
     def _give_up(self, holder: Holder, why: str, *, cut: bool) -> None:
+        """Give the holder up, unless that was done or the pull is over."""
         with self._changed:
-            if holder in self._holders and not self._stopped and not self._asking.done:
-                self._holders.give_up(holder, why, cut=cut)
+            if holder in self.holders and not self._stopped and not self._blocks.done:
+                self.holders.give_up(holder, why, cut=cut)
                 self._most = MOST
 
-    def _receive_from(self, holder: Holder) -> None:
+    def _receive_over(self, line: dialler.HolderConnection) -> None:
+        """Receive blocks until an exception ends the connection."""
+        asked: deque[int] = deque()
         with self._changed:
-            last = self._holders.is_last(holder)
-        with self._dialler.connect(holder, last=last) as line:
-            asked: deque[int] = deque()
+            self._cut[line.holder] = 0
+            self.holders.mark_connected(line.holder)
+        try:
+            while True:
+                self._ask(line, asked)
+                self.received.receive_block(line, asked[0])
+                asked.popleft()
+        finally:
             with self._changed:
-                self._cut[holder] = 0
-                self._holders.mark_connected(holder)
-            try:
-                while True:
-                    self._ask(line, asked)
-                    self._block(line, asked[0])
-                    asked.popleft()
-            finally:
-                with self._changed:
-                    for number in asked:
-                        self._halves.pop(number, None)
-                        self._asking.requeue(number)
-                    self._changed.notify_all()
+                for number in asked:
+                    self._blocks.requeue(number)
+                self._changed.notify_all()
 
     def _ask(self, line: dialler.HolderConnection, asked: deque[int]) -> None:
-        """Request the next blocks; wait while there are none.
+        """Request blocks until enough are open (``asked``); wait if none is left.
 
         :raises HungUp: all blocks have arrived, or the holder was given up.
         """
         with self._changed:
             while True:
-                if self._stopped or self._asking.done or line.holder not in self._holders:
+                if self._stopped or self._blocks.done or line.holder not in self.holders:
                     raise dialler.HungUp
                 new: list[int] = []
-                most = ASKED if self._asking.waiting > self._running else 1
-                while len(asked) + len(new) < most and (number := self._asking.next_block()) is not None:
+                most = ASKED if self._blocks.waiting > self._running else 1
+                while len(asked) + len(new) < most and (number := self._blocks.next_block()) is not None:
                     new.append(number)
                 asked.extend(new)
                 if asked:
                     break
                 self._changed.wait()
         if new:
-            kinds = {number: CHANGES if self._by_delta(number) else RANGE for number in new}
-            line.send(b"".join(ASK.pack(kind, *self._asking.range_of(number)) for number, kind in kinds.items()))
-
-    def _by_delta(self, number: int) -> bool:
-        """Return True to request a block as a delta, False after a wrong one."""
-        return self._base is not None and not self._by[number]
-
-    def _block(self, line: dialler.HolderConnection, number: int) -> None:
-        """Receive one block, and digest its bytes as they arrive."""
-        start, end = self._asking.range_of(number)
-        at, digest, piece = start, xxhash.xxh3_128(), 0
-        while at < end:
-            self._halves[number] = at - start
-            if not piece:
-                piece = line.piece(end - at)
-                if piece == DELTA_FOLLOWS:
-                    piece = 0
-                    if (found := self._delta(line)) and not self._apply(line.holder, number, found, digest):
-                        return
-                    at = end if found else at
-                continue
-            here = min(at - at % CHUNK_NBYTES + CHUNK_NBYTES, end)
-            nbytes = line.receive(self._data[at : min(here, at + piece)])
-            digest.update(self._data[at : at + nbytes])
-            at, piece = at + nbytes, piece - nbytes
-            self._count_received(line.holder, nbytes, nbytes)
-            if at == here:
-                self.image.mark_present(max(at - 1, 0) // CHUNK_NBYTES * CHUNK_NBYTES, at)
-        self._finish_block(number, digest.digest(), line.holder)
-
-    def _delta(self, line: dialler.HolderConnection) -> bytes:
-        """Receive the delta of a block; return b"" if its bytes follow."""
-        nbytes = line.number()
-        if self._base is None or nbytes > DELTA_NBYTES_MAX:
-            raise ConnectionError("sends more than was asked for")
-        found = bytearray(nbytes)
-        line.receive_all(memoryview(found))
-        return bytes(found)
-
-    def _apply(self, holder: Holder, number: int, found: bytes, digest: xxhash.xxh3_128) -> bool:
-        """Make a block from its delta; return False if the delta is not valid."""
-        if self._base is None:
-            raise dialler.HungUp
-        start, end = self._asking.range_of(number)
-        block = self._data[start:end]
-        try:
-            apply_block(self._base[start:end], found, block)
-        except DeltaError as error:
-            with self._changed:
-                self._by[number] = holder.name
-                self.wrong[holder.name] = f"block {number}: {error}"
-                self.again += 1
-                self._asking.requeue(number)
-            return False
-        digest.update(block)
-        self.deltas.keep(number, found)
-        self._count_received(holder, len(found), end - start)
-        self.image.mark_present(start, end)
-        return True
-
-    def _count_received(self, holder: Holder, nbytes: int, landed: int) -> None:
-        with self._changed:
-            self.received[holder.name] = self.received.get(holder.name, 0) + nbytes
-            self.landed_nbytes += landed
-
-    def _finish_block(self, number: int, digest: bytes, holder: Holder) -> None:
-        with self._changed:
-            self._digests[number], self._by[number] = digest, holder.name
-            self._asking.mark_received(number)
-            self._halves.pop(number, None)
-            self._changed.notify_all()
-
-    def _reject_block(self, number: int) -> None:
-        """Note a wrong block, and have it requested again, as bytes."""
-        name = self._by[number]
-        self.image.mark_missing(*self._asking.range_of(number))
-        self.deltas.drop(number)
-        self._asking.request_again(number)
-        self.again += 1
-        self.wrong[name] = self.why[name] = f"block {number} is not what was published"
+            base, served = self.received.base is not None, self._blocks.served_by  # a block served before was wrong
+            kinds = {number: CHANGES if base and not served[number] else RANGE for number in new}
+            line.send(b"".join(ASK.pack(kind, *self._blocks.range_of(number)) for number, kind in kinds.items()))

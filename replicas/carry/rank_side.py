@@ -10,13 +10,13 @@ import os
 import socket
 import subprocess
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from replicas import errors
 from replicas.carry import wire
 from replicas.common.logs import Log
-from replicas.linux.helper_process import HelperDied, HelperProcess
-from replicas.linux.helpers import apart, python_module
+from replicas.linux.helper_process import HelperDied, HelperMemory, HelperProcess
+from replicas.linux.helpers import popen_arguments, python_module
 from replicas.linux.scarce import naming_limits
 from replicas.messages import HolderAddress
 from replicas.trust.certificate import certificate_hash
@@ -31,19 +31,7 @@ WITHDRAW_TIMEOUT_S = 5.0
 _R = TypeVar("_R")
 
 
-class SlotMemory(Protocol):
-    """Memory of a slot. ``watchers``: objects to notify when it is closed."""
-
-    @property
-    def fd(self) -> int: ...
-
-    @property
-    def key(self) -> int: ...
-
-    watchers: Any
-
-
-Lent = tuple[SlotMemory, tuple[int, int]]
+Lent = tuple[HelperMemory, tuple[int, int]]
 """Memory, and the offset and bytes of a version in it."""
 
 
@@ -54,8 +42,11 @@ class CarrierDied(HelperDied):
 
 
 class PullFailed(RuntimeError):
-    """No holder is left. ``why``: by holder's name; ``cut``: those whose network path
-    seems broken, and why."""
+    """No holder is left.
+
+    :ivar why: reasons by holder's name; ``received``: bytes by holder's name.
+    :ivar cut: reasons by name of those holders whose network path seems broken.
+    """
 
     def __init__(self, reply: wire.PullFailed) -> None:
         super().__init__("; ".join(f"{name}: {text}" for name, text in reply.why.items()) or "no holder serves it")
@@ -64,7 +55,7 @@ class PullFailed(RuntimeError):
 
 
 def cut_off(reply: wire.Pulled | wire.PullFailed) -> dict[str, str]:
-    """Return the holders whose network path seems broken, and why."""
+    """Return ``{holder's name: reason}`` of holders whose network path seems broken."""
     return {name: reply.why[name] for name in reply.cut if name in reply.why}
 
 
@@ -75,7 +66,9 @@ class Carrier(HelperProcess):
     :ivar certificate_hash: of its TLS certificate; empty if it has none.
     """
 
-    died, decode, ping = CarrierDied, staticmethod(wire.decode_reply), wire.Ping
+    died, decode = CarrierDied, staticmethod(wire.decode_reply)
+    lend = staticmethod(lambda memory: wire.MapSlot(memory.key))
+    ping, forget = wire.Ping, wire.ForgetSlot
 
     def __init__(self, pid: int, pidfd: int, sock: socket.socket) -> None:
         self._serving: set[int] = set()
@@ -83,7 +76,6 @@ class Carrier(HelperProcess):
         self.on_exit = self._exited
         self.port = 0
         self.certificate_hash = ""
-        self._mapped: set[int] = set()
         self.receivers: dict[int, Callable[[int], object]] = {}
         """Callbacks by transfer, with the bytes pulled so far, after each pong."""
         self.ends: list[Callable[[], object]] = []
@@ -125,23 +117,29 @@ class Carrier(HelperProcess):
 
     @property
     def at_work(self) -> bool:
-        """Whether the rank or other hosts wait for it, so that a freeze matters."""
+        """True if a request or a served transfer is open, so that a freeze matters."""
         return bool(self._pending or self._serving)
 
     def kill(self, reason: str = "killed") -> None:
+        """Kill the process; when it has ended, :attr:`ends` are called, unlogged."""
         super().kill(reason)
-        self.on_exit = self._over
+        self.on_exit = self._call_ends
 
     def _exited(self, reason: str) -> None:
+        """Log that the process ended unasked, and call ``ends``."""
         logger.warning("%s", reason)
-        self._over(reason)
+        self._call_ends(reason)
 
-    def _over(self, reason: str) -> None:
+    def _call_ends(self, reason: str) -> None:
+        """Call all callbacks of :attr:`ends`, after the process has ended."""
         for end in self.ends:
             end()
 
     def certify(self, pem: bytes) -> None:
-        """Send the carrier its key and certificate, once, before any encrypted use."""
+        """Send the carrier its private key and certificate, once.
+
+        It must come before any encrypted use.
+        """
         self.certificate_hash = certificate_hash(pem)
         if self.usable:
             self._send(wire.Certify(pem))
@@ -150,7 +148,7 @@ class Carrier(HelperProcess):
         self,
         transfer: int,
         secret: bytes,
-        memory: SlotMemory,
+        memory: HelperMemory,
         place: tuple[int, int],
         filled: int,
         base: Lent | None = None,
@@ -158,20 +156,23 @@ class Carrier(HelperProcess):
         *,
         encrypt: bool = False,
     ) -> None:
-        """Have a version served. ``place``: offset and bytes. Never waits.
+        """Have the carrier serve a version to pullers that know ``secret``. No wait.
 
+        :param place: (offset, bytes) of the version in ``memory``.
+        :param filled: bytes of it that are there already.
         :param base: an older version that pullers may have, for deltas.
         :param regions: (first byte, end, bytes of an element) of parts of the version.
         """
         if self.usable:
-            self._map(memory)
+            for one in (memory,) if base is None else (memory, base[0]):
+                self._memories.map(one)
             self._serving.add(transfer)
             self._look_soon()
-            where = wire.Place(memory.key, *place)
-            self._send(wire.Serve(transfer, secret, where, filled, self._lent(base), tuple(regions), encrypt))
+            where, old = wire.Place(memory.key, *place), _place_of(base)
+            self._send(wire.Serve(transfer, secret, where, filled, old, tuple(regions), encrypt))
 
     def filled(self, transfer: int, nbytes: int) -> None:
-        """Send how many bytes of the version are packed. Never waits."""
+        """Tell the carrier how many bytes of a served version are packed."""
         if self.usable:
             self._send(wire.Filled(transfer, nbytes))
 
@@ -179,7 +180,7 @@ class Carrier(HelperProcess):
         self,
         transfer: int,
         secret: bytes,
-        memory: SlotMemory,
+        memory: HelperMemory,
         place: tuple[int, int],
         holders: Sequence[HolderAddress],
         timeout_s: float,
@@ -190,74 +191,57 @@ class Carrier(HelperProcess):
         encrypt: bool = False,
         numbers: tuple[int, ...] = (),
     ) -> wire.Pulled:
-        """Have a version pulled, or resumed if called again with the same memory.
+        """Have the carrier pull a version into ``memory``; wait for the end.
 
+        Called again with the same memory, it resumes the pull.
+
+        :param place: (offset, bytes) of the version in ``memory``.
+        :param source: address to connect from; "" means any.
+        :param digest: of the version; "" if not known yet.
         :param base: an older version that holders may have, for deltas.
-        :param numbers: as in :class:`wire.StartPull`.
+        :param numbers: the transfer's number at each holder; empty if it is
+            ``transfer``.
         :raises PullFailed: no holder is left, or the time was up.
         :raises CarrierDied: it died.
         """
         number, where, given = next(self._numbers), wire.Place(memory.key, *place), tuple(holders)
-        old = None if base is None else wire.Place(base[0].key, *base[1])
+        old = _place_of(base)
         self._serving.add(transfer)  # the bytes received, until it is withdrawn
         request = wire.StartPull(
             number, transfer, secret, where, given, timeout_s, source, digest, old, encrypt, numbers
         )
-
-        def map_both() -> None:
-            self._map(memory)
-            self._lent(base)
-
-        return await self._ask(request, timeout_s, wire.Pulled, map_both)
+        memories = (memory,) if base is None else (memory, base[0])
+        return await self._ask(request, timeout_s, wire.Pulled, *memories)
 
     async def drop_base(self, transfer: int) -> None:
-        """Stop making deltas; when this returns, the carrier does not read the base.
+        """Have the carrier stop making deltas; return when it does not read the base.
 
         :raises CarrierDied: it died, and does not read the base either.
         """
-        await self._ask(wire.DropBase(next(self._numbers), transfer), WITHDRAW_TIMEOUT_S, wire.Dropped, lambda: None)
+        await self._ask(wire.DropBase(next(self._numbers), transfer), WITHDRAW_TIMEOUT_S, wire.Dropped)
 
     async def withdraw(self, transfer: int, why: str) -> int:
-        """End the transfer; return the bytes sent. The carrier no longer uses its slot.
+        """Have the carrier end the transfer; return the bytes that it sent.
+
+        On return it no longer uses the transfer's slot.
 
         :raises CarrierDied: it died, and does not use the slot either.
         """
         request = wire.Withdraw(next(self._numbers), transfer, why)
         self._serving.discard(transfer)
-        return (await self._ask(request, WITHDRAW_TIMEOUT_S, wire.Withdrawn, lambda: None)).sent_nbytes
+        return (await self._ask(request, WITHDRAW_TIMEOUT_S, wire.Withdrawn)).sent_nbytes
 
-    def buffer_closed(self, key: int) -> None:
-        """Have the carrier unmap memory that was closed here (on any thread)."""
-        self._loop.call_soon_threadsafe(self._unmap_slot, key)
-
-    def _unmap_slot(self, key: int) -> None:
-        if key in self._mapped and self.usable:
-            self._mapped.discard(key)
-            self._send(wire.ForgetSlot(key))
-
-    def _lent(self, base: Lent | None) -> wire.Place | None:
-        if base is None:
-            return None
-        self._map(base[0])
-        return wire.Place(base[0].key, *base[1])
-
-    def _map(self, memory: SlotMemory) -> None:
-        if memory.key not in self._mapped:
-            self._send(wire.MapSlot(memory.key), memory.fd)
-            self._mapped.add(memory.key)
-            memory.watchers.add(self)
-
-    def _checked(self, reply: Any, request: Any, kind: type[_R]) -> _R:
+    def _failure(self, reply: Any, text: str) -> Exception:
+        """Return the carrier's error, or one with this text."""
         if isinstance(reply, wire.PullFailed):
-            raise PullFailed(reply)
-        if isinstance(reply, wire.Refused):
-            raise errors.InternalError(f"carrier {self.pid}: {reply.text}")
-        if not isinstance(reply, kind):
-            text = f"carrier {self.pid} answered {type(request).__name__} with {type(reply).__name__}"
-            raise errors.InternalError(text)
-        return reply
+            return PullFailed(reply)
+        return errors.InternalError(f"carrier {self.pid}: {reply.text}" if isinstance(reply, wire.Refused) else text)
 
     def _answers_ping(self, reply: wire.Reply) -> bool:
+        """Handle a Pong or the first message; return False for other replies.
+
+        A Pong calls :attr:`receivers`.
+        """
         if isinstance(reply, wire.Listening) and not self._listens.done():
             self._listens.set_result(reply)
             return True
@@ -269,15 +253,21 @@ class Carrier(HelperProcess):
         return False
 
 
+def _place_of(base: Lent | None) -> wire.Place | None:
+    """Return the place of an older version, or None without one."""
+    return None if base is None else wire.Place(base[0].key, *base[1])
+
+
 @naming_limits()
 def _spawn(host: str, port: int) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """Start a carrier process; return our end of its channel, and the process."""
     ours, theirs = socket.socketpair()
     try:
         with theirs:
             ends = ("--fd", str(theirs.fileno()), "--parent", str(os.getpid()))
             options = (*ends, "--host", host, "--port", str(port))
             command = python_module("replicas.carry.carrier", *options)
-            return ours, subprocess.Popen(command, pass_fds=[theirs.fileno()], **apart(os.environ))
+            return ours, subprocess.Popen(command, pass_fds=[theirs.fileno()], **popen_arguments(os.environ))
     except BaseException:
         ours.close()
         raise

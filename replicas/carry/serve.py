@@ -83,6 +83,8 @@ DELTA = struct.Struct("<II")
 
 @dataclass(eq=False)
 class _Offered:
+    """A served image, with the proven connections that read it."""
+
     image: Image
     secret: bytes
     deltas: Deltas
@@ -102,7 +104,6 @@ class _UnprovenConnection:
     sock: socket.socket
     source: str
     named: bool = False
-    turned_away: bool = False
     told: threading.Event = field(default_factory=threading.Event)
 
 
@@ -127,16 +128,17 @@ class Server:
         self._lock = threading.Condition()
 
     def certify(self, context: ssl.SSLContext, certificate_hash: str) -> None:
-        """Accept TLS connections from now on."""
+        """Accept TLS connections from now on, with the certificate of ``context``."""
         with self._lock:
             self._tls, self._binding = context, bytes.fromhex(certificate_hash)
 
     def offer(
         self, transfer: int, image: Image, secret: bytes, deltas: Deltas | None = None, *, encrypt: bool = False
     ) -> None:
-        """Serve ``image`` to pullers that know ``secret``, over TLS or in plain.
+        """Serve ``image`` to pullers that know ``secret``.
 
-        :param deltas: of its blocks.
+        :param deltas: of its blocks, to send in place of bytes.
+        :param encrypt: over TLS only; else without TLS only.
         """
         with self._lock:
             self._offered[transfer] = _Offered(image, secret, deltas or Deltas(image.nbytes), encrypt)
@@ -162,9 +164,9 @@ class Server:
             return found.sent_nbytes
 
     def accept(self) -> bool:
-        """Accept one waiting connection, and start a thread for it.
+        """Accept one waiting connection, if there is room, and start its thread.
 
-        Return False if this process has no descriptor or memory left for it.
+        Returns False if this process has no descriptor or memory left for it.
         """
         with self._lock:
             if not self._lock.wait_for(lambda: self._at_door < 2 * UNPROVEN, ROOM_S):
@@ -187,22 +189,23 @@ class Server:
         return True
 
     def _end_handshake(self, guest: _UnprovenConnection) -> None:
+        """Count the connection as out of its handshakes: proven, or failed."""
         with self._lock:
             self._guests.pop(guest, None)
             self._at_door -= 1
             self._lock.notify_all()
 
     def _close_oldest_unproven(self) -> None:
-        """Close the oldest connection of the address that has most."""
+        """Close one connection in its handshakes: the oldest of the busiest address."""
         guests = [guest for guest in self._guests if not guest.named] or [*self._guests]
         ((source, _),) = Counter(guest.source for guest in guests).most_common(1)
         guest = next(guest for guest in guests if guest.source == source)
         del self._guests[guest]
-        guest.turned_away = True
         guest.told.set()
         tls.hang_up(guest.sock)
 
     def _serve(self, guest: _UnprovenConnection) -> None:
+        """Serve one connection to its end: the handshakes, then the answers."""
         found: _Offered | None = None
         try:
             try:
@@ -221,6 +224,12 @@ class Server:
                 self._lock.notify_all()
 
     def _proven(self, guest: _UnprovenConnection) -> _Offered | None:
+        """Do the handshakes within 2 s; return the image to serve.
+
+        Returns None if it was withdrawn meanwhile.
+
+        :raises OSError: they failed, or took too long.
+        """
         deadline = time.monotonic() + PROOF_S
         guest.sock.settimeout(PROOF_S)
         sealed = guest.sock.recv(1, socket.MSG_PEEK) == tls.HANDSHAKE
@@ -240,17 +249,20 @@ class Server:
             return found
 
     def _begin_tls(self, guest: _UnprovenConnection, deadline: float) -> None:
+        """Replace the connection's socket by a TLS one, and do its handshake."""
         with self._lock:
-            if self._tls is None or guest.turned_away:
+            if self._tls is None or guest not in self._guests:
                 raise greeting.UnknownSecret("asks for TLS, which is not served here")
             guest.sock = sock = tls.wrap(guest.sock, self._tls, server_side=True)
         sock.settimeout(max(0.001, deadline - time.monotonic()))
         sock.do_handshake()
 
     def _secret_of(self, transfer: int, guest: _UnprovenConnection, deadline: float, *, sealed: bool) -> bytes | None:
-        """Return the transfer's secret, or None if it is not served.
+        """Return a transfer's secret, or None if it is not served.
 
-        Waits for an offer a while: the puller may learn of the transfer first.
+        Waits for a coming offer, until a bit before ``deadline`` (monotonic clock).
+
+        :param sealed: the connection uses TLS.
         """
         while True:
             guest.told.clear()
@@ -259,12 +271,13 @@ class Server:
                 if found is not None:
                     guest.named = True
                     return found.secret if found.encrypt == sealed else None
-                if guest.turned_away:
+                if guest not in self._guests:  # it was turned away
                     return None
             if not guest.told.wait(deadline - time.monotonic() - PROOF_S / 4):  # in time to answer
                 return None
 
     def _answer(self, sock: socket.socket, offered: _Offered) -> None:
+        """Answer requests, until OSError or Withdrawn ends the connection."""
         sock.settimeout(None)  # the kernel notices a dead puller
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_MS)
@@ -294,6 +307,7 @@ class Server:
                 raise
 
     def _send_range(self, sock: socket.socket, offered: _Offered, start: int, end: int) -> None:
+        """Send bytes ``start`` to ``end``, waiting for missing ones."""
         while start < end:
             found = offered.image.wait_for_bytes(start, min(end, start + PIECE_NBYTES), SIGN_S)
             if not found:
@@ -305,7 +319,7 @@ class Server:
 
     @staticmethod
     def _send_changes(sock: socket.socket, offered: _Offered, start: int, end: int) -> bool:
-        """Send a block as its delta; return False if its bytes must follow."""
+        """Send a block's delta and return True, or send that its bytes follow."""
         number, found = start // BLOCK_NBYTES, b""
         _wait_for(sock, offered.image, start)  # a pulled delta is kept before this byte is marked
         if offered.deltas.may_have(number):
@@ -328,6 +342,7 @@ class Server:
 
     @staticmethod
     def _send(sock: socket.socket, image: Image, start: int, nbytes: int) -> None:
+        """Send a head, and the bytes from ``start`` on, which are there."""
         if isinstance(sock, ssl.SSLSocket):
             if image.data is None:
                 raise ConnectionError("the slot is not mapped")
@@ -344,13 +359,13 @@ class Server:
 
 
 def _wait_for(sock: socket.socket, image: Image, at: int) -> None:
-    """Wait until this byte is in the slot, sending signs of life."""
+    """Block until byte ``at`` of the image is there; meanwhile send signs of life."""
     while not image.wait_for_bytes(at, at + 1, SIGN_S):
         sock.sendall(HEAD.pack(0))
 
 
 def _send_withdrawn(sock: socket.socket) -> None:
-    """Tell the puller that the transfer is withdrawn, unless that would block."""
+    """Send that the transfer is withdrawn; drop that if it would block."""
     with contextlib.suppress(OSError):
         sock.settimeout(0.0)
         sock.send(HEAD.pack(OVER))

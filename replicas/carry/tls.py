@@ -32,7 +32,7 @@ class NotTheHolder(ConnectionError):
 
 
 def client_context() -> ssl.SSLContext:
-    """Return a context that verifies no certificate: :func:`do_handshake` does."""
+    """Return a TLS 1.3 context without verification: :func:`do_handshake` verifies."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
@@ -41,13 +41,16 @@ def client_context() -> ssl.SSLContext:
 
 
 def wrap(sock: socket.socket, context: ssl.SSLContext, *, server_side: bool = False) -> ssl.SSLSocket:
-    """Wrap ``sock`` and take it over, without sending anything or waiting."""
+    """Return ``sock`` wrapped for TLS, and take it over; send nothing yet."""
     return context.wrap_socket(sock, server_side=server_side, do_handshake_on_connect=False)
 
 
 def do_handshake(sock: ssl.SSLSocket, certificate_hash: str) -> None:
-    """Do the puller's handshake, within the socket's timeout. Send nothing before it.
+    """Do the puller's TLS handshake and compare the server's certificate.
 
+    Blocks for at most the socket's timeout. Send nothing before it.
+
+    :param certificate_hash: expected SHA-256, in hexadecimal.
     :raises NotTheHolder: the peer has another certificate, or no TLS 1.3.
     :raises OSError: the handshake timed out or broke.
     """

@@ -31,7 +31,7 @@ class ForgetSlot(msgspec.Struct, frozen=True, tag=True):
 
 
 class Certify(msgspec.Struct, frozen=True, tag=True):
-    """Use this key and certificate (PEM) for TLS; no file ever holds them."""
+    """Use this private key and certificate (PEM) for TLS; no file ever holds them."""
 
     pem: bytes
 
@@ -47,9 +47,9 @@ class Place(msgspec.Struct, frozen=True):
 class Serve(msgspec.Struct, frozen=True, tag=True):
     """Serve a version whose first ``filled`` bytes are in the slot.
 
-    ``base``: an older version that pullers may have, for deltas. ``regions``: (first
-    byte, end, bytes of an element). ``encrypt``: over TLS only, after a
-    :class:`Certify`.
+    :ivar base: an older version that pullers may have, for deltas.
+    :ivar regions: (first byte, end, bytes of an element) of its parts.
+    :ivar encrypt: over TLS only, after a :class:`Certify`.
     """
 
     transfer: int
@@ -107,6 +107,8 @@ class Withdraw(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):
+    """Ask for a :class:`Pong` with this id."""
+
     id: int
 
 
@@ -162,6 +164,8 @@ class Withdrawn(msgspec.Struct, frozen=True, tag=True):
 
 
 class Dropped(msgspec.Struct, frozen=True, tag=True):
+    """Answer to :class:`DropBase`: no thread reads the base's slot."""
+
     id: int
 
 

@@ -30,7 +30,7 @@ from replicas.channel.versions.transfers import Transfers
 from replicas.channel.versions.update import Update
 from replicas.common import own_loop
 from replicas.common.logs import Log
-from replicas.messages import Hello, arguments
+from replicas.messages import arguments
 from replicas.messages.bounds import VERSION_MAX, shown
 from replicas.messages.identity import Member
 from replicas.weights.copies.accelerator import accelerator
@@ -42,7 +42,7 @@ logger = Log("replicas.channel")
 CLOSE_TIMEOUT_S = 12.0
 
 
-@arguments.named
+@arguments.refuse_unknown_keywords
 class Channel(Collectives):
     """This process's membership of a channel, made by :func:`replicas.join`.
 
@@ -50,17 +50,8 @@ class Channel(Collectives):
     thread, but only one thread at a time may publish. Attributes never block.
     """
 
-    def __init__(
-        self,
-        hub: Hub,
-        endpoint: str,
-        token: str | Callable[[], str],
-        hello: Hello,
-        *,
-        token_owners: frozenset[int] | None = None,
-    ) -> None:
+    def __init__(self, hub: Hub, session: Session) -> None:
         self._hub = hub
-        self._hello = hello
         self._pid = os.getpid()
         self._closed = self._leaving = False
         self._left: Promise[None] = hub.pending("leaving")
@@ -71,8 +62,8 @@ class Channel(Collectives):
         self._transfers = Transfers(hub, self._lanes, self._carriers, self._manifests)
         self._receiver = Receiver(hub)
         self._watches = Watches(hub)
-        self._operations = RankOperations(hub, self._lanes)
-        session = Session(hub.loop, endpoint, token, hello, hub, token_owners=token_owners)
+        self._operations = RankOperations(hub, self._lanes, self._transfers.broadcast)
+
         weights = (self._publisher, self._receiver, self._watches, self._transfers, self._manifests)
         hub.start(session, (*weights, self._operations, self._lanes, self._carriers))
 
@@ -87,7 +78,7 @@ class Channel(Collectives):
 
     @property
     def member(self) -> Member:
-        """This process's identity on the channel."""
+        """This process's identity on the channel: group, replica, rank, join."""
         return self._hub.member
 
     @property
@@ -121,7 +112,7 @@ class Channel(Collectives):
     @property
     def info(self) -> Mapping[str, str]:
         """The ``info`` that this process passed to join."""
-        return dict(self._hello.info)
+        return dict(self._hub.hello.info)
 
     def publish(
         self,
@@ -147,8 +138,7 @@ class Channel(Collectives):
         same error.
 
         A publish continues if the coordinator restarts. Without a verdict by the
-        deadline it raises OutcomeUnknown; wait on the same Pending again to learn the
-        outcome.
+        deadline it raises OutcomeUnknown; wait again to learn the outcome.
 
         **On a GPU** the copies are only queued, on this thread's current stream, like
         any torch operation: later work on the stream may change the weights, and a
@@ -181,12 +171,10 @@ class Channel(Collectives):
             committed; the Pending raises ManifestMismatch, which names the tensors. The
             check reads all bytes once more, on another thread.
         :raises replicas.errors.StaleVersion: ``version`` is not newer.
-        :raises replicas.errors.ManifestMismatch: a value cannot be published, or does
-            not fit the manifest.
+        :raises replicas.errors.ManifestMismatch: a value is unusable or does not fit.
         :raises replicas.errors.NoCapacity: there is no memory for a slot.
         :raises replicas.errors.Busy: no slot became free in time.
-        :raises replicas.errors.ReplicasError: an earlier publish or operation failed,
-            and no caller has waited for it.
+        :raises replicas.errors.ReplicasError: a failure that no caller waited for yet.
         """
         self._check_role("publish")
         feed = Feed(weights, mode=self._publisher.mode)
@@ -216,29 +204,27 @@ class Channel(Collectives):
         weights published with ``hold=False``. Without a GPU the call does nothing:
         publish has already copied the weights.
 
-        :raises replicas.errors.UsageError: ``stream`` is not a torch.Stream (on CUDA:
-            not a torch.cuda.Stream).
+        :raises replicas.errors.UsageError: ``stream`` is not a torch.(cuda.)Stream.
         """
         self._check_open()
         # with an accelerator, on_stream() checks the type
         if accelerator() is None and stream is not None and not isinstance(stream, torch.Stream):
-            raise self._usage(f"fence: stream must be a torch.Stream, not {shown(stream)}", "e.g. torch.cuda.Stream()")
+            raise self._misuse(f"fence: stream must be a torch.Stream, not {shown(stream)}", "e.g. torch.cuda.Stream()")
         self._publisher.copies.fence(stream)
 
     def arena_like(
         self, weights: object, *, dtype: torch.dtype | None = None, deadline: float | None = None
     ) -> WritableSlot:
-        """A free slot as writable tensors by name; publishing it copies nothing.
+        """Lend memory for one version (a slot) as writable tensors by name.
 
         Use it in a ``with`` block: write the next version into every tensor (on the
         CPU; their contents are undefined) and pass the mapping to :meth:`publish`
-        inside the block. Leaving the block without a publish returns the slot. The
-        publish empties the mapping's tensors, and other processes read the slot from
-        then on: keep no views of it. The channel needs ``slots`` >= 2.
+        inside the block, which copies nothing. Leaving the block without a publish
+        returns the slot. The publish empties the mapping's tensors, and other processes
+        then read the slot: keep no views of it. The channel needs ``slots`` >= 2.
 
         With ``staging = "device"`` the tensors are on the GPU: write them on this
-        thread's current stream, and publish on a stream that made, or waits for, all
-        these writes.
+        thread's current stream; publish on a stream that made or awaits all writes.
 
         :param weights: names, shapes and dtypes: a module, a mapping, or an object with
             ``metadata()``.
@@ -248,7 +234,7 @@ class Channel(Collectives):
         :raises replicas.errors.NoCapacity: there is no memory for a slot.
         :raises replicas.errors.Busy: no slot became free in time.
         """
-        self._check_filled("arena_like", dtype)
+        self._check_can_fill("arena_like", dtype)
         return arena_like(self._hub, weights, dtype, self._publisher.mode, self._deadline_s(deadline))
 
     def reserve(self, weights: object, *, dtype: torch.dtype | None = None, slots: int | None = None) -> None:
@@ -259,29 +245,30 @@ class Channel(Collectives):
         call takes ten times longer. A publish that comes meanwhile waits for the slot
         that is being allocated. Later publishes, and targets, need no call.
 
-        :param weights: names, shapes and dtypes: a module, a mapping, or an object with
-            ``metadata()``.
+        :param weights: names, shapes and dtypes, as for :meth:`arena_like`.
         :param dtype: dtype of plain floating tensors; default: as they are.
         :param slots: number of versions; default: all of the channel's ``slots``.
         :raises replicas.errors.ManifestMismatch: a value cannot be published.
-        :raises replicas.errors.UsageError: this rank is not a source, or an argument is
-            wrong.
+        :raises replicas.errors.UsageError: not on a source, or a wrong argument.
         """
-        self._check_filled("reserve", dtype)
+        self._check_can_fill("reserve", dtype)
         most = len(self._hub.arena.slots)
         number = most if slots is None else arguments.integer("reserve: slots", slots, least=1, most=most)
         reserve(self._hub, weights, dtype, self._publisher.mode, number)
 
-    def _check_filled(self, what: str, dtype: object) -> None:
+    def _check_can_fill(self, what: str, dtype: object) -> None:
+        """Raise UsageError if this rank is not an open source, or for a wrong dtype."""
         self._check_role(what)
         self._check_open()
         if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise self._usage(f"{what}: dtype must be a torch.dtype, not {shown(dtype)}", "pass e.g. torch.bfloat16")
+            raise self._misuse(f"{what}: dtype must be a torch.dtype, not {shown(dtype)}", "pass e.g. torch.bfloat16")
 
     def _check_role(self, what: str) -> None:
+        """Raise UsageError unless this rank is a source; ``what`` names the method."""
         self._check_process()
         if self.role not in ("source", "both"):
-            raise self._usage(f"{what}: this rank is a {self.role} of the channel", "publish from a source group")
+            hint = {"peer": "peers never publish: send or all_reduce"}.get(self.role, "publish from a source group")
+            raise self._misuse(f"{what}: this rank is a {self.role} of {self.name}", hint)
 
     def receive(
         self, *, deadline: float | None = None, at_least: int | tuple[str, float] | None = None
@@ -313,12 +300,12 @@ class Channel(Collectives):
         """
         self._check_open()
         if self.role not in ("target", "both"):
-            raise self._usage(f"receive: this rank is a {self.role} of the channel", "receive in a target group")
+            raise self._misuse(f"receive: this rank is a {self.role} of {self.name}", "receive in a target group")
         bound = Bound(*arguments.bound("receive: at_least", at_least))
         return self._receiver.receive(None if deadline is None else self._deadline_s(deadline), bound)
 
     def committed(self, *, after: int | None = None, deadline: float | None = None) -> Pending[int]:
-        """Return a Pending of the newest committed version newer than ``after``.
+        """Return a Pending that ends at a commit newer than ``after``, with its number.
 
         It raises DeadlineExceeded, or Disconnected after 60 s without a session.
 
@@ -333,8 +320,8 @@ class Channel(Collectives):
         """Return a Pending that ends when all live targets serve ``version`` or newer.
 
         Its value is the oldest version that a live target replica serves. It raises
-        SyncError (refused), DeadlineExceeded, or Disconnected after 60 s without a
-        session.
+        SyncError (a target refused it), DeadlineExceeded, or Disconnected after 60 s
+        without a session.
 
         :param version: a version number.
         :param deadline: seconds; None (the default): no limit.
@@ -344,7 +331,7 @@ class Channel(Collectives):
         return self._watches.loaded(number, None if deadline is None else self._deadline_s(deadline))
 
     def progress(self, step: int) -> None:
-        """Report progress, for restarts on lack of it; sent with the next heartbeat.
+        """Report the training step with the next heartbeat, to detect lack of progress.
 
         :param step: a whole number, 0 or more.
         """
@@ -361,8 +348,7 @@ class Channel(Collectives):
             deadlines; default True.
         :raises replicas.errors.UsageError: a coordinator runs on this thread's event
             loop; the channel stays open.
-        :raises replicas.errors.ReplicasError: a publish or an operation failed, and no
-            caller has waited for it.
+        :raises replicas.errors.ReplicasError: a failure that no caller waited for yet.
         """
         if self._pid != os.getpid():
             return  # a forked child has nothing to close
@@ -403,12 +389,13 @@ class Channel(Collectives):
         self.close(wait=error is None)
 
     def _start_to_leave(self) -> None:
-        """Session thread: begin to close; further calls do nothing."""
+        """Session thread: start the task that closes the channel, once."""
         if not self._leaving:
             self._closed = self._leaving = True
             self._hub.loop.spawn(self._leave_on_loop(), f"{self.name}: leaves")
 
     async def _leave_on_loop(self) -> None:
+        """Say good-bye, end all parts, and free the memory; resolve ``_left``."""
         hub = self._hub
         try:
             await hub.session.close("closed", BYE_TIMEOUT_S)
@@ -421,7 +408,7 @@ class Channel(Collectives):
             self._left.resolve(None)
 
     def _open(self, timeout_s: float) -> None:
-        """Connect; join calls it once."""
+        """Connect, for join; raise Disconnected after ``timeout_s`` seconds."""
         loop = self._hub.loop
         began = time.monotonic()
         loop.closers[self] = partial(self.close, wait=False)
@@ -436,19 +423,19 @@ class Channel(Collectives):
             self._hub.call(self._lanes.prepare)  # the other roles need sidecars only with several hosts
 
     def _start_operation(self, operation: OperationCall, deadline: float | None) -> Pending[Receipt]:
+        """Check this rank's role and the tensors, and start the collective."""
         self._check_open()
         if self.role != "peer":
-            text = f"{operation.kind}: this rank is a {self.role} of the channel"
-            raise self._usage(text, "use a channel with peers = [...]")
+            raise self._misuse(f"{operation.kind}: {self.name} has no peers", "use a channel with peers = [...]")
         if self._hub.settings.peer_ranks == "leader" and self._hub.member.rank:
             text = f"{operation.kind}: only rank 0 of each replica takes part"
-            raise self._usage(text, 'set ranks = "each" or "all" for the peers')
+            raise self._misuse(text, 'set ranks = "each" or "all" for the peers')
         if operation.step is not None:
             step = arguments.integer(f"{operation.kind}: step", operation.step, least=0)
             operation = dataclasses.replace(operation, step=step)
         for tensor in operation.written(self.member, each=self._hub.settings.peer_ranks == "each"):
             if overlaps_itself(tensor):
-                raise self._usage(
+                raise self._misuse(
                     f"{operation.kind}: a tensor of shape {list(tensor.shape)} and strides {list(tensor.stride())} has "
                     "elements that share memory, and cannot be written",
                     "pass a tensor with memory of its own, such as a clone()",
@@ -456,21 +443,25 @@ class Channel(Collectives):
         return self._operations.start(operation, self._deadline_s(deadline))
 
     def _deadline_s(self, deadline: float | None) -> float:
+        """Return the checked ``deadline`` in seconds; for None the channel's."""
         if deadline is None:
             return self._hub.settings.deadline_s
         return arguments.seconds("deadline", deadline)
 
     def _check_process(self) -> None:
+        """Raise UsageError in a forked child of the process that joined."""
         if self._pid != os.getpid():
             text = "this process was forked from the one that joined"
-            raise self._usage(text, "join in the process that uses the channel")
+            raise self._misuse(text, "join in the process that uses the channel")
 
     def _check_open(self) -> None:
+        """Raise UsageError if the channel is closed; or the error that ended it."""
         self._check_process()
         if self._closed:
-            raise self._usage("the channel is closed", "join again")
+            raise self._misuse("the channel is closed", "join again")
         if self._hub.over is not None:
             raise copy_error(self._hub.over)
 
-    def _usage(self, text: str, hint: str) -> errors.ReplicasError:
+    def _misuse(self, text: str, hint: str) -> errors.ReplicasError:
+        """Return (do not raise) a UsageError of this channel."""
         return self._hub.error(errors.UsageError, text, hint=hint)

@@ -15,6 +15,7 @@ from replicas import environ, errors
 from replicas.channel.channel import Channel
 from replicas.channel.session.hub import GRACE_S, Hub
 from replicas.channel.session.loop import session_loop
+from replicas.channel.session.session import Session
 from replicas.common import own_loop
 from replicas.common.logs import Log
 from replicas.environ import Environment
@@ -45,7 +46,7 @@ def join(
     info: Mapping[str, str] | None = None,
     timeout: float = 30.0,
 ) -> Channel:
-    """Join ``channel`` without waiting for other members.
+    """Join ``channel`` as a member; return without waiting for other members.
 
     Identity and address come from the environment that the supervisor set; arguments
     override it. A second join of one (group, replica, rank) fences the first. One
@@ -129,9 +130,9 @@ def join(
     )
     _show_stacks(found, hello)
     loop = session_loop()
-    hub = Hub(loop, hello, found.forkserver, channel)
+    hub = Hub(loop, hello, found.forkserver)
     owners = None if token is not None else environ.token_owners(found)
-    member = Channel(hub, address, secret, hello, token_owners=owners)
+    member = Channel(hub, Session(loop, address, secret, hello, hub, token_owners=owners))
     until = time.monotonic() + timeout
     try:
         member._open(timeout)
@@ -143,7 +144,12 @@ def join(
 
 
 def _prove_device(hub: Hub, until: float) -> None:
-    """Test that a sidecar can use this rank's GPU memory, if slots are in it."""
+    """Raise Preflight if slots are on a GPU whose memory a sidecar cannot use.
+
+    Tests it with a forked sidecar process, unless no slot of this rank is on a GPU.
+
+    :param until: deadline by ``time.monotonic()``.
+    """
     settings = hub.settings
     ranks = {"source": settings.source_ranks, "peer": settings.peer_ranks}.get(settings.role, "all")
     if not hub.device or (ranks == "leader" and not hub.leader):
@@ -168,7 +174,11 @@ def _prove_device(hub: Hub, until: float) -> None:
 
 
 def _show_stacks(found: Environment, hello: Hello) -> None:
-    """Under a supervisor, let this process write its stacks on request."""
+    """Install the handler by which a supervisor gets the stacks of this process.
+
+    The stacks go to a file in the log directory of ``found``. Does nothing without a
+    supervisor or for an observer; a failure is only logged.
+    """
     if found.log_dir is None or hello.observe:
         return
     try:
@@ -178,6 +188,10 @@ def _show_stacks(found: Environment, hello: Hello) -> None:
 
 
 def _first(what: str, *values: int | None) -> int:
+    """Return the first value that is not None; raise UsageError if it is not valid.
+
+    :param what: join's argument that the value is for.
+    """
     value = next(value for value in values if value is not None)
     return arguments.integer(f"join: {what}", value, least=int(what == "world_size"), most=RANKS_MAX)
 
@@ -190,6 +204,7 @@ def _nccl_version() -> str:
 
 
 def _gpus() -> tuple[str, ...]:
+    """Return the UUID of this thread's GPU in a tuple, or () without a usable GPU."""
     found = accelerator()
     uuid = found.device() if found is not None else ""
     return (uuid,) if uuid else ()

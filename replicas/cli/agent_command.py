@@ -14,6 +14,7 @@ from replicas.config.values import checked, labels, name
 
 
 def _labels(words: list[str]) -> dict[str, str]:
+    """Return the labels of ``NAME=VALUE`` options; raise UsageError for others."""
     if odd := next((word for word in words if "=" not in word), None):
         raise errors.UsageError(f"--label {odd}: a label is NAME=VALUE")
     read: dict[str, str] = checked("--label", labels, dict(word.split("=", 1) for word in words))

@@ -41,7 +41,7 @@ _NEGATIVE = re.compile(r"-\d+")
 
 
 def _complete_target(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
-    """Return groups and replicas of the run named so far; none on any error."""
+    """Return (name, help text) of groups and replicas that fit; none on any error."""
     try:
         given = context.params.get
         place = RunAddress(given("config") or given("named"), given("endpoint"), given("token_file"))
@@ -58,6 +58,7 @@ def _complete_target(context: typer.Context, incomplete: str) -> list[tuple[str,
 
 
 def _complete_group(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+    """Return only the groups of :func:`_complete_target`."""
     return [(name, what) for name, what in _complete_target(context, incomplete) if "/" not in name]
 
 
@@ -68,8 +69,17 @@ OptionalTarget = Annotated[str | None, typer.Argument(**_TARGET)]
 OptionalRanks = Annotated[
     str | None, typer.Argument(**{**_TARGET, "help": "A group, GROUP/INDEX or GROUP/INDEX/RANK."})
 ]
+
+
+def _checked(group: str) -> str:
+    """Refuse ``GROUP=N``: ``scale`` takes two arguments."""
+    if "=" in group:
+        raise typer.BadParameter(f'"{group}" was read as the group; write: replicas scale {group.replace("=", " ")}')
+    return group
+
+
 GroupArgument = Annotated[
-    str, typer.Argument(metavar="GROUP", help="The name of a group.", autocompletion=_complete_group)
+    str, typer.Argument(metavar="GROUP", help="The name of a group.", autocompletion=_complete_group, callback=_checked)
 ]
 
 _OPTIONAL = (OptionalTarget, OptionalRanks)
@@ -146,7 +156,7 @@ def slashed(target: str | None) -> str | None:
 
 
 def _config_first(values: dict[str, Any], target: str) -> None:
-    """Take the first argument for CONFIG if it is named like a config."""
+    """Swap ``target`` and ``config`` in ``values`` if the target is a .toml file."""
     given = values[target]
     if given is not None and given.endswith(".toml"):
         rest = values["config"]
@@ -166,6 +176,7 @@ def place_of(
 
 
 def exit_code_of(error: ReplicasError, failed: int = UNAVAILABLE) -> int:
+    """Return the exit code for an error; ``failed``: for a WorldError or SyncError."""
     if isinstance(error, BadConfig):
         return BAD_CONFIG
     if isinstance(error, UsageError):
@@ -207,16 +218,21 @@ class Command(TyperCommand):
 
 
 def complain(text: str) -> None:
+    """Print ``replicas: text`` to stderr."""
     print(f"replicas: {hanging(text)}", file=sys.stderr)
 
 
 def json_text(value: object) -> str:
+    """Return the value as indented JSON; values without a JSON form become text."""
     return ascii_controls(msgspec.json.format(msgspec.json.encode(value, enc_hook=str), indent=2).decode())
 
 
 @contextmanager
 def patience(doing: str) -> Iterator[Callable[[str], None]]:
-    """On a terminal, show a progress line; the yielded function changes its text."""
+    """Context manager: on a terminal, show a progress line, else nothing.
+
+    The yielded function changes its text.
+    """
     console = Screen(to_stderr=True)
     if not console.is_terminal:
         yield lambda doing: None
@@ -226,4 +242,5 @@ def patience(doing: str) -> Iterator[Callable[[str], None]]:
 
 
 def _under_way(doing: str) -> Text:
+    """Return the progress line of an action: ``doing ...``."""
     return Text(f"{one_line(doing)} ...")

@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from replicas import errors
-from replicas.cli.find_run import ENDPOINT_FILE, NotTrusted, read_endpoint, starting, trusted
+from replicas.cli.find_run import ENDPOINT_FILE, STATE_FILE, NotTrusted, starting, trusted
 from replicas.common.sizes import size_text
 from replicas.config.structs import Config
 from replicas.control.socket import SOCKET_FILE
-from replicas.linux.processes import start_time
 from replicas.linux.sockets import Listener, holder, listeners
 from replicas.messages.bounds import CARRY_PORTS as PORTS
 from replicas.supervisor.agent.checks import Demand, Finding, examine_machine, family
@@ -39,12 +37,11 @@ def examine(config: Config | None, state_dir: Path | None) -> Iterator[Finding]:
             yield Finding("run", "problem", error.message, "run this as its owner, or remove it")
             state_dir = None
     if state_dir is not None:
-        supervisor = supervisor_of(state_dir)
-        yield _run(state_dir, supervisor)
-        if supervisor is not None:
-            saved = RunState(state_dir / "state.json").peek()
-            agent = saved.agent if saved is not None else None  # the agent may not be a child of this supervisor
-            ours = family(supervisor, agent.pid if agent is not None else 0)
+        supervisor, saved = supervisor_of(state_dir), RunState(state_dir / STATE_FILE).peek()
+        if supervisor is not None or config is None or config.run.adopt_s:  # else its agent ends with its supervisor
+            agent = saved.agent if saved is not None else None  # it may not be a child of this supervisor
+            ours = family(supervisor or 0, agent.pid if agent is not None else 0)
+        yield _run_finding(state_dir, supervisor, len(ours))
     if config is not None:
         yield from _plan(config, machine)
         yield from _ports(config, ours)
@@ -56,17 +53,20 @@ def supervisor_of(state_dir: Path) -> int | None:
 
     The supervisor may be starting, and not answer yet.
     """
-    try:
-        pid = read_endpoint(state_dir).pid
-    except errors.Disconnected:
-        pid = starting(state_dir)
-    holders = lock_holders(state_dir / "lock") if (state_dir / "lock").exists() else []
-    return pid if pid in holders and start_time(pid) is not None else None
+    pid = starting(state_dir)
+    return pid if pid and pid in lock_holders(state_dir / "lock") else None
 
 
-def _run(state_dir: Path, supervisor: int | None) -> Finding:
+def _run_finding(state_dir: Path, supervisor: int | None, living: int) -> Finding:
+    """Return the finding on the run: supervised, to be taken over, killed, or none.
+
+    :param living: the number of its processes, or of those that continue without it.
+    """
     if supervisor is not None:
         return Finding("run", "ok", f"supervised by process {supervisor}, state in {state_dir}")
+    if living:
+        text = f"it has no supervisor, but {living} of its processes live, state in {state_dir}"
+        return Finding("run", "note", f"{text}: a start within run.adopt takes them over; later they end")
     stale = [name for name in (ENDPOINT_FILE, "token", OPERATOR_FILE, SOCKET_FILE) if (state_dir / name).exists()]
     if not stale:
         return Finding("run", "ok", f"not running, state in {state_dir}")
@@ -75,6 +75,7 @@ def _run(state_dir: Path, supervisor: int | None) -> Finding:
 
 
 def _plan(config: Config, machine: Machine) -> Iterator[Finding]:
+    """Yield findings on whether the config fits this machine."""
     found = problems(config, machine)
     for problem in found:
         yield Finding("plan", "problem", problem, "change the config, or the machine")
@@ -87,6 +88,7 @@ def _plan(config: Config, machine: Machine) -> Iterator[Finding]:
 
 
 def _ports(config: Config, ours: Collection[int]) -> Iterator[Finding]:
+    """Yield findings on the run's ports; ``ours``: pids of the run's own processes."""
     wanted = [
         ("control.listen", config.control.host, config.control.port),
         ("store", config.store.bind, config.store.port),

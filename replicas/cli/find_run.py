@@ -14,22 +14,20 @@ import tomllib
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from replicas import environ
-from replicas.cli.client import Client
 from replicas.common.decoding import MALFORMED
 from replicas.common.foreign import one_line
+from replicas.config import text as config_text
 from replicas.config import values as config_values
 from replicas.config.file import default_state_dir, load, place_of
 from replicas.config.structs import Config
-from replicas.config.text import absolute, state_home
+from replicas.control.client import Client
 from replicas.errors import BadConfig, Disconnected, ReplicasError, UsageError
 from replicas.linux import private
 from replicas.linux.processes import start_time
-from replicas.messages.bounds import clean
 from replicas.status import RunStatus
 from replicas.telemetry import event_log
 from replicas.telemetry.events import RunEnded, RunStarted
@@ -49,6 +47,7 @@ class NotTrusted(UsageError):
 
     @classmethod
     def of(cls, state_dir: Path, error: private.NotPrivate) -> NotTrusted:
+        """Return the error for this folder, with the reason from ``error``."""
         what = error.strerror if error.filename == str(state_dir) else f"{error.strerror}: {error.filename}"
         return cls(f"the state folder {state_dir} is not trusted: {what}")
 
@@ -99,9 +98,8 @@ def read_endpoint(state_dir: Path) -> EndpointFile:
         if left := _describe_detached(state_dir, time.time()):
             hint = "start the next supervisor with: replicas run CONFIG"
             raise Disconnected(f'run "{state_dir.name}" {left}', hint=hint) from error
-        raise Disconnected(
-            f'run "{state_dir.name}" is not running: {path} does not exist', hint="start it with: replicas run CONFIG"
-        ) from error
+        text = f'run "{state_dir.name}" is not running: {how_it_ended(state_dir) or f"{path} does not exist"}'
+        raise Disconnected(text, hint="start it with: replicas run CONFIG") from error
     except (OSError, *MALFORMED) as error:
         raise Disconnected(f"{path} cannot be read: {error}", hint="give --endpoint HOST:PORT instead") from error
 
@@ -121,7 +119,7 @@ def _describe_detached(state_dir: Path, now: float) -> str:
 
 
 def find_state_dir(folder: Path, *, running: bool = False) -> Path:
-    """Return the folder of the only run, or only living run, below ``folder``.
+    """Return the state folder of the only run, or only living one, below ``folder``.
 
     :param running: of several runs, one must be running.
     :raises UsageError: several runs have their state there.
@@ -129,21 +127,18 @@ def find_state_dir(folder: Path, *, running: bool = False) -> Path:
     """
     started = {path.parent for path in folder.glob(f".replicas/*/{ENDPOINT_FILE}")}
     known = {path.parent for path in folder.glob(".replicas/*/lock") if _is_of_run(path.parent)}
-    started |= {path for path in known if starting(path)}
-    found = sorted(started or known)
-    if len(found) > 1:
-        living = [path for path in found if has_supervisor(path) or starting(path)]
-        found = living if len(living) == 1 else found
+    living = {path for path in known if starting(path)}
+    found = sorted(living if len(living) == 1 else living | started or known)
     names = ", ".join(path.name for path in found)
     if not found:
         raise Disconnected(
             f"no run has its state in {folder / '.replicas'}", hint="name its CONFIG, or give --endpoint HOST:PORT"
         )
-    if len(found) > 1 and running and not started:
+    if len(found) == 1:
+        return found[0]
+    if running and not living | started:
         raise Disconnected(f"none of the runs here is running: {names}", hint="start one with: replicas run CONFIG")
-    if len(found) > 1:
-        raise UsageError(f"several runs have their state here: {names}", hint="name the CONFIG of one")
-    return found[0]
+    raise UsageError(f"several runs have their state here: {names}", hint="name the CONFIG of one")
 
 
 def _is_of_run(folder: Path) -> bool:
@@ -172,12 +167,10 @@ def starting(state_dir: Path) -> int:
 
 
 def how_it_ended(state_dir: Path) -> str:
-    """Return how the last run of this folder ended, as text; "" unless in order."""
-    last = None
-    for record in event_log.tail(state_dir / "events.jsonl"):
-        if isinstance(record.event, RunStarted | RunEnded):
-            last = record
-    if last is None or not isinstance(last.event, RunEnded):
+    """Return how the last run of this folder ended, as text; "" if it has not."""
+    found = [one for one in event_log.tail(state_dir / EVENTS_FILE) if isinstance(one.event, RunStarted | RunEnded)]
+    last = found[-1] if found else None
+    if last is None or not isinstance(last.event, RunEnded) or starting(state_dir):
         return ""
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last.at))
     reason = f": {one_line(last.event.reason)}" if last.event.reason else ""
@@ -185,71 +178,38 @@ def how_it_ended(state_dir: Path) -> str:
 
 
 def state_dir_of(path: Path) -> Path | None:
-    """Return the absolute state folder that the config names, or None.
-
-    :raises BadConfig: it cannot be read.
-    """
+    """Return the absolute state folder that the config names; None if unreadable."""
     try:
-        text = path.read_bytes().decode("utf-8-sig", "replace")
-    except (OSError, ValueError) as error:  # ValueError: an impossible file name
-        words = error.strerror if isinstance(error, OSError) else error
-        raise BadConfig([f"cannot be read: {words}"], source=clean(str(path))) from error
-    run, place = _run_table(text), place_of(path)
+        run = tomllib.loads(path.read_bytes().decode("utf-8-sig", "replace")).get("run")
+    except (OSError, ValueError, RecursionError):  # not TOML, or excessive numbers or nesting
+        return None
+    if not isinstance(run, dict):
+        return None
+    place = place_of(path)
     if "state_dir" in run:
         found = config_values.folder.read(place, run["state_dir"])
     else:
-        found = config_values.name.read(place, run.get("name"))
-        found = None if place.problems else default_state_dir(place, found)
+        found = default_state_dir(place, str(config_values.name.read(place, run.get("name"))))
     return None if place.problems else found
 
 
-def _run_table(text: str) -> dict[str, Any]:
-    try:
-        run = tomllib.loads(text).get("run", {})
-    except (ValueError, RecursionError):  # not TOML, or excessive numbers or nesting
-        return {}
-    return run if isinstance(run, dict) else {}
+def _is_over(state_dir: Path | None, pid: int, error: Disconnected) -> bool:
+    """Return True if a run is over, whose status request failed with ``error``.
 
-
-class RunEndWatcher:
-    """Tells a polling caller whether a run that stopped answering is over.
-
-    :param state_dir: of the run; None: it is remote, and only its silence can be
-        judged.
+    :param state_dir: of the run; None: it is remote, and only ``error`` can be judged.
     :param pid: of its supervisor.
+    :raises Disconnected: its supervisor was killed.
     """
-
-    def __init__(self, state_dir: Path | None, pid: int = 0) -> None:
-        self._state_dir, self._pid = state_dir, pid
-        self._silent_since: float | None = None
-
-    def answered(self) -> None:
-        self._silent_since = None
-
-    def is_over_after(self, error: Disconnected) -> bool:
-        """Return True if the run is over, after a request failed with ``error``.
-
-        :raises Disconnected: its supervisor was killed, or has been silent for
-            :data:`SILENT_S`.
-        """
-        now = time.monotonic()
-        self._silent_since = now if self._silent_since is None else self._silent_since
-        if self._state_dir is None:
-            if isinstance(error.__cause__, ConnectionRefusedError | FileNotFoundError):
-                return True
-        else:
-            dead = start_time(self._pid) is None  # checked first: an orderly exit removes the file before it ends
-            try:
-                named = read_endpoint(self._state_dir).pid
-            except Disconnected:
-                named = None
-            if named != self._pid:
-                return True
-            if dead:
-                raise error
-        if now - self._silent_since > SILENT_S:
-            raise error
-        return False
+    if state_dir is None:
+        return isinstance(error.__cause__, ConnectionRefusedError | FileNotFoundError)
+    dead = start_time(pid) is None  # checked first: an orderly exit removes the file before it ends
+    try:
+        named = read_endpoint(state_dir).pid
+    except Disconnected:
+        return True
+    if named == pid and dead:
+        raise error
+    return named != pid
 
 
 class RunAddress:
@@ -275,13 +235,15 @@ class RunAddress:
 
     @cached_property
     def _folder(self) -> Path:
+        """The working folder, below which runs are looked for."""
         try:
-            return state_home(absolute(Path()))
+            return config_text.state_home(config_text.absolute(Path()))
         except FileNotFoundError as error:
             raise UsageError("the current folder has been removed", hint="change to another folder") from error
 
     @cached_property
     def config(self) -> Config | None:
+        """The config, loaded at the first use, or None without a path."""
         return None if self.path is None else load(self.path)
 
     @property
@@ -306,19 +268,14 @@ class RunAddress:
         """As :attr:`named_dir`, but :class:`NotTrusted` if it is another user's."""
         return trusted(self.named_dir)
 
-    def _supervisor(self) -> EndpointFile:
+    def _supervisor(self) -> tuple[Path, EndpointFile]:
+        """Return state folder and addresses; raise Disconnected if not running."""
         folder = find_state_dir(self._folder, running=True) if self.path is None else self.state_dir
         try:
-            return read_endpoint(folder)
-        except Disconnected as error:
+            return folder, read_endpoint(folder)
+        except Disconnected:
             if self.path is not None:
                 load(self.path)  # problems of the config are the more useful error
-            if (
-                isinstance(error.__cause__, FileNotFoundError)
-                and not starting(folder)
-                and (end := how_it_ended(folder))
-            ):
-                raise Disconnected(f'run "{folder.name}" is not running: {end}', hint=error.hint) from error
             raise
 
     def client(self, *, timeout_s: float = 5.0) -> Client:
@@ -333,7 +290,7 @@ class RunAddress:
             chosen = self._token_file is not None  # the user chose this token, so its owner does not matter
             owners = None if chosen else ours | ({owner} if owner is not None else set())
             return Client(self.endpoint, token=token, token_owners=owners, timeout_s=timeout_s)
-        where = self._supervisor()
+        _, where = self._supervisor()
         by_socket = where.socket and Path(where.socket).is_socket()
         address, token = (f"unix:{where.socket}", "") if by_socket else (where.endpoint, self._read_token()[0])
         return Client(address, token=token, pid=where.pid, run=where.run, owners=ours, timeout_s=timeout_s)
@@ -343,29 +300,40 @@ class RunAddress:
 
         :raises Disconnected: it is not running, or another run has its address now.
         """
-        if self.endpoint is not None:
-            return self.client(timeout_s=timeout_s).status()
-        where = self._supervisor()
-        answer = self.client(timeout_s=timeout_s).status()
-        if answer.run != where.run:
-            raise Disconnected(f'run "{where.run}" is gone: {where.endpoint} is now the port of run "{answer.run}"')
+        client = self.client(timeout_s=timeout_s)
+        answer = client.status()
+        if client.run not in ("", answer.run):
+            raise Disconnected(f'run "{client.run}" is gone: {client.where} is now the port of run "{answer.run}"')
         return answer
 
-    def poll_status(self, interval_s: float, end: RunEndWatcher | None = None) -> Iterator[RunStatus | None]:
-        """Poll the state until the run is over; yield None if there was no answer.
+    def poll_status(self, interval_s: float) -> Iterator[RunStatus | None]:
+        """Return an iterator of states until the run is over, or None for no answer.
 
-        :param end: made before the first poll; default: made now.
-        :raises Disconnected: it is not running, or no longer answers.
+        Its end is that of the present supervisor, which is found in this call: an order
+        that ends the run may follow before the first state is asked for.
+
+        :raises Disconnected: it is not running. The iterator raises it if the
+            supervisor was killed, or has been silent for :data:`SILENT_S`.
         """
-        end = self.end() if end is None else end
+        if self.endpoint is not None:
+            return self._poll(interval_s, None, 0)
+        folder, where = self._supervisor()
+        return self._poll(interval_s, folder, where.pid)
+
+    def _poll(self, interval_s: float, state_dir: Path | None, pid: int) -> Iterator[RunStatus | None]:
+        """Yield states; ``state_dir``, ``pid``: of the supervisor they began with."""
+        silent_since: float | None = None
         while True:
             found: RunStatus | None = None
             try:
-                found = self.status()
-                end.answered()
+                found, silent_since = self.status(), None
             except Disconnected as error:
-                if end.is_over_after(error):
+                now = time.monotonic()
+                silent_since = silent_since or now
+                if _is_over(state_dir, pid, error):
                     return
+                if now - silent_since > SILENT_S:
+                    raise
             yield found
             time.sleep(interval_s)
 
@@ -377,15 +345,11 @@ class RunAddress:
         except ReplicasError:
             return False
 
-    def end(self) -> RunEndWatcher:
-        """Return a watcher for the end of the run.
-
-        :raises Disconnected: it is not running.
-        """
-        if self.endpoint is not None:
-            return RunEndWatcher(None)
-        pid = self._supervisor().pid
-        return RunEndWatcher(self.state_dir, pid)
+    def how_it_ended(self) -> str:
+        """Return how the run ended, as text; "" if it did not, or this is not known."""
+        with contextlib.suppress(ReplicasError):
+            return "" if self.endpoint is not None else how_it_ended(self.state_dir)
+        return ""
 
     def token(self) -> str:
         """Return the token with which a program joins.
@@ -400,7 +364,7 @@ class RunAddress:
         return found
 
     def _read_token(self) -> tuple[str, int | None]:
-        """Return the token, and the owner of the file that was named for it, if any.
+        """Return the token or "", and the owner of the file named for it, or None.
 
         Links to that file are followed. The token is read once: the run's own file is
         deleted at its end, for which the caller may wait.

@@ -15,18 +15,19 @@ from rich.live import Live
 from rich.text import Text
 
 from replicas.cli import render
-from replicas.cli.base import Json, OptionalRanks, Screen, ThisRun, command, json_text, patience, slashed
-from replicas.cli.find_run import NotTrusted, RunAddress, RunEndWatcher, has_supervisor, trusted
+from replicas.cli.base import Json, OptionalRanks, Screen, ThisRun, command, complain, json_text, patience, slashed
+from replicas.cli.find_run import EVENTS_FILE, STATE_FILE, NotTrusted, RunAddress, has_supervisor, trusted
 from replicas.cli.slurm import queued
-from replicas.common.decoding import MALFORMED
 from replicas.common.foreign import ascii_controls, one_line, readable
+from replicas.common.sizes import count_text
 from replicas.config.values import UNITS_S, in_units, nearest
 from replicas.control.commands import DoctorOrder
 from replicas.control.exit_codes import FAILED
-from replicas.control.log_files import POLL_S, LogFollower, LogLine, Selection, prefixed
+from replicas.control.log_files import POLL_S, LogFollower, LogLine, Selection, origin
 from replicas.errors import Disconnected, ReplicasError, UsageError
+from replicas.status import RunStatus
 from replicas.telemetry import event_log, words
-from replicas.telemetry.events import TYPES, Record, RunEnded, RunStarted, decode, encode
+from replicas.telemetry.events import TYPES, Record, RunEnded, RunStarted, encode
 
 if TYPE_CHECKING:
     from replicas.supervisor.agent.checks import Finding
@@ -52,27 +53,25 @@ def status(
     as_json: Json = False,
 ) -> None:
     """Print the state of a running run: its replicas, channels and versions."""
-    end = place.end() if watch else None
+    states = place.poll_status(interval) if watch else None
     try:
         answer = place.status()
     except Disconnected as error:
-        if (job := queued(place)) is not None:
-            raise Disconnected(error.message, hint=job) from error
-        raise
-    if end is not None:
-        _watch(place, end, interval, as_json=as_json)
+        raise Disconnected(error.message, hint=queued(place) or error.hint) from error
+    if states is not None:
+        _watch(states, as_json=as_json)
     elif as_json:
         print(json_text(answer))
     else:
-        Screen().print(render.run_status(answer))
+        Screen().print(render.status_tables(answer))
 
 
-def _watch(place: RunAddress, end: RunEndWatcher, interval_s: float, *, as_json: bool) -> None:
+def _watch(states: Iterator[RunStatus | None], *, as_json: bool) -> None:
     """Print each state: on a terminal in place, else one after another."""
     console = Screen()
     live = Live(console=console, auto_refresh=False) if console.is_terminal and not as_json else None
     with contextlib.nullcontext() if live is None else live:
-        for answer in place.poll_status(interval_s, end):
+        for answer in states:
             if answer is None:
                 continue
             if as_json:
@@ -80,7 +79,7 @@ def _watch(place: RunAddress, end: RunEndWatcher, interval_s: float, *, as_json:
             elif live is not None:
                 live.update(render.watched(answer, time.time(), *console.size), refresh=True)
             else:
-                console.print(render.run_status(answer))
+                console.print(render.status_tables(answer))
         if not as_json:
             console.print("the run is over")
 
@@ -120,18 +119,19 @@ def logs(
         raise UsageError("--previous reads files, which --endpoint does not have")
     else:
         found = _from_port(place, selection, follow)
-    _print_lines(found, as_json=as_json)
+    _print_lines(found, target or "the run", as_json=as_json)
 
 
 def _has_other_nodes(place: RunAddress) -> bool:
     """Return True if the run has other machines, whose logs its supervisor reads."""
     from replicas.supervisor.state.run_state import RunState  # slow to import: only this command needs it
 
-    saved = RunState(place.state_dir / "state.json").peek()
+    saved = RunState(place.state_dir / STATE_FILE).peek()
     return saved is not None and any(not agent.local for agent in saved.agents) and has_supervisor(place.state_dir)
 
 
 def _from_port(place: RunAddress, selection: Selection, follow: bool) -> Iterator[tuple[LogLine, bool]]:
+    """Yield lines from the control port, each with True if of several ranks."""
     query = {name: str(value) for name, value in msgspec.structs.asdict(selection).items() if value is not None}
     seen: set[tuple[str, int]] = set()
     for text in place.client().logs({**query, "follow": str(int(follow))}):
@@ -144,38 +144,38 @@ def _from_port(place: RunAddress, selection: Selection, follow: bool) -> Iterato
 def _from_files(
     place: RunAddress, selection: Selection, follow: bool, previous: bool
 ) -> Iterator[tuple[LogLine, bool]]:
+    """Yield lines from the log files, each with True if of several ranks."""
     state_dir = place.state_dir
     follower = LogFollower(state_dir / ("logs.previous" if previous else "logs"), selection)
     try:
-        while True:
-            more = follow and has_supervisor(
-                state_dir
-            )  # checked before the poll, so that the last lines are not missed
+        found, more = list[LogLine](), True
+        while found or more:
+            more = follow and has_supervisor(state_dir)  # before the poll, so that the last lines are not missed
             found = follower.poll()
             for line in found:
                 yield line, follower.many
-            if not found and not more:
-                break
-            if not found:
+            if more and not found:
                 time.sleep(POLL_S)
-        for line in follower.rest():
-            yield line, follower.many
     finally:
-        follower.close()
+        rest = follower.close()
+    for line in rest:
+        yield line, follower.many
 
 
-def _print_lines(found: Iterator[tuple[LogLine, bool]], *, as_json: bool) -> None:
-    """Print lines unchanged; on a terminal without control codes but colors."""
-    terminal = sys.stdout.isatty()
+def _print_lines(found: Iterator[tuple[LogLine, bool]], of: str, *, as_json: bool) -> None:
+    """Print lines, with their rank if the bool is True; a terminal gets colors only."""
+    terminal, line = sys.stdout.isatty(), None
     for line, many in found:
+        prefix = origin(line) if many else ""
         if as_json:
             text = ascii_controls(msgspec.json.encode(line).decode())
         elif terminal:
-            prefix = f"{line.replica}/{line.rank}| " if many else ""
             text = b"".join(readable(f"{line.text}\n".encode(), prefix.encode(), _LINE_NBYTES)).decode().rstrip("\n")
         else:
-            text = prefixed(line) if many else line.text
+            text = f"{prefix}{line.text}"
         print(text, flush=terminal or as_json)
+    if line is None:
+        complain(f"{of}: there is no output to show")
 
 
 @command()
@@ -206,7 +206,8 @@ def events(
     the change of state of their replica tells.
     """
     if unknown := set(types or ()) - set(TYPES):
-        raise UsageError(f"no event has the type {min(unknown)}{nearest(min(unknown), TYPES)}")
+        text = f"no event has the type {min(unknown)}{nearest(min(unknown), TYPES)}"
+        raise UsageError(text, hint="docs/reference/events.md has all")
     target = slashed(target)
     first = 0.0 if since is None else moment(since, now=time.time())
     console = Screen(soft_wrap=True)
@@ -216,21 +217,26 @@ def events(
         return shown and record.at >= first and (target is None or words.concerns(record, target))
 
     position = after if after is not None else 0 if every or since is not None else _began(place)
-    last: deque[Record] = deque(maxlen=lines)
-    for record in _past(place, position):
-        position = record.seq
-        if wanted(record) and lines is None:
-            _print_event(console, record, as_json=as_json)
-        elif wanted(record):
-            last.append(record)
-    for record in last:
+    named = target is None
+
+    def past() -> Iterator[Record]:
+        nonlocal position, named
+        for record in _past(place, position):
+            position, named = record.seq, named or words.concerns(record, target or "", itself=True)
+            if wanted(record):
+                yield record
+
+    for record in past() if lines is None else deque(past(), lines):
         _print_event(console, record, as_json=as_json)
-    if follow:
-        for record in filter(wanted, _coming(place, position)):
+    if not named:
+        complain(f"no event names {target}; shown are those of the run, its channels and what {target} is part of")
+    if follow and not place.how_it_ended():
+        for record in filter(wanted, _follow_events(place, position)):
             _print_event(console, record, as_json=as_json)
 
 
 def _print_event(console: Screen, record: Record, *, as_json: bool) -> None:
+    """Print an event as a line of JSON or of words."""
     if as_json:
         print(ascii_controls(encode(record).decode()), flush=True)
     else:
@@ -238,7 +244,7 @@ def _print_event(console: Screen, record: Record, *, as_json: bool) -> None:
 
 
 def _began(place: RunAddress) -> int:
-    """Return the number of the last event before the present run, or the last one."""
+    """Return the number of the last event before the newest start of the run, or 0."""
     starts = (
         record.seq for record in _past(place, 0) if isinstance(record.event, RunStarted) and not record.event.resumed
     )
@@ -246,35 +252,27 @@ def _began(place: RunAddress) -> int:
 
 
 def _past(place: RunAddress, after: int) -> Iterator[Record]:
-    """Yield recorded events: from the file, or from a remote port."""
+    """Return recorded events above ``after``, from the file or a remote port."""
     if place.endpoint is not None:
-        yield from _decoded(place.client().events(after, follow=False))
-        return
-    path = place.state_dir / "events.jsonl"
+        return place.client().events(after, follow=False)
+    path = place.state_dir / EVENTS_FILE
     if not path.exists():
         raise Disconnected(
             f"{path} does not exist: nothing has happened yet", hint="start it with: replicas run CONFIG"
         )
-    yield from event_log.read(path, after)
+    return event_log.read(path, after)
 
 
-def _coming(place: RunAddress, after: int) -> Iterator[Record]:
-    client = place.client()
+def _follow_events(place: RunAddress, after: int) -> Iterator[Record]:
+    """Yield events above ``after`` until the run ends; raise Disconnected otherwise."""
     ended = False
     try:
-        for record in _decoded(client.events(after)):
+        for record in place.client().events(after):
             ended = isinstance(record.event, RunEnded)
             yield record
     except Disconnected:
         if not ended:
             raise
-
-
-def _decoded(found: Iterator[bytes]) -> Iterator[Record]:
-    for text in found:
-        if text:
-            with contextlib.suppress(*MALFORMED):  # an event of a newer release
-                yield decode(text)
 
 
 def moment(text: str, *, now: float) -> float:
@@ -320,7 +318,7 @@ def doctor(
     else:
         screen = Screen(soft_wrap=True)
         draw_findings(screen, findings)
-        screen.print(f"{bad} problem{'s' if bad != 1 else ''}" if bad else "all is well")
+        screen.print(count_text(bad, "problem") if bad else "all is well")
     if bad:
         raise typer.Exit(FAILED)
 
@@ -348,6 +346,7 @@ def _here(place: RunAddress) -> Iterator[Finding]:
 
 
 def _on_nodes(place: RunAddress, node: str | None) -> list[Finding]:
+    """Have the agents of one node, or all, check their machines; return findings."""
     from replicas.supervisor.agent.checks import Finding
 
     client = place.client()
@@ -357,6 +356,7 @@ def _on_nodes(place: RunAddress, node: str | None) -> list[Finding]:
 
 
 def draw_findings(screen: Screen, findings: Iterable[Finding]) -> None:
+    """Print findings and their remedies, below the names of their nodes."""
     node = ""
     for finding in findings:
         if finding.node != node:

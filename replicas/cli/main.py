@@ -42,7 +42,7 @@ from replicas.linux import inherited
 from replicas.status import NodeStatus
 from replicas.supervisor.console import Console
 
-__all__ = ["app", "check", "main", "run", "supervisor_main"]
+__all__ = ["app", "check", "main", "run"]
 
 _ANSWER_S = 0.9
 """Seconds that a check waits for a run that may be absent or stopped."""
@@ -51,6 +51,7 @@ ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TO
 
 
 def _print_version(wanted: bool) -> None:
+    """Print the version and exit, if wanted."""
     if wanted:
         print(f"replicas {replicas.__version__}")
         raise typer.Exit
@@ -60,6 +61,7 @@ _SERVICES_HELP = "Print the folder of alert rules, Grafana board and unit files,
 
 
 def _print_services(wanted: bool) -> None:
+    """Print the folder of services and exit, if wanted."""
     if wanted:
         package = Path(replicas.__file__).parent
         found = package / "services"  # of a wheel; a clone has it beside the package
@@ -94,23 +96,26 @@ def check(*, config: ConfigPath, as_json: Json = False) -> None:
     """Check CONFIG and print the resolved plan.
 
     A CONFIG that is invalid, or does not fit this machine, gets exit code 78 and all
-    its problems printed. While its run is alive, the plan also says where the run's
-    nodes would place its replicas, and which of them fit no node.
+    its problems printed. One whose state folder cannot be used gets 2, as from run.
+    While its run is alive, the plan also says where the run's nodes would place its
+    replicas, and which of them fit no node.
     """
     loaded = load(config)
-    from replicas.supervisor.fleet.placement_preview import oddities, outlook
+    from replicas.supervisor.fleet.placement_preview import oddities, predict_placement
     from replicas.supervisor.fleet.plans import machine_for, may_grow, notes, refuse_unfit
+    from replicas.supervisor.state.state import StateDir
 
     machine = machine_for(loaded)
     refuse_unfit(loaded, machine)
+    StateDir(loaded.run.state_dir, loaded.run.name).check()
     nodes = _nodes(config, loaded)
-    where, waits = ({}, None) if nodes is None else outlook(loaded, nodes)
+    where, waits = ({}, None) if nodes is None else predict_placement(loaded, nodes)
     if as_json:
         more = {} if waits is None else {"placement": where, "waiting": waits}
         print(json_text(msgspec.structs.asdict(loaded) | more))
         return
     screen = Screen()
-    screen.print(render.plan(loaded))
+    screen.print(render.config_tables(loaded))
     odd = [*oddities(loaded), *_foreign_addresses(loaded)]
     for note in odd if waits is not None and may_grow(loaded) else [*odd, *notes(loaded, machine)]:
         screen.print(f"note: {note}", soft_wrap=True)
@@ -165,6 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
+    """Run a command and return its exit code; print any other exception as a bug."""
     try:
         app(args=None if arguments is None else list(arguments), prog_name="replicas")
     except SystemExit as end:
@@ -179,7 +185,7 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _flush_stdout(more: str = "") -> bool:
-    """Flush stdout. Return False, after a message, if it is closed.
+    """Flush stdout. If it is closed, print a message, discard output, return False.
 
     No message is printed if the reader has closed it (``head``).
 
@@ -193,8 +199,3 @@ def _flush_stdout(more: str = "") -> bool:
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  # else Python flushes it again at its end
         return False
     return True
-
-
-def supervisor_main(arguments: Sequence[str] | None = None) -> int:
-    """``python -m replicas.supervisor CONFIG``: the same as ``replicas run CONFIG``."""
-    return main(["run", *(sys.argv[1:] if arguments is None else arguments)])

@@ -63,10 +63,11 @@ def mirror(
                 update = member.receive(at_least=version + every if version else None).wait()
             version = update.version
             with update:
-                _write(kept, update, member._hello.run, member._hub.session.term)
+                _write(kept, update, member._hub.hello.run, member._hub.session.term)
 
 
 def _write(kept: Mirror, update: replicas.Update, run: str, term: int) -> None:
+    """Write the update as a folder, or refuse the update; print which of both."""
     from replicas.sources.mirror import Version
 
     told = Version(version=update.version, digest=update.digest, meta=dict(update.meta), run=run, term=term)
@@ -82,19 +83,16 @@ def _write(kept: Mirror, update: replicas.Update, run: str, term: int) -> None:
         os.close(file)
 
 
-@contextlib.contextmanager
-def _member(place: RunAddress, channel: str, group: str) -> Iterator[replicas.Channel]:
+def _member(place: RunAddress, channel: str, group: str) -> replicas.Channel:
+    """Join as the replica of this process, or in an external group."""
     if group or environ.read().group is None:
-        with membership(place, channel, "targets", group, _JOIN_S) as member:
-            yield member
-    else:
-        with replicas.join(channel) as member:
-            yield member
+        return membership(place, channel, "targets", group, _JOIN_S)
+    return replicas.join(channel)
 
 
 @contextlib.contextmanager
 def _until_told() -> Iterator[list[int]]:
-    """End the command in order on SIGTERM; yield the signals so far.
+    """Context manager: end the command in order on SIGTERM; yield the signals so far.
 
     The list is needed as the exception can be lost (``shutil.rmtree`` closes files
     twice).

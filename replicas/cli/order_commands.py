@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Annotated
 
 import typer
@@ -23,21 +24,23 @@ from replicas.cli.base import (
     json_text,
     patience,
 )
-from replicas.cli.find_run import RunAddress, RunEndWatcher
+from replicas.cli.find_run import RunAddress
 from replicas.common.foreign import one_line
-from replicas.common.sizes import count_text, some
+from replicas.common.sizes import count_text, list_text
 from replicas.config import values as config_values
 from replicas.control.commands import Answer, Detach, Drain, Order, Reload, ResetFailed, Restart, Scale, StacksOrder
 from replicas.control.exit_codes import FAILED
 from replicas.core.lives.lifecycle import SETTLED
 from replicas.core.lives.ordering import GOOD, is_good, needed_replicas
 from replicas.errors import DeadlineExceeded, Disconnected, UsageError, WorldError
+from replicas.linux.processes import command_line, processes, start_time
 from replicas.status import GroupStatus, ReplicaStatus, RunStatus
 
 _LOOK_AGAIN_S = 0.2
 _SCALED_S = 600.0
 _COMING_S = 30.0
 """Seconds that a run may take to appear before ``wait`` gives up."""
+_STARTS = re.compile(r"replicas (run|slurm|ray) |replicas\.supervisor ")
 
 NoWait = Annotated[bool, typer.Option("--no-wait", help="Return as soon as it has begun.")]
 
@@ -83,9 +86,8 @@ def restart(
     ready; see also the command wait.
     """
     answer = _send(place, Restart(target=target, rolling=rolling), f"restarting {target}", wait=not no_wait)
-    _print_answer(
-        answer, f"{target}: restarted, and ready" if rolling else f"{target}: starting again", as_json=as_json
-    )
+    done = f"{target}: restarted, and ready" if rolling else f"{target}: starting again"
+    _print_answer(answer, done, as_json=as_json)
 
 
 @command(failed=FAILED)
@@ -116,10 +118,10 @@ def drain(
         answer = _send(place, order, f"draining {what}", wait=not no_wait)
         done = f"{what} {'takes replicas again' if undo else 'is drained'}" if node else f"{what}: drained"
     else:
-        end, done = place.end(), "the run is over"
+        states, done = place.poll_status(_LOOK_AGAIN_S), "the run is over"
         answer = place.client().order(order, wait=False)
         if not no_wait:
-            _until_gone(place, end)
+            _until_gone(states)
             answer = Answer(done=True)
     _print_answer(answer, done, as_json=as_json)
 
@@ -131,9 +133,9 @@ def detach(*, place: ThisRun, as_json: Json = False) -> None:
     For an upgrade, or a restart of the supervisor. Needs run.adopt in the config: the
     time within which the next one must be started.
     """
-    end = place.end()
+    states = place.poll_status(_LOOK_AGAIN_S)
     answer = place.client().order(Detach())
-    _until_gone(place, end)
+    _until_gone(states)
     _print_answer(answer, "the supervisor has left; start the next one with: replicas run CONFIG", as_json=as_json)
 
 
@@ -183,10 +185,16 @@ def _send(place: RunAddress, order: Order, doing: str, *, wait: bool = True) -> 
         return place.client().order(order, wait=wait)
 
 
-def _until_gone(place: RunAddress, end: RunEndWatcher) -> None:
+def _until_gone(states: Iterator[RunStatus | None]) -> None:
+    """Wait until the run is over, or has another supervisor; show progress.
+
+    :param states: of :meth:`RunAddress.poll_status`.
+
+    :raises replicas.errors.Disconnected: its supervisor was killed, or is silent.
+    """
     pid = None
     with patience("waiting for its end") as show_doing:
-        for status in place.poll_status(_LOOK_AGAIN_S, end):
+        for status in states:
             if status is None:
                 continue
             if pid not in (None, status.pid):
@@ -198,6 +206,7 @@ def _until_gone(place: RunAddress, end: RunEndWatcher) -> None:
 
 
 def _print_answer(answer: Answer, words: str, *, as_json: bool) -> None:
+    """Print the answer as JSON, or ``words`` if the order is done."""
     if as_json:
         print(json_text({"done": answer.done, "result": answer.result}))
     elif answer.done:
@@ -223,9 +232,8 @@ def wait(
     is waited for, too: 30 s until it appears. Exit code 1 if it can no longer become
     ready (a replica has failed or was drained, the run is over), or not in time.
     """
-    checked = config_values.Place(Path())
-    seconds = config_values.duration().read(checked, timeout)
-    if checked.problems:
+    seconds = config_values.in_units(timeout, config_values.UNITS_S)
+    if not seconds:
         raise UsageError(f'"{timeout}" is not a duration', hint='write --timeout "90s", "10m" or "1h"')
     began = time.monotonic()
     found = _until_ready(place, target, began + seconds, timeout)
@@ -237,10 +245,10 @@ def wait(
 
 
 def _until_ready(place: RunAddress, target: str | None, until: float, words: str) -> tuple[ReplicaStatus, ...]:
+    """Wait until the target is ready; return its replicas. ``words``: the timeout."""
     missing: list[ReplicaStatus] | None = None
     with patience("waiting") as show_doing:
-        end = _there(place, until, show_doing)
-        for status in place.poll_status(_LOOK_AGAIN_S, end):
+        for status in _wait_for_run(place, until, show_doing):
             missing = missing if status is None else unready(status, target)
             if status is not None and not missing:
                 return tuple(one for group in chosen(status, target) for one in group.replicas)
@@ -252,23 +260,37 @@ def _until_ready(place: RunAddress, target: str | None, until: float, words: str
     raise WorldError("the run is over")
 
 
-def _there(place: RunAddress, until: float, show_doing: Callable[[str], None]) -> RunEndWatcher:
-    """Wait until the run answers, so that a script may start it in the background.
+def _wait_for_run(place: RunAddress, until: float, show_doing: Callable[[str], None]) -> Iterator[RunStatus | None]:
+    """Wait until the run answers, and return an iterator of its states.
+
+    So a script may start the run in the background, again after an earlier end.
 
     :raises replicas.errors.Disconnected: it does not appear, or not in time.
+    :raises WorldError: it is over, and nobody starts it.
     """
     give_up_at = min(until, time.monotonic() + _COMING_S)
     while True:
         try:
-            end = place.end()
+            states = place.poll_status(_LOOK_AGAIN_S)
             place.status()
-            return end
-        except Disconnected:
-            now = time.monotonic()
-            if now >= (until if place.starting else give_up_at):
+            return states
+        except Disconnected as error:
+            over, late = place.how_it_ended(), time.monotonic() >= (until if place.starting else give_up_at)
+            if over and (late or not _any_begins()):
+                raise WorldError(error.message, hint=error.hint) from error
+            if late:
                 raise
         show_doing("waiting for the run to start")
         time.sleep(_LOOK_AGAIN_S)
+
+
+def _any_begins() -> bool:
+    """Return True if a command that starts a run began within :data:`_COMING_S`.
+
+    It may still import its modules: the state folder does not show it yet.
+    """
+    since = (start_time(os.getpid()) or 0) - _COMING_S * os.sysconf("SC_CLK_TCK")
+    return any(_STARTS.search(command_line(pid)) and (start_time(pid) or 0) > since for pid in processes())
 
 
 def chosen(status: RunStatus, target: str | None) -> tuple[GroupStatus, ...]:
@@ -282,8 +304,9 @@ def chosen(status: RunStatus, target: str | None) -> tuple[GroupStatus, ...]:
         replicas = tuple(one for each in found for one in each.replicas if one.name == target)
         found = tuple(structs.replace(one, replicas=replicas, min_ready=None) for one in found if replicas)
     if not found:
-        known = ", ".join(one.name for one in status.groups)
-        raise UsageError(f'run "{status.run}" has no "{target}"', hint=f"its groups: {known}")
+        known = {one.name: count_text(len(one.replicas), "replica") for one in status.groups}
+        why = f"; {group} has {known[group]}" if group in known else config_values.nearest(group, known)
+        raise UsageError(f'run "{status.run}" has no "{target}"{why}')
     return found
 
 
@@ -305,4 +328,5 @@ def unready(status: RunStatus, target: str | None) -> list[ReplicaStatus]:
 
 
 def _named(found: list[ReplicaStatus]) -> str:
-    return some([f"{one.name} ({one.reason or one.state})" for one in found], 4)
+    """Return up to four replicas as text, each with its reason or state."""
+    return list_text([f"{one.name} ({one.reason or one.state})" for one in found], 4)

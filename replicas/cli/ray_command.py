@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Annotated
 
@@ -30,10 +29,9 @@ def ray(
     """
     loaded = load(config)
     try:
-        # imported by name: the module that imports Ray is above this package
-        ray_run = importlib.import_module("replicas.integrations.ray_run")
+        from replicas.integrations.ray_run import run  # imports Ray, which only this command needs
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise
         raise UsageError("Ray is not installed", hint='pip install "ray[default]"') from error
-    raise typer.Exit(ray_run.run(loaded, address=address))
+    raise typer.Exit(run(loaded, address=address))

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from replicas.common.foreign import one_line
-from replicas.common.sizes import count_text, ranges, size_text
+from replicas.common.sizes import count_text, list_text, ranges, size_text
 from replicas.config.structs import ChannelConfig, ChannelRole, Config, GroupConfig, ResourcesConfig
 from replicas.core.lives.ordering import least_left, needed_replicas
 from replicas.messages.bounds import CONTROL_PORT
@@ -45,7 +45,6 @@ _REPLICA_STATE = ("replica", "state", "for", "restarts", "heartbeat", "loaded", 
 _CHANNEL_STATE = ("channel", "epoch", "version", "live ranks", "synced", "failed", "last sync", "sent")
 _FEW, _FEW_GROUPS, _SENTENCES = 12, 4, 3
 """Above these numbers healthy replicas are folded, and further groups left out."""
-_TOP_GROUP = ("group", "ready", "not ready", "restarts", "budget left")
 _TOP_REPLICA = ("replica", "state", "for", "heartbeat", "version", "behind", "reason")
 _TOP_CHANNEL = ("channel", "version", "age", "last sync", "behind", "under way")
 _BROKEN = 14
@@ -55,7 +54,8 @@ _BETWEEN = 2
 _NODE_STATE = ("node", "state", "heard", "GPUs free", "labels", "replicas")
 
 
-def plan(config: Config) -> RenderableType:
+def config_tables(config: Config) -> RenderableType:
+    """Return the tables of a config, as ``replicas check`` prints them."""
     groups = config.groups.values()
     replicas = sum(group.replicas for group in groups)
     ranks = sum(group.replicas * group.world_size for group in groups)
@@ -89,7 +89,11 @@ def plan(config: Config) -> RenderableType:
 
 
 def outlook(where: Mapping[str, Sequence[str]], waits: Mapping[str, str], nodes: Sequence[NodeStatus]) -> list[str]:
-    """Return a line for each node, and for each replica that fits no node."""
+    """Return a line for each node, and for each replica that fits no node.
+
+    :param where: nodes by replica that fits. :param waits: lacks by replica that does
+        not.
+    """
     if not waits and all(node.local for node in nodes):
         return []
     runs = {node.name: [one for one, places in where.items() if node.name in places] for node in nodes}
@@ -153,6 +157,7 @@ class _Table:
 
 
 def _group_row(group: GroupConfig) -> tuple[str, ...]:
+    """Return a row of the table Groups of a config."""
     nodes = f" ({group.nnodes} nodes)" if group.nnodes > 1 else ""
     return (
         group.name,
@@ -168,6 +173,7 @@ _ENDS = {"run": "the run ends", "group": "its group ends", "replica": "it stays 
 
 
 def _failure_row(config: Config, group: GroupConfig, on_channels: frozenset[str]) -> tuple[str, ...]:
+    """Return a row of the table Failures; ``on_channels``: groups with a channel."""
     ready = f"{needed_replicas(group.min_ready, group.replicas)} of {group.replicas}"
     if group.external:
         return group.name, "by others", "-", "-", ready
@@ -186,6 +192,7 @@ def _failure_row(config: Config, group: GroupConfig, on_channels: frozenset[str]
 
 
 def _timeout_row(group: GroupConfig) -> tuple[str, ...]:
+    """Return a row of the table Timeouts of a config; "-" for no timeout."""
     health = group.health
     beat, drain = duration_text(health.heartbeat_timeout_s), duration_text(group.drain_timeout_s)
     if group.external:
@@ -196,12 +203,14 @@ def _timeout_row(group: GroupConfig) -> tuple[str, ...]:
 
 
 def _resource_row(group: GroupConfig) -> tuple[str, ...]:
+    """Return a row of the table Resources of a config; "-" for no limit."""
     has = group.resources
     memory = "-" if has.memory_nbytes is None else size_text(has.memory_nbytes)
     return group.name, str(has.gpus or "-"), str(has.cpu_threads or "-"), memory, str(has.max_processes or "-")
 
 
 def _channel_row(channel: ChannelConfig) -> tuple[str, ...]:
+    """Return a row of the table Channels of a config."""
     members = f"{_parties(channel.sources)} -> {_parties(channel.targets) or '(nobody)'}"
     return (
         channel.name,
@@ -216,10 +225,12 @@ def _channel_row(channel: ChannelConfig) -> tuple[str, ...]:
 
 
 def _parties(parties: Iterable[ChannelRole]) -> str:
+    """Return groups with their ranks as text: ``trainer (leader), eval (all)``."""
     return ", ".join(f"{party.group} ({party.ranks})" for party in parties)
 
 
 def _title(status: RunStatus) -> Text:
+    """Return the first line of a state: run, readiness, address, pid and age."""
     ready = ("ready", "bold green") if status.ready else ("not ready", "bold yellow")
     title = Text.assemble((status.run, "bold"), "  ", ready, f"  {status.endpoint}  pid {status.pid}")
     title.append(f"  up {duration_text(status.uptime_s)}")
@@ -232,12 +243,15 @@ def _wrong(status: RunStatus, now: float) -> Iterator[Text]:
     """Yield a sentence for each trouble, or wait of known length."""
     for one in verdict(status, now).troubles:
         if one.level != "note" or one.until is not None:
-            lasts = "" if one.since is None else f", for {duration_text(max(0.0, now - one.since))}"
-            lasts += "" if one.until is None else f", {duration_text(max(0.0, one.until - now))} at most to come"
+            most = "up to " * one.about.startswith("group ")  # of several replicas, the first has it longest
+            lasts = "" if one.since is None else f", for {most}{duration_text(max(0.0, now - one.since))}"
+            lasts += "" if one.until is None else f", at most {duration_text(max(0.0, one.until - now))} more"
+            lasts += f", then {one.then}" if one.then else ""
             yield Text(f"{one.text.rstrip('.')}{lasts}", style=LEVEL_STYLES[one.level])
 
 
-def run_status(status: RunStatus) -> RenderableType:
+def status_tables(status: RunStatus) -> RenderableType:
+    """Return the tables of a state, as ``replicas status`` prints them."""
     replicas = [replica for group in status.groups for replica in group.replicas]
     parts: list[RenderableType] = [
         _title(status),
@@ -261,7 +275,7 @@ def top_lines(status: RunStatus, now: float, width: int) -> list[Text]:
     groups, replicas = ill_first(status)
     nodes = status.nodes if len(status.nodes) > 1 or any(not node.local for node in status.nodes) else ()
     return [
-        *_lines(_TOP_GROUP, (row[:5] for row in map(_group_state_row, groups)), width),
+        *_lines(_GROUP_STATE[:5], (row[:5] for row in map(_group_state_row, groups)), width),
         *_lines(_TOP_CHANNEL, [_top_channel_row(one, replicas, now) for one in status.channels], width),
         *_lines(_TOP_REPLICA, map(_top_row, replicas), width),
         *_lines(_NODE_STATE, map(_node_row, nodes), width),
@@ -289,7 +303,7 @@ def _folded(status: RunStatus, now: float, width: int, room: int) -> list[Text]:
     well = replicas[len(ill) :]
     rest = [
         *_lines(_TOP_CHANNEL, [_top_channel_row(one, replicas, now) for one in status.channels], width),
-        *_lines(_TOP_GROUP, (row[:5] for row in map(_group_state_row, groups[:_FEW_GROUPS])), width),
+        *_lines(_GROUP_STATE[:5], (row[:5] for row in map(_group_state_row, groups[:_FEW_GROUPS])), width),
         Text(_cut(f"{len(well)} healthy: {ranges(one.name for one in well)}", width), style="green"),
         *_lines(_NODE_STATE, [_node_row(one) for one in status.nodes if one.state != "up"], width),
     ]
@@ -300,6 +314,7 @@ def _folded(status: RunStatus, now: float, width: int, room: int) -> list[Text]:
 
 
 def _lines(columns: Sequence[str], rows: Iterable[Sequence[str | Text]], width: int) -> Iterator[Text]:
+    """Yield a table as lines of this width, headings first; nothing without rows."""
     cells = [[cell if isinstance(cell, Text) else Text(one_line(cell)) for cell in row] for row in rows]
     if not cells:
         return
@@ -312,37 +327,40 @@ def _lines(columns: Sequence[str], rows: Iterable[Sequence[str | Text]], width: 
 
 
 def _cut(text: str, width: int) -> str:
+    """Return the text in exactly ``width`` cells: padded, or cut with an ellipsis."""
     return set_cell_size(text, width) if cell_len(text) <= width else f"{set_cell_size(text, max(0, width - 1))}…"
 
 
 def _top_row(replica: ReplicaStatus) -> tuple[str | Text, ...]:
+    """Return a replica's row of ``replicas top``."""
     name, state, age, _, heartbeat, loaded, reason = _replica_row(replica)
     behind = max(replica.lag_s.values(), default=0.0)
     return name, state, age, heartbeat, loaded, duration_text(behind) if behind else "-", reason
 
 
 def _top_channel_row(channel: ChannelStatus, replicas: Iterable[ReplicaStatus], now: float) -> tuple[str, ...]:
-    lags = [(one.lag_s.get(channel.name, 0.0), one.name) for one in replicas]
-    behind = [(lag_s, name) for lag_s, name in lags if lag_s]
-    lag_s, slowest = max(behind, default=(0.0, ""))
-    others = f" and {len(behind) - 1} more" if len(behind) > 1 else ""
+    """Return a channel's row of ``replicas top``."""
+    lags = sorted(((one.lag_s.get(channel.name, 0.0), one.name) for one in replicas), reverse=True)
+    behind = list_text([name for lag_s, name in lags if lag_s], 1)
     last, step = channel.last_sync, "" if channel.step is None else f" (step {channel.step:g})"
     return (
         channel.name,
         f"{channel.committed_version}{step}",
         "-" if channel.committed_at is None else duration_text(max(0.0, now - channel.committed_at)),
         "-" if last is None else f"{last.outcome} in {duration_text(last.seconds)}",
-        f"{slowest}{others}, {duration_text(lag_s)}" if behind else "-",
+        f"{behind}, {duration_text(lags[0][0])}" if behind else "-",
         "; ".join(map(_under_way, channel.under_way)) or "-",
     )
 
 
 def _under_way(publish: PublishStatus) -> str:
+    """Return a publish as text: version, state, duration, and remaining wait."""
     waits = f", waits {publish.waits} ({publish.left_s:.0f} s at most)" if publish.waits else ""
     return f"{publish.version} {publish.state} for {duration_text(publish.seconds)}{waits}"
 
 
 def _group_state_row(group: GroupStatus) -> tuple[str | Text, ...]:
+    """Return a row of the table Groups of a state."""
     states = Counter(replica.state for replica in group.replicas)
     others = [f"{count} {state}" for state, count in sorted(states.items()) if state != "ready"]
     restarts = [f"{count} {reason.replace('_', ' ')}" for reason, count in sorted(group.restarts.items()) if count]
@@ -361,6 +379,7 @@ def _group_state_row(group: GroupStatus) -> tuple[str | Text, ...]:
 
 
 def _replica_row(replica: ReplicaStatus) -> tuple[str | Text, ...]:
+    """Return a row of the table Replicas of a state."""
     versions = sorted(replica.versions.items())
     loaded = str(versions[0][1]) if len(versions) == 1 else ", ".join(f"{name} {number}" for name, number in versions)
     return (
@@ -375,12 +394,13 @@ def _replica_row(replica: ReplicaStatus) -> tuple[str | Text, ...]:
 
 
 def _open_updates(replica: ReplicaStatus) -> str:
-    """Return the updates that the replica has had open for long."""
+    """Return the replica's updates that are open for long, as text, or ""."""
     open_s = sorted(replica.open_s.items())
     return ", ".join(f"update of {name} open for {duration_text(s)}" for name, s in open_s if s > OPEN_S)
 
 
 def _node_row(node: NodeStatus) -> tuple[str | Text, ...]:
+    """Return a row of the table Nodes of a state."""
     return (
         node.name + (" (this machine)" if node.local else ""),
         Text(node.state, style={"up": "green", "lost": "red"}.get(node.state, "yellow")),
@@ -392,6 +412,7 @@ def _node_row(node: NodeStatus) -> tuple[str | Text, ...]:
 
 
 def _channel_state_row(channel: ChannelStatus) -> tuple[str, ...]:
+    """Return a row of the table Channels of a state."""
     last = channel.last_sync
     synced = channel.syncs.get("committed", 0)
     ago = ""
@@ -414,7 +435,5 @@ def event_line(record: Record) -> Text:
     who, what, tone = in_words(record.event, record.at)
     clock = time.strftime("%H:%M:%S", time.localtime(record.at))
     return Text.assemble(
-        (f"{clock} {record.seq:>6}  ", "dim"),
-        (f"{one_line(who):18} ", "bold"),
-        (one_line(what), _TONES.get(tone, "")),
+        (f"{clock} {record.seq:>6}  ", "dim"), (f"{one_line(who):18} ", "bold"), (one_line(what), _TONES.get(tone, ""))
     )

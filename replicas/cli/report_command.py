@@ -11,10 +11,10 @@ from typing import Annotated
 import typer
 
 from replicas.cli.base import command
-from replicas.cli.find_run import EVENTS_FILE, find_state_dir, state_dir_of, trusted
+from replicas.cli.find_run import EVENTS_FILE, RunAddress, trusted
 from replicas.common.outputs import resolve_output
-from replicas.config.text import absolute, state_home
-from replicas.errors import BadConfig, Disconnected, UsageError, WorldError
+from replicas.config.text import absolute
+from replicas.errors import Disconnected, UsageError, WorldError
 from replicas.telemetry import event_log
 from replicas.telemetry.events import Record
 
@@ -71,22 +71,17 @@ def report(
 
 
 def _events(run: Path | None) -> Iterable[Record]:
-    path = trusted(_folder(run)) / EVENTS_FILE
+    """Return the events of a state folder, of a config's run, or of the only run here.
+
+    :raises Disconnected: none are recorded.
+    """
+    folder = RunAddress(run).state_dir if run is None or run.suffix == ".toml" else trusted(absolute(run))
+    path = folder / EVENTS_FILE
     if not path.exists():
         raise Disconnected(
             f"there are no events of a run in {path.parent}", hint="name the folder of its state, or --demo for a look"
         )
     return event_log.read(path)
-
-
-def _folder(run: Path | None) -> Path:
-    if run is None:
-        return find_state_dir(state_home(absolute(Path())))
-    if run.suffix != ".toml":
-        return absolute(run)
-    if (found := state_dir_of(run)) is None:
-        raise BadConfig(["[run] has no name, and no state_dir"], source=str(run))
-    return found
 
 
 def write(path: Path, text: str) -> None:

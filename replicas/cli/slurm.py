@@ -95,7 +95,7 @@ def queued(place: RunAddress) -> str | None:
 
 
 def own_command(config: Config) -> list[str]:
-    """The command ``replicas slurm CONFIG``, with absolute paths."""
+    """Return the command ``replicas slurm CONFIG``, with absolute paths."""
     return [interpreter(), "-m", "replicas", "slurm", str(config.source)]
 
 
@@ -107,11 +107,8 @@ def _order(config: Config, given: dict[str, Any]) -> SlurmConfig:
     place = Place(Path())
     read = config_tables.read(place, given, SlurmConfig)
     if place.problems or read is UNSET:
-        texts = (
-            f"--{path[0].replace('_', '-').removesuffix('s' * (path[0] == 'options'))}" for path, _ in place.problems
-        )
-        told = (text.partition(": ")[2] for _, text in place.problems)
-        raise UsageError("; ".join(f"{name}: {text}" for name, text in zip(texts, told, strict=True)))
+        told = [(path[0].replace("options", "option"), text.partition(": ")[2]) for path, text in place.problems]
+        raise UsageError("; ".join(f"--{name.replace('_', '-')}: {text}" for name, text in told))
     keys = config_tables.keys_of(SlurmConfig)
     return replace(config.slurm, **{keys[key].field: getattr(read, keys[key].field) for key in given})
 

@@ -31,6 +31,7 @@ from typing import Literal
 import msgspec
 
 from replicas.cli.base import complain
+from replicas.common.reason import Reason
 from replicas.config.structs import Config
 from replicas.config.values import is_loopback
 from replicas.control.exit_codes import BUG, DONE, FAILED, UNAVAILABLE
@@ -42,6 +43,7 @@ from replicas.status import WAIT_S
 from replicas.supervisor.operator import supervise
 from replicas.supervisor.scheduler_hooks import SchedulerHooks, invitation, on_cluster
 from replicas.supervisor.supervisor import Supervisor
+from replicas.trust.way import split
 
 _START_S = 120.0
 """How long an agent waits for its supervisor to listen."""
@@ -101,7 +103,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def invitation(self, config: Config) -> Path:
-        """Return the path of the file from which the agents read their invitation."""
+        """Return the path of the file with which agents join: ``token@host:port``."""
         return config.run.state_dir / f"slurm-{self.start}.join"
 
 
@@ -139,47 +141,41 @@ def run_part(config: Config, part: Literal["all", "supervisor", "agent"]) -> int
 # ------------------------------------------------------------ the supervisor
 
 
-class _InvitationFile:
-    """The file with the invitation of a job's agents, present during the run."""
+def _supervise(config: Config, task: Task) -> int:
+    """Supervise the run and keep its file for joining agents; return the exit code."""
+    path, is_ours = task.invitation(config), False
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._ours = False
+    def write(supervisor: Supervisor) -> None:
+        """Write the present token and address, and remove files of earlier starts.
 
-    def write(self, supervisor: Supervisor) -> None:
-        """Write the file; raise WorldError if that fails."""
+        :raises WorldError: writing failed.
+        """
+        nonlocal is_ours
         try:
-            for old in self._path.parent.glob("slurm-*.join"):
-                if old != self._path:  # the start that wrote it was killed
+            for old in path.parent.glob("slurm-*.join"):
+                if old != path:  # the start that wrote it was killed
                     private.remove(old)
-            private.replace(self._path, f"{invitation(supervisor)}\n".encode())
+            private.replace(path, f"{invitation(supervisor)}\n".encode())
         except OSError as error:
             raise WorldError(
-                f"cannot write {self._path}, with which agents join: {error.strerror or error}",
+                f"cannot write {path}, with which agents join: {error.strerror or error}",
                 hint="make room on its disk, or set run.state_dir in the config",
             ) from error
-        self._ours = True
+        is_ours = True
 
-    def remove(self) -> None:
-        """Remove the file, unless another supervisor of the job has written it."""
-        if self._ours:
-            with contextlib.suppress(OSError):  # the next start removes it
-                private.remove(self._path)
-
-
-def _supervise(config: Config, task: Task) -> int:
-    file = _InvitationFile(task.invitation(config))
-    surroundings = SchedulerHooks(
+    hooks = SchedulerHooks(
         adapt=lambda config: _on_job(config, task),
         preempting=frozenset([signal.SIGTERM]),
-        opened=file.write,
-        renewed=file.write,
+        opened=write,
+        renewed=write,
         nodes=task.names,
     )
     try:
-        return supervise(config, surroundings)
+        return supervise(config, hooks)
     finally:
-        file.remove()
+        if is_ours:  # else another supervisor of the job has written it
+            with contextlib.suppress(OSError):  # the next start removes it
+                private.remove(path)
 
 
 def _on_job(config: Config, task: Task) -> Config:
@@ -259,7 +255,10 @@ def without_step(environ: Mapping[str, str]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _own_agent(config: Config, task: Task) -> Iterator[None]:
-    """Run the agent of the supervisor's own node, in a child process."""
+    """Context manager: run the agent of the supervisor's own node in a child process.
+
+    At the end of the block it gets 20 s to end; then, or after an error, it is killed.
+    """
     pid = _forked(lambda: _agent(config, task), signal.SIGTERM)
     pidfd = os.pidfd_open(pid)
     try:
@@ -272,6 +271,7 @@ def _own_agent(config: Config, task: Task) -> Iterator[None]:
 
 
 def _agent(config: Config, task: Task) -> int:
+    """Run agents of this node, one after another; return the exit code of the task."""
     from replicas.supervisor.agent.remote import Invitation, serve_node  # heavy: not for the supervisor's own process
 
     came = _noted_signals()
@@ -280,6 +280,7 @@ def _agent(config: Config, task: Task) -> int:
     state_dir = config.run.state_dir / "nodes" / task.node
 
     def serve() -> int:
+        """Serve the node in the forked child, without variables of a Slurm task."""
         for name in list(os.environ.keys() - without_step(os.environ).keys()):
             del os.environ[name]
         lost = serve_node(Invitation(text), name=task.node, labels=labels, state_dir=state_dir)
@@ -297,25 +298,25 @@ def _agent(config: Config, task: Task) -> int:
     return DONE
 
 
-def _why_again(code: int, used: str, now: str) -> str:
-    """Return why another agent must follow one that ended with ``code``, or "".
+def _why_again(code: int, used: str, now: str) -> Reason | None:
+    """Return why another agent must follow one that ended with ``code``, or None.
 
-    :param used: its invitation. :param now: the present one.
+    :param used: ``token@host:port`` with which it joined. :param now: the present one,
+        or "".
     """
     if not now:
-        return ""  # the run is over
+        return None  # the run is over
     if code < 0:
         return f"was ended by {signal_name(-code)}"
     if code == _LOST and not _is_closed(now):
         return "has lost its supervisor"
-    return "had an old token" if code != DONE and used != now else ""
+    return "had an old token" if code != DONE and used != now else None
 
 
 def _is_closed(invitation: str) -> bool:
-    """Return True if the supervisor's machine answers without a supervisor."""
-    host, _, port = invitation.rpartition("@")[2].rpartition(":")
+    """Return True if the machine in ``token@host:port`` refuses connections there."""
     try:
-        socket.create_connection((host.strip("[]"), int(port)), _PROBE_S).close()
+        socket.create_connection(split(invitation.rpartition("@")[2]), _PROBE_S).close()
     except ConnectionRefusedError:
         return True
     except OSError:
@@ -349,7 +350,7 @@ def _forked(work: Callable[[], int], last: signal.Signals) -> int:
 
 
 def _noted_signals() -> list[int]:
-    """Record Slurm's signals in the list instead of acting on them."""
+    """Handle Slurm's signals: only add their numbers to the list that is returned."""
     came: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, lambda number, frame: came.append(number))
@@ -357,7 +358,7 @@ def _noted_signals() -> list[int]:
 
 
 def _read(path: Path) -> str:
-    """Return the invitation, or "" if it is missing or withdrawn."""
+    """Return ``token@host:port`` from the file, or "" if the file is missing."""
     try:
         return private.read(path).decode().strip()
     except FileNotFoundError:
@@ -365,8 +366,9 @@ def _read(path: Path) -> str:
 
 
 def _wait_for(path: Path, came: list[int]) -> str:
-    """Return the invitation, once it is there; "" if the job ends before.
+    """Return ``token@host:port`` once the file is there; "" if a signal has come.
 
+    :param came: list to which a handler adds the numbers of signals.
     :raises WorldError: it did not come in time.
     """
     deadline = time.monotonic() + _START_S

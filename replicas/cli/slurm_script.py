@@ -91,6 +91,7 @@ def script(config: Config, order: SlurmConfig, command: Sequence[str]) -> str:
 
 
 def _options(config: Config, order: SlurmConfig) -> Iterator[str]:
+    """Yield the options of sbatch for the job, such as ``--nodes=2``."""
     yield f"--job-name={config.run.name}"
     if order.partition is not None:
         yield f"--partition={order.partition}"
@@ -112,13 +113,14 @@ def _options(config: Config, order: SlurmConfig) -> Iterator[str]:
 
 
 def grace_s(config: Config, order: SlurmConfig) -> float:
-    """Return how many seconds before its end the job is told."""
+    """Return how many seconds before its end Slurm signals the job."""
     if order.grace_s is not None:
         return order.grace_s
     return max(group.drain_timeout_s + group.stop_timeout_s for group in config.groups.values()) + _MARGIN_S
 
 
 def _refuse_too_short(config: Config, order: SlurmConfig) -> None:
+    """Raise UsageError if the job would be told of its end as it starts."""
     grace = grace_s(config, order)
     if order.time_s is not None and order.time_s <= grace + _EARLIER_S:
         raise UsageError(

@@ -40,12 +40,11 @@ from rich.text import Text
 
 from replicas.cli import render
 from replicas.cli.base import Screen, ThisRun, command
-from replicas.cli.find_run import RunAddress, how_it_ended
-from replicas.common.decoding import MALFORMED
+from replicas.cli.find_run import RunAddress
 from replicas.errors import ReplicasError, UsageError
 from replicas.status import RunStatus
 from replicas.telemetry import words
-from replicas.telemetry.events import Record, decode
+from replicas.telemetry.events import Record
 from replicas.telemetry.verdict import Verdict, verdict
 from replicas.telemetry.words import duration_text
 
@@ -77,7 +76,7 @@ def top(
     """
     screen = Screen()
     if not screen.is_terminal or screen.is_dumb_terminal:
-        raise UsageError("top needs a terminal", hint="replicas status --watch prints to anything")
+        raise UsageError("top needs a terminal", hint="for a pipe or a file: replicas status --watch")
     seen = _Seen(place, place.status())
     threads = [threading.Thread(target=one, daemon=True) for one in (lambda: seen.poll_status(interval), seen.follow)]
     for thread in threads:
@@ -111,7 +110,7 @@ class _Seen:
         """Grows with each change."""
 
     def poll_status(self, interval_s: float) -> None:
-        """Request the status in a loop, until the run is over."""
+        """Update ``status`` and ``error`` in a loop, until the run is over."""
         while not self.over:
             time.sleep(interval_s)
             try:
@@ -119,34 +118,24 @@ class _Seen:
                 self.at = time.time()
             except ReplicasError as error:
                 self.error = error.message
-                self.over = self._how_it_ended()
+                ended = self.status.exit_code is not None
+                self.over = verdict(self.status, time.time()).sentence if ended else self._place.how_it_ended()
             self.changes += 1
 
-    def _how_it_ended(self) -> str:
-        if self.status.exit_code is not None:
-            return verdict(self.status, time.time()).sentence
-        if self._place.endpoint is not None or self._place.starting:
-            return ""
-        with contextlib.suppress(ReplicasError):
-            return how_it_ended(self._place.state_dir)
-        return ""
-
     def follow(self) -> None:
-        """Follow the events, over lost connections and supervisors."""
+        """Append new events in a loop, over lost connections and supervisors."""
         after = max(0, self.status.newest_event - _EVENTS)
         while not self.over:
             with contextlib.suppress(ReplicasError):  # the status shows that there is no answer
-                for text in self._place.client().events(after):
-                    with contextlib.suppress(*MALFORMED):  # an event of a newer release; an empty line keeps alive
-                        record = decode(text)
-                        after = record.seq
-                        self.events.append(record)
-                        self.changes += 1
+                for record in self._place.client().events(after):
+                    after = record.seq
+                    self.events.append(record)
+                    self.changes += 1
             time.sleep(_AGAIN_S)  # also after a stream that ended in order: a supervisor that stops ends each
 
 
 class _Frame:
-    """The lines of one frame, as many as the terminal has."""
+    """One frame of the view, drawn from ``seen``, as long as the terminal is high."""
 
     def __init__(self, seen: _Seen, screen: Screen) -> None:
         self._seen, self._screen = seen, screen
@@ -154,7 +143,7 @@ class _Frame:
         self._drawn: object = None
 
     def handle_key(self, key: bytes) -> bool:
-        """Act on a key; return False if it ends the command."""
+        """Scroll by a key, or ignore it; return False if the key ends the command."""
         before = self._first
         self._first += _KEYS.get(key, 0) + _PAGES.get(key, 0) * max(1, self._page - 1)
         self._first = max(0, min(_ENDS.get(key, self._first), self._lines - self._page))
@@ -163,7 +152,7 @@ class _Frame:
         return key != b"q"
 
     def stale(self, size: object) -> bool:
-        """Return whether there is anything new to draw."""
+        """Return True if state, scroll or size have changed since the last call."""
         now = (self._seen.changes, size)
         before, self._drawn = self._drawn, now
         return before != now
@@ -197,11 +186,13 @@ class _Frame:
 
 
 def _one_line(text: Text) -> Text:
+    """Set the text to be cut to one line, and return the same text."""
     text.no_wrap, text.overflow = True, "ellipsis"
     return text
 
 
 def _head(seen: _Seen, found: Verdict) -> Iterator[Text]:
+    """Yield the head of a frame: run, verdict, and further troubles."""
     status = seen.status
     now = time.strftime("%H:%M:%S", time.localtime(seen.at))
     about = f"  {status.endpoint}  up {duration_text(status.uptime_s)}  {now}"
@@ -219,7 +210,7 @@ def _head(seen: _Seen, found: Verdict) -> Iterator[Text]:
 
 @contextlib.contextmanager
 def _signals(suspends: list[int]) -> Iterator[None]:
-    """On signals raise SystemExit, or note Ctrl-Z in ``suspends``."""
+    """Context manager: raise SystemExit on signals, or note Ctrl-Z in ``suspends``."""
 
     def end(signum: int, _frame: object) -> None:
         raise SystemExit(128 + signum)
@@ -233,27 +224,24 @@ def _signals(suspends: list[int]) -> Iterator[None]:
             signal.signal(one, handler)
 
 
-def _no_keys(timeout_s: float) -> list[bytes]:
-    time.sleep(timeout_s)
-    return []
-
-
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], list[bytes]]]:
-    """Read keys at once and unseen: yield a function that waits for some, in seconds.
+    """Context manager: read keys at once, without echo.
 
-    A key that is held down comes several times in one read.
+    Yields a function that waits up to some seconds and returns the keys. A key that is
+    held down comes several times in one read.
     """
     fd = sys.stdin.fileno()
-    if not os.isatty(fd):
-        yield _no_keys
+    fds = [fd] if os.isatty(fd) else []
+
+    def keys(timeout_s: float) -> list[bytes]:
+        return _KEY.findall(os.read(fd, 256)) if select.select(fds, [], [], timeout_s)[0] else []
+
+    if not fds:  # only wait
+        yield keys
         return
     before = termios.tcgetattr(fd)
     tty.setcbreak(fd)  # Ctrl-C still interrupts
-
-    def keys(timeout_s: float) -> list[bytes]:
-        return _KEY.findall(os.read(fd, 256)) if select.select([fd], [], [], timeout_s)[0] else []
-
     try:
         yield keys
     finally:

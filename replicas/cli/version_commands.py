@@ -148,7 +148,11 @@ def verify(
 def _got(
     place: RunAddress, channel: str, group: str, deadline_s: float, version: int | None, at_least: int | None
 ) -> Iterator[_Got]:
-    """Yield the newest version, after its member has left the channel."""
+    """Join as a target, get the newest version and leave; then yield the version.
+
+    :param version: exactly this one, or SyncError. :param at_least: wait for this one
+        or a newer one.
+    """
     if version is not None and at_least is not None:
         raise UsageError("give --version or --at-least, not both")
     with (
@@ -169,9 +173,13 @@ def _got(
         os.close(file)
 
 
-@contextlib.contextmanager
-def membership(place: RunAddress, channel: str, role: str, group: str, deadline_s: float) -> Iterator[replicas.Channel]:
-    """Join the channel as a replica of its own in an external group, then leave."""
+def membership(place: RunAddress, channel: str, role: str, group: str, deadline_s: float) -> replicas.Channel:
+    """Join the channel as a replica of its own; the caller closes it.
+
+    :param role: ``sources`` or ``targets``.
+    :param group: the external group to join in; "" chooses one.
+    :raises UsageError: the run has no such channel, or no group that fits.
+    """
     status = place.status()
     named = {one.name: getattr(one, role) for one in status.channels}
     if channel not in named:
@@ -179,28 +187,26 @@ def membership(place: RunAddress, channel: str, role: str, group: str, deadline_
     fit = {one.name: one for one in status.groups if one.launcher == "external" and one.world_size == 1}
     groups = sorted((name for name in named[channel] if name in fit), key=lambda name: fit[name].min_ready != 0)
     if group not in ("", *groups) or not groups:
-        text = f'"{group}" is none of the' if group else "there is none among the"
-        hint = f"name one of {', '.join(groups)} with --group" if groups else _remedy(channel, role)
-        raise UsageError(
-            f"this command joins in an external group of one rank, and {text} {role} of {channel}", hint=hint
-        )
+        text = f'"{group}" is another kind of group' if group else "there is none"
+        hint = f"use --group {' or '.join(groups)}, or leave --group out" if groups else _remedy(channel, role)
+        where = f"an external group of one rank in the {role} of {channel}"
+        raise UsageError(f"this command joins {where}: {text}", hint=hint)
     endpoint = status.endpoint if place.endpoint is None or place.endpoint.startswith("unix:") else place.endpoint
-    own, timeout_s = group or groups[0], max(1.0, deadline_s)
-    with replicas.join(
+    return replicas.join(
         channel,
         endpoint=endpoint,
         token=place.token(),
         run=status.run,
-        group=own,
+        group=group or groups[0],
         replica="auto",
         rank=0,
         world_size=1,
-        timeout=timeout_s,
-    ) as joined:
-        yield joined
+        timeout=max(1.0, deadline_s),
+    )
 
 
 def _remedy(channel: str, role: str) -> str:
+    """Return the hint which keys to add to the config."""
     name = "reader" if role == "targets" else "loader"
     return (
         f'add to the config: [groups.{name}] with launcher = "external" and min_ready = 0, and "{name}" to {role} of '

@@ -37,7 +37,10 @@ class BackgroundQueue(Generic[T]):
         self._dropped = 0
 
     def put(self, item: T) -> None:
-        """Queue an item, or drop it; never wait. For any thread and finalisers."""
+        """Queue an item, or drop it if ``most`` items wait; never wait.
+
+        For any thread, and for finalisers. Starts the thread if it does not run yet.
+        """
         if self._queue.qsize() >= self._most:
             self._dropped += 1
             return
@@ -49,7 +52,7 @@ class BackgroundQueue(Generic[T]):
     def flush(self, timeout_s: float) -> bool:
         """Wait until all queued items are done.
 
-        Return False if that takes longer than ``timeout_s`` or no thread can start.
+        Return True if they are; False after ``timeout_s``, or if no thread can start.
         """
         if self._thread is None and self._queue.empty():
             return True
@@ -59,6 +62,7 @@ class BackgroundQueue(Generic[T]):
         return self._thread is not None and done.wait(timeout_s)
 
     def _start(self) -> None:
+        """Start the thread unless it runs; if that fails, the next item tries again."""
         if self._thread is None:
             thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             with contextlib.suppress(
@@ -68,6 +72,10 @@ class BackgroundQueue(Generic[T]):
                 self._thread = thread
 
     def _run(self) -> None:
+        """Call ``work`` for each item, for ever.
+
+        If items were dropped before the item, call ``missing`` first.
+        """
         while True:
             found = self._queue.get()
             if isinstance(found, Latch):

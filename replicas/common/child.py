@@ -13,6 +13,7 @@ checks and kills the process, reports events, and carries out the steps that
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from replicas.common.backoff import Backoff
@@ -35,13 +36,17 @@ CHILD: Table[ChildState, ChildEvent] = Table(
 
 
 class ChildLife:
-    """A child's state in :data:`CHILD`, and the time of the next check or start.
+    """A child's state in :data:`CHILD`, and the time of its next check or start.
+
+    It records what its owner does, and touches no process. Times: any one steady clock.
 
     :param again: delay of the next start, by the number of starts in a row; None for a
         single start.
     :param steady_s: a process that lived longer begins a new row.
     :param tries: starts in a row after which it is over; 0 for no limit.
+    :param look_interval_s: time between two looks after a start; None for no looks.
     :ivar starts: number of starts in this row.
+    :ivar due: when :meth:`on_time` must be called; inf for never.
     """
 
     def __init__(
@@ -52,18 +57,16 @@ class ChildLife:
         self._again, self._steady_s, self._tries = again, steady_s, tries
         self._look_interval_s = look_interval_s
         self._began = 0.0
-        self._due: float | None = None
-
-    @property
-    def wakes(self) -> list[float]:
-        """When :meth:`on_time` must be called."""
-        return [] if self._due is None else [self._due]
+        self.due = math.inf
 
     def on_time(self, now: float) -> Literal["", "look", "start"]:
-        """Return the due step, or ""."""
-        if self._due is None or now < self._due:
+        """Return the step that is due for the owner, or ""; schedule the next look.
+
+        ``"start"``: start the process. ``"look"``: check the process.
+        """
+        if now < self.due:
             return ""
-        self._due = None
+        self.due = math.inf
         if self.state == "waiting":
             return "start"
         self._look_again(now)
@@ -73,25 +76,31 @@ class ChildLife:
         """Record a start. A failed start must be recorded by :meth:`ended`, too."""
         self._step("start")
         self.starts += 1
-        self._began, self._due = now, None
+        self._began, self.due = now, math.inf
         self._look_again(now)
 
     def ready(self) -> None:
-        """Record that it is ready; ignored after :meth:`give_up`."""
+        """Record that the child is ready; ignored after :meth:`give_up`."""
         if self.state == "starting":
             self._step("ready")
 
     def give_up(self) -> None:
-        """Record that it is being killed."""
+        """Record that the owner kills the child.
+
+        No further look is due until its end.
+        """
         self._step("give_up")
-        self._due = None
+        self.due = math.inf
 
     def ended(self, now: float, again: Backoff | None = None) -> bool:
-        """Record the exit; return True once the restart limit is reached.
+        """Record the exit, and schedule the next start.
 
-        :param again: delays in place of the usual ones.
+        Return True if the child is over. It is over after too many starts in a row.
+        After :meth:`stop`, return False.
+
+        :param again: delays in place of the usual ones, for this time.
         """
-        self._due = None
+        self.due = math.inf
         if now - self._began > self._steady_s:
             self.starts = 1
         self._step("ended")
@@ -100,18 +109,20 @@ class ChildLife:
             self._step("too_often")
             return True
         if self.state == "waiting" and again is not None:
-            self._due = now + again.after(self.starts - 1)
+            self.due = now + again.after(self.starts - 1)
         return False
 
     def stop(self) -> None:
-        """Record that it must not start again; it may still run."""
-        self._due = None
+        """Record that the child must not start again; it may still run."""
+        self.due = math.inf
         if CHILD.allows(self.state, "stop"):
             self._step("stop")
 
     def _look_again(self, now: float) -> None:
+        """Schedule the next look, if the owner wants looks."""
         if self._look_interval_s is not None:
-            self._due = now + self._look_interval_s
+            self.due = now + self._look_interval_s
 
     def _step(self, event: ChildEvent) -> None:
+        """Change the state as :data:`CHILD` says."""
         self.state = CHILD.next(self.state, event)

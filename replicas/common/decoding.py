@@ -15,7 +15,10 @@ T = TypeVar("T")
 
 
 def decoded(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:
-    """Decode a message. Raises msgspec.DecodeError for all malformed input."""
+    """Decode a message to the decoder's type.
+
+    :raises msgspec.DecodeError: the input is malformed in any way.
+    """
     try:
         return decoder.decode(data)
     except MALFORMED as error:

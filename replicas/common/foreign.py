@@ -75,11 +75,16 @@ def readable(data: bytes, prefix: bytes, limit: int) -> list[bytes]:
 
 
 def _keep_colours(found: re.Match[str]) -> str:
+    """Return the matched sequence if it sets a colour, else an empty text."""
     return found[0] if _COLOUR.fullmatch(found[0]) else ""
 
 
 def last_lines(data: bytes, count: int, limit: int) -> tuple[str, ...]:
-    """Return the last ``count`` lines of a log, plain and cut to ``limit``."""
+    """Return the last ``count`` lines of a log, without colours or control codes.
+
+    Each is cut to ``limit`` characters; empty lines at both ends of the log are left
+    out.
+    """
     found = [_CONTROL.sub("", line).rstrip() for line in data.decode(errors="replace").split("\n")]
     while found and not found[-1]:
         found.pop()
@@ -89,7 +94,10 @@ def last_lines(data: bytes, count: int, limit: int) -> tuple[str, ...]:
 
 
 def hanging(text: str) -> str:
-    """Apply :func:`lines`; indent all but the first: no line can forge an entry."""
+    """Return :func:`lines`, all but the first indented by two spaces.
+
+    So no line of a foreign text can look like an entry of the log that quotes it.
+    """
     first, *others = lines(text).split("\n")
     return "\n".join((first, *(line if line.startswith("  ") or not line else f"  {line}" for line in others)))
 
@@ -105,12 +113,16 @@ def characters(text: str) -> str:
 
 
 def ascii_controls(text: str) -> str:
-    """Escape unprintable characters in JSON, which keeps its meaning."""
+    """Escape unprintable characters of a JSON text as ``\\uXXXX``.
+
+    Its meaning stays.
+    """
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() or one in "\n" else _json_escape(one) for one in text)
 
 
 def _json_escape(one: str) -> str:
+    """Return a character as JSON escapes its UTF-16 units: ``\\u202e``."""
     units = one.encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{units[at]:02x}{units[at + 1]:02x}" for at in range(0, len(units), 2))

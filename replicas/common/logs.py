@@ -39,6 +39,7 @@ class Log(logging.Logger):
         self._own = logging.getLogger(name)
 
     def isEnabledFor(self, level: int) -> bool:  # of the base class
+        """Return True if the logger of this name handles records of ``level`` now."""
         own = self._own
         # Not own.isEnabledFor(), which may be the user's and takes logging's lock:
         # dictConfig() holds it while it constructs handlers of the user's.
@@ -59,19 +60,24 @@ class Log(logging.Logger):
         extra: object = None,
         sinfo: str | None = None,
     ) -> logging.LogRecord:
+        """Return a plain record, not one of the program's factory; ignore ``extra``."""
         return logging.LogRecord(name, level, fn, lno, msg, args, exc_info, func, sinfo)
 
     def handle(self, record: logging.LogRecord) -> None:
+        """Queue a record for the thread on which the program's handlers run."""
         _records.put(record)
 
 
 def flush(timeout_s: float = LAST_WORDS_S) -> bool:
-    """Wait until all records are handled. Return False after ``timeout_s``."""
+    """Wait until all queued records are handled.
+
+    Return False if not within ``timeout_s``.
+    """
     return _records.flush(timeout_s)
 
 
 def end_process(code: int) -> NoReturn:
-    """Flush the records, then exit without Python's teardown."""
+    """Flush the records, then exit by ``os._exit(code)``, without Python's teardown."""
     try:
         flush()
     finally:
@@ -79,6 +85,7 @@ def end_process(code: int) -> NoReturn:
 
 
 def _missing(count: int) -> None:
+    """Log that ``count`` records were dropped."""
     text = "%d records before this one were dropped: a handler of this program is too slow"
     _pass_on(logging.LogRecord("replicas", logging.WARNING, __file__, 0, text, (count,), None))
 
@@ -110,6 +117,7 @@ _records: BackgroundQueue[logging.LogRecord] = BackgroundQueue("replicas-logs", 
 
 
 def _after_fork_in_child() -> None:
+    """Replace the queue: its thread does not exist in a forked child."""
     global _records
     _records = BackgroundQueue("replicas-logs", _pass_on, _missing)
 

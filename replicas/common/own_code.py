@@ -17,9 +17,10 @@ _PATH = "PYTHONPATH"
 
 
 def rooted(environment: Mapping[str, str], folder: str = "") -> dict[str, str]:
-    """Return ``environment`` with an absolute ``PYTHONPATH``: helpers start elsewhere.
+    """Return a copy of ``environment`` with an absolute ``PYTHONPATH``.
 
-    An empty entry stays: it is the working folder of the process that reads it.
+    Helpers start in another folder. An empty entry stays: it is the working folder of
+    the process that reads it.
 
     :param folder: base of relative entries; default: the working folder.
     """
@@ -46,7 +47,7 @@ def findable(environment: Mapping[str, str], folder: str = "") -> dict[str, str]
 
 
 def undo(environment: MutableMapping[str, str]) -> None:
-    """Undo :func:`findable` in the environment of a process that was started with it.
+    """Undo :func:`findable` in place, in ``environment`` of a process started with it.
 
     Relative entries stay absolute, as its children have other working folders, too.
     """
@@ -54,11 +55,14 @@ def undo(environment: MutableMapping[str, str]) -> None:
         return
     first, _, rest = environment.get(_PATH, "").partition(os.pathsep)
     if first == _HOME:
-        without(environment, {_PATH: rest} if rest else {})
+        restore_path(environment, {_PATH: rest} if rest else {})
 
 
-def without(environment: MutableMapping[str, str], meant: Mapping[str, str]) -> None:
-    """Undo :func:`findable` for a user's program: restore the path of ``meant``."""
+def restore_path(environment: MutableMapping[str, str], meant: Mapping[str, str]) -> None:
+    """Set ``PYTHONPATH`` of ``environment`` as in ``meant``.
+
+    Remove it if that has none.
+    """
     if _PATH in meant:
         environment[_PATH] = meant[_PATH]
     else:

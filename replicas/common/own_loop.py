@@ -19,7 +19,8 @@ def register(coordinator: object) -> None:
     _coordinators.setdefault(asyncio.get_running_loop(), set()).add(id(coordinator))
 
 
-def end(coordinator: object) -> None:
+def unregister_loop(coordinator: object) -> None:
+    """Register that ``coordinator`` no longer runs on this thread's loop."""
     loop = asyncio.get_running_loop()
     known = _coordinators.get(loop, set())
     known.discard(id(coordinator))
@@ -36,19 +37,21 @@ def require(what: str) -> None:
         raise errors.UsageError(text, hint=hint) from None
 
 
+def has_coordinator() -> bool:
+    """Return True if a coordinator runs on this thread's event loop."""
+    try:
+        return bool(_coordinators) and asyncio.get_running_loop() in _coordinators
+    except RuntimeError:
+        return False
+
+
 def must_not_block(what: str, *, awaitable: bool = False) -> None:
     """Raise UsageError if a coordinator runs on this thread's event loop.
 
     :param what: the call that would block, for the message.
     :param awaitable: True if the call can be awaited instead.
     """
-    if not _coordinators:
-        return
-    try:
-        loop = asyncio.get_running_loop()
-    except RuntimeError:
-        return
-    if loop in _coordinators:
+    if has_coordinator():
         raise errors.UsageError(
             f"{what} would block the event loop on which the coordinator runs, which it waits for",
             hint=("await it, or " if awaitable else "")

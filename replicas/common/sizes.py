@@ -1,7 +1,8 @@
-"""Texts of sizes, counts and lists of names."""
+"""Texts of sizes, counts and names."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
@@ -16,12 +17,18 @@ def size_text(nbytes: float) -> str:
 
 
 def count_text(number: int, noun: str) -> str:
+    """Return a number with its noun: ``1 file``, ``2 files``."""
     return f"{number} {noun}{'s' if number != 1 else ''}"
 
 
-def some(names: Sequence[str], most: int = 3) -> str:
-    """Return the first of these names, and how many more there are."""
+def list_text(names: Sequence[str], most: int = 3) -> str:
+    """Return a text: the first ``most`` names, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def snake_case(name: str) -> str:
+    """Return a CamelCase name in snake_case."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
 
 
 def ranges(names: Iterable[str]) -> str:

@@ -74,7 +74,9 @@ class StateMachine(Generic[S, E, A]):
         self.now: S = table.start[0]
 
     def step(self, event: E) -> tuple[A, ...]:
-        """Enter the next state; return the actions.
+        """Enter the next state for ``event``.
+
+        Return the actions for the caller to carry out.
 
         :raises InvalidStep: there is no such row.
         """

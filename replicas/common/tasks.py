@@ -11,7 +11,10 @@ T = TypeVar("T")
 
 
 async def is_set_within(event: asyncio.Event, timeout_s: float | None) -> bool:
-    """Wait for the event up to ``timeout_s``, or for ever; return True if it is set."""
+    """Wait for the event up to ``timeout_s`` (None: for ever).
+
+    Return True if it is set. The end of that time returns False; it does not raise.
+    """
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             await event.wait()
@@ -19,14 +22,17 @@ async def is_set_within(event: asyncio.Event, timeout_s: float | None) -> bool:
 
 
 async def cancelled(*tasks: asyncio.Future[Any]) -> list[Any]:
-    """Cancel tasks, wait for their ends, and return their results or errors."""
+    """Cancel tasks and wait for their ends.
+
+    Return their results or exceptions, in order.
+    """
     for task in tasks:
         task.cancel()
     return await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @contextlib.contextmanager
-def telling(say: Callable[[str], None], text: str, after_s: float = 2.0) -> Iterator[None]:
+def say_if_slow(say: Callable[[str], None], text: str, after_s: float = 2.0) -> Iterator[None]:
     """Call ``say`` with ``text``, once, if the block takes longer than ``after_s``."""
     timer = asyncio.get_running_loop().call_later(after_s, say, text)
     try:
@@ -35,8 +41,18 @@ def telling(say: Callable[[str], None], text: str, after_s: float = 2.0) -> Iter
         timer.cancel()
 
 
-def kept(task: asyncio.Task[T], tasks: set[asyncio.Task[T]]) -> asyncio.Task[T]:
-    """Keep a task in ``tasks`` until it ends: the loop has only a weak reference."""
+def keep_until_done(task: asyncio.Task[T], tasks: set[asyncio.Task[T]]) -> asyncio.Task[T]:
+    """Keep a task in ``tasks`` until it ends; return the task.
+
+    The loop has only a weak reference to it.
+    """
     tasks.add(task)
     task.add_done_callback(tasks.discard)
     return task
+
+
+def result_of(task: asyncio.Task[T] | None) -> T | None:
+    """Return the result of a task that has succeeded; None before, or if it failed."""
+    if task is None or not task.done() or task.cancelled() or task.exception() is not None:
+        return None
+    return task.result()

@@ -31,7 +31,10 @@ T = TypeVar("T")
 
 
 def locked(lock: AbstractContextManager[object], function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call ``function`` with ``lock`` held; release it after every interruption."""
+    """Call ``function`` with ``lock`` held, and return its result.
+
+    The lock is released after every interruption, also by a signal handler or a tracer.
+    """
     # One line: the end of a block on a line of its own is where a tracer could raise
     # before the lock is released.
     with lock: return function(*args, **kwargs)  # fmt: skip  # noqa: E701
@@ -56,7 +59,7 @@ class Latch:
         self.wake()
 
     def wake(self) -> None:
-        """Wake all threads and call all callbacks, each once; keep the flag."""
+        """Wake all threads and call all callbacks, each once; do not set the flag."""
         failure: BaseException | None = None
         while self._wakers:
             try:
@@ -73,10 +76,15 @@ class Latch:
             self._wake()
 
     def remove(self, waker: Callable[[], object]) -> None:
+        """Forget ``waker``, so that it is not called; do nothing if it is not known."""
         self._wakers.pop(waker, None)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it is set, or ``timeout_s``; return False after that time."""
+        """Wait until the flag is set, or for ``timeout_s``.
+
+        Return False after that time. Also returns True after :meth:`wake`, which does
+        not set the flag.
+        """
         if self.is_set:
             return True
         asleep = threading.Lock()
@@ -90,6 +98,7 @@ class Latch:
             self.remove(wake)
 
     def _wake(self) -> None:
+        """Remove all wakers, and call each once."""
         for waker in list(self._wakers):
             if self._wakers.pop(waker, False):  # no other thread has called it
                 waker()

@@ -11,6 +11,7 @@ _FEWEST_SLOTS = 2
 
 
 def roles(place: Place, channel: ChannelConfig) -> None:
+    """Refuse a channel with peers and sources, without either, or with mixed ranks."""
     if channel.peers and (channel.sources or channel.targets):
         others = {party.group for party in (*channel.sources, *channel.targets)}
         both = next((party.group for party in channel.peers if party.group in others), None)
@@ -45,7 +46,10 @@ def encryption(place: Place, channel: ChannelConfig) -> None:
 
 
 def slots(place: Place, channel: ChannelConfig, replicas: Mapping[str, int]) -> None:
-    """Check ``min_targets`` and ``slots``, with the replicas of known groups."""
+    """Check ``min_targets`` and ``slots`` against the number of targets.
+
+    :param replicas: number of replicas of each known group.
+    """
     targets = [replicas.get(party.group) for party in channel.targets]
     count = sum(number for number in targets if number is not None)
     if channel.min_targets > count and None not in targets:

@@ -38,7 +38,7 @@ for the start only."""
 
 
 def digest_of_start(group: GroupConfig) -> str:
-    """Return a digest of the group's start settings, to detect changes."""
+    """Return a digest of the settings whose change restarts the group's processes."""
     return hashlib.sha256(msgspec.json.encode(_started_with(group), enc_hook=str)).hexdigest()[:32]
 
 
@@ -64,7 +64,10 @@ class ConfigDiff(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def diff(old: Config, new: Config) -> ConfigDiff:
-    """Return the plan of a reload to ``new``, in the order of the new config."""
+    """Compare two configs; return the plan of a reload to ``new``. It starts nothing.
+
+    Names are in the order of the config that has them.
+    """
     both = {name: (old.groups[name], group) for name, group in new.groups.items() if name in old.groups}
     changed = [name for name, (before, after) in both.items() if _started_with(before) != _started_with(after)]
     restarted = [name for name in changed if not new.groups[name].external]
@@ -80,6 +83,7 @@ def diff(old: Config, new: Config) -> ConfigDiff:
 
 
 def _refusals(old: Config, new: Config) -> Iterator[str]:
+    """Yield a line for each change that is impossible while the run lives."""
     for path in _FIXED:
         before, after = attrgetter(path)(old), attrgetter(path)(new)
         if before != after:
@@ -98,7 +102,7 @@ def _refusals(old: Config, new: Config) -> Iterator[str]:
 
 
 def _text(path: str, value: object) -> str:
-    """Return a setting as in the file, with its unit."""
+    """Return a setting as text with its unit, for a message."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float | int) and path.endswith(("_s", "_nbytes")):
@@ -107,6 +111,7 @@ def _text(path: str, value: object) -> str:
 
 
 def _asking(config: Config, *resources: str) -> list[str]:
+    """Return the names of groups that ask for one of these resources."""
     return [
         name
         for name, group in config.groups.items()

@@ -46,7 +46,7 @@ _EXTERNAL = ("name", "launcher", "replicas", "nproc_per_node", "nnodes", "health
 
 
 def read(config: Config | Path | str | Mapping[str, Any]) -> Config:
-    """Read a config given as a :class:`Config`, a path or a mapping.
+    """Return a config from a :class:`Config`, the path of its file, or a mapping.
 
     :raises BadConfig: with every problem found.
     :raises replicas.errors.UsageError: it is of another type.
@@ -61,7 +61,7 @@ def read(config: Config | Path | str | Mapping[str, Any]) -> Config:
 
 
 def _absolute(config: Config) -> Config:
-    """Make folders absolute, as helper processes have other working folders."""
+    """Return a copy of the config with absolute folders, as helpers work in others."""
     groups = {name: replace(group, cwd=group.cwd.absolute()) for name, group in config.groups.items()}
     state_dir, door = config.run.state_dir.absolute(), config.control.socket
     door = None if door is None else door.absolute()
@@ -73,7 +73,7 @@ def _absolute(config: Config) -> Config:
 
 
 def load(path: Path | str) -> Config:
-    """Read a config file.
+    """Read and check a config file.
 
     Relative folders in it are relative to its own folder, with symbolic links resolved.
     The path itself keeps its links, so that a reload follows them again.
@@ -95,12 +95,13 @@ def load(path: Path | str) -> Config:
 
 
 def place_of(path: Path) -> Place:
-    """Return the place of a file: the base of relative folders, the state's folder."""
+    """Return the root :class:`Place` of a config file: folders that its values need."""
     path = config_text.absolute(path)
     return Place(path.parent.resolve(), home=config_text.state_home(path))
 
 
 def default_state_dir(place: Place, name: str) -> Path:
+    """Return the path of a run's default state folder; do not create it."""
     return (place.home or place.base) / ".replicas" / name
 
 
@@ -138,6 +139,7 @@ def channels_from(
 
 
 def _as_table(channel: ChannelConfig) -> Mapping[str, Any]:
+    """Return a resolved channel as its table in a file."""
     table = {name: getattr(channel, name) for name in channel.__struct_fields__ if name not in ("name", "deadline_s")}
     for role in ("sources", "targets", "peers"):
         table[role] = [{"group": party.group, "ranks": party.ranks} for party in table[role]]
@@ -151,6 +153,7 @@ def _parse(
     path: Path | None = None,
     lines: config_text.Lines | None = None,
 ) -> Config:
+    """Return the config of a mapping; raise BadConfig with all problems."""
     if config_text.is_too_deep(mapping):
         raise BadConfig([config_text.TOO_DEEP], source=source)
     if odd := [one for one in {place.base, place.home or place.base} if not encodable(str(one))]:
@@ -165,7 +168,7 @@ def _parse(
 
 
 def _with_on_failure(config: Config, mapping: Mapping[str, Any]) -> dict[str, GroupConfig]:
-    """Default ``on_failure`` to ``replica`` for groups that are only targets."""
+    """Return groups; ``on_failure`` defaults to ``replica`` for mere targets."""
     sending = {party.group for one in config.channels.values() for party in (*one.sources, *one.peers)}
     receiving = {party.group for one in config.channels.values() for party in one.targets} - sending
     return {
@@ -180,11 +183,13 @@ def _with_on_failure(config: Config, mapping: Mapping[str, Any]) -> dict[str, Gr
 
 
 def _build_run(place: Place, fields: dict[str, Any]) -> RunConfig:
+    """Build the table; its state folder has a default beside the file."""
     fields.setdefault("state_dir", default_state_dir(place, fields["name"]))
     return RunConfig(**fields)
 
 
 def _build_control(place: Place, fields: dict[str, Any]) -> ControlConfig:
+    """Build the table; add problems of its paths and of TLS."""
     if "listen" in fields:
         fields["host"], fields["port"] = fields.pop("listen")
     control = ControlConfig(**fields)
@@ -204,6 +209,7 @@ def _build_control(place: Place, fields: dict[str, Any]) -> ControlConfig:
 
 
 def _build_restart(place: Place, fields: dict[str, Any]) -> RestartConfig:
+    """Build the table; add a problem if its delays contradict each other."""
     restart = RestartConfig(**fields)
     if restart.initial_delay_s > restart.max_delay_s:
         place.at("initial_delay").problem(
@@ -213,6 +219,7 @@ def _build_restart(place: Place, fields: dict[str, Any]) -> RestartConfig:
 
 
 def _build_group(place: Place, fields: dict[str, Any]) -> GroupConfig:
+    """Build a group; add problems of its environment, command and folder."""
     for variable, value in fields.get("env", {}).items():
         if _is_reserved(variable):
             place.at("env", variable).problem("is set for each rank by the supervisor; remove it")
@@ -245,6 +252,7 @@ def _build_group(place: Place, fields: dict[str, Any]) -> GroupConfig:
 
 
 def _check_external(place: Place, group: GroupConfig, fields: Mapping[str, Any]) -> None:
+    """Add a problem for each field that has no effect on an external group."""
     health = [
         ("health", name)
         for name in HealthConfig.__struct_fields__
@@ -258,10 +266,12 @@ def _check_external(place: Place, group: GroupConfig, fields: Mapping[str, Any])
 
 
 def _is_reserved(variable: str) -> bool:
+    """Return True for a variable that the supervisor sets for each rank."""
     return variable in _RESERVED_ENV or variable.startswith("REPLICAS_")
 
 
 def _read_environment(place: Place, path: Path) -> dict[str, str]:
+    """Return the variables of an environment file; add the problems of the file."""
     try:
         variables = config_text.parse_env(config_text.read(path))
     except OSError as error:
@@ -276,6 +286,7 @@ def _read_environment(place: Place, path: Path) -> dict[str, str]:
 
 
 def _check_command(place: Place, group: GroupConfig) -> None:
+    """Add a problem if the program of the command cannot be executed."""
     program = group.command[0]
     if program == "-m":
         return
@@ -298,6 +309,7 @@ def _check_command(place: Place, group: GroupConfig) -> None:
 
 
 def _build_channel(place: Place, fields: dict[str, Any]) -> ChannelConfig:
+    """Build a channel; add problems of its roles and options."""
     ranks = fields.pop("ranks", None)
     for role, default, allowed in (
         ("sources", "leader", ("leader", "all")),
@@ -317,6 +329,7 @@ def _build_channel(place: Place, fields: dict[str, Any]) -> ChannelConfig:
 
 
 def _parties(place: Place, value: object, default: Any, allowed: tuple[str, ...]) -> tuple[ChannelRole, ...]:
+    """Read a list of groups, without unreadable ones; add their problems."""
     if not isinstance(value, list | tuple):
         place.problem(f"expected a list of group names, got {show(value)}")
         return ()
@@ -351,6 +364,7 @@ _BUILDS: config_tables.Builds = {
 
 
 def _cross_check(place: Place, config: Config, mapping: Mapping[str, Any]) -> None:
+    """Add problems across tables: unknown groups, cycles, GPUs, slots, ports."""
     groups = config.groups.values()
     known = [str(group) for group in mapping["groups"]]  # including those with problems
     if not known:
@@ -399,6 +413,7 @@ def _cross_check(place: Place, config: Config, mapping: Mapping[str, Any]) -> No
 
 
 def _check_names(place: Place, names: Sequence[str], known: list[str]) -> None:
+    """Add a problem for each unknown or repeated group."""
     for index, group in enumerate(names):
         if group not in known:
             place.problem(f'there is no group "{group}"{nearest(group, known)}')
@@ -407,6 +422,7 @@ def _check_names(place: Place, names: Sequence[str], known: list[str]) -> None:
 
 
 def _check_finishing(place: Place, names: Sequence[str], config: Config) -> None:
+    """Add a problem for each group that never counts as finished."""
     for name in names:
         if name in config.groups and config.groups[name].external:
             place.problem(f'group "{name}" is external, so it is unknown when it has finished')
@@ -415,9 +431,11 @@ def _check_finishing(place: Place, names: Sequence[str], config: Config) -> None
 
 
 def _check_cycles(place: Place, config: Config) -> None:
+    """Add a problem for each circle of groups that wait for each other."""
     done: set[str] = set()
 
     def visit(group: str, path: tuple[str, ...]) -> None:
+        """Follow the dependencies of ``group``, on whose way are those of ``path``."""
         if group in path:
             circle = " -> ".join((*path[path.index(group) :], group))
             place.at("groups", path[-1], "depends_on").problem(f"groups wait for each other in a circle: {circle}")

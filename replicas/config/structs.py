@@ -353,7 +353,7 @@ class ChannelRole(msgspec.Struct, frozen=True):
 
 
 def _parties(ranks: str) -> Form:
-    """Accept any value; it is read later, as ``ranks`` may depend on another key."""
+    """Return the form of any value, read later, as ``ranks`` may be another key's."""
     return Form(lambda _, value: value, _ROLES, ranks)
 
 

@@ -58,7 +58,10 @@ Builds = Mapping[type[msgspec.Struct], Callable[[Place, dict[str, Any]], Any]]
 
 @cache
 def keys_of(kind: type[msgspec.Struct]) -> Mapping[str, Key]:
-    """Return the keys of a table; a ``ClassVar`` declares a key without a field."""
+    """Return the keys of a struct's table, by name in the file.
+
+    A ``ClassVar`` declares a key without a field of its own.
+    """
     defaults = {
         field.name: field.default if field.default_factory is NODEFAULT else field.default_factory()
         for field in msgspec.structs.fields(kind)
@@ -73,7 +76,10 @@ def keys_of(kind: type[msgspec.Struct]) -> Mapping[str, Key]:
 
 
 def _form_of(hint: Any) -> tuple[Form | type[msgspec.Struct] | list[type[msgspec.Struct]] | None, AsKey]:
-    """Return the reader of a field with this annotation, None if it is not a key."""
+    """Return the reader of a field with this annotation, and the facts about the key.
+
+    The reader is a form, a struct or a list of one struct; None if it is not a key.
+    """
     more = AsKey()
     while hasattr(hint, "__metadata__") or type(None) in get_args(hint):
         metadata = getattr(hint, "__metadata__", ())
@@ -90,7 +96,13 @@ def _form_of(hint: Any) -> tuple[Form | type[msgspec.Struct] | list[type[msgspec
 
 
 def read(place: Place, value: object, kind: type[msgspec.Struct], builds: Builds = {}) -> Any:  # noqa: B006  # read only
-    """Read a table into its struct, or UNSET if a required key is missing or bad."""
+    """Read a table into a ``kind``; add its problems to ``place``.
+
+    Return the struct, or UNSET if a required key is missing or bad.
+
+    :param builds: functions that make and check structs, in place of
+        ``kind(**fields)``.
+    """
     if not isinstance(value, Mapping):
         return _no_table(place, value)
     keys, fields = keys_of(kind), dict[str, Any]()
@@ -113,13 +125,17 @@ def read(place: Place, value: object, kind: type[msgspec.Struct], builds: Builds
 
 
 def _value(place: Place, value: object, kind: Any, builds: Builds) -> Any:
+    """Read a value by its form, or as a struct, or structs by name; else UNSET."""
     if isinstance(kind, Form):
         return kind.read(place, value)
     return each(place, value, kind[0], builds) if isinstance(kind, list) else read(place, value, kind, builds)
 
 
 def each(place: Place, value: object, kind: type[msgspec.Struct], builds: Builds) -> Any:
-    """Read tables by name; leave out unreadable ones."""
+    """Read a table of tables; return structs by name, without unreadable ones.
+
+    Return UNSET if ``value`` is not a table. Problems are added to ``place``.
+    """
     if not isinstance(value, Mapping):
         return _no_table(place, value)
     if len(value) > NAMED_MAX:
@@ -134,22 +150,31 @@ def each(place: Place, value: object, kind: type[msgspec.Struct], builds: Builds
 
 
 def _no_table(place: Place, value: object) -> Any:
-    """Report a value that is not a table. A list may have secrets: do not show it."""
+    """Add the problem of a value that is not a table; return UNSET.
+
+    The text does not show a list, which may have secrets.
+    """
     return place.problem(f"expected a table, got {'a list' if isinstance(value, list | tuple) else show(value)}")
 
 
 def in_order_of(
     mapping: object, problems: Sequence[tuple[tuple[str, ...], str]], lines: Lines | None = None
 ) -> list[str]:
-    """Return the first problems in the order of the file, and the number of others."""
+    """Return texts of the first problems in the file's order, and how many more.
+
+    :param problems: ``(path of keys, message)`` each.
+    :param lines: finds the line of a key, with which its text begins; None: no lines.
+    """
     order: dict[tuple[str, ...], int] = {}
 
     def visit(path: tuple[str, ...], value: object) -> None:
+        """Number the path of the value, then those of the values in it."""
         order[path] = len(order)
         for key, item in value.items() if isinstance(value, Mapping) else ():
             visit((*path, str(key)), item)
 
     def position(path: tuple[str, ...]) -> int:
+        """Return the number of the path, or of its nearest known table."""
         while path not in order:
             path = path[:-1]
         return order[path]

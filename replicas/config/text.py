@@ -44,7 +44,7 @@ _ESCAPES = {"n": "\n", "t": "\t"}
 
 
 def absolute(path: Path) -> Path:
-    """Return an absolute path that keeps its symbolic links.
+    """Return an absolute path that keeps its symbolic links; it need not exist.
 
     It also keeps links in the path of the working folder, if ``PWD`` has them.
     """
@@ -100,7 +100,10 @@ def read(path: Path) -> str:
 
 
 def decode(text: str) -> dict[str, Any]:
-    """Parse TOML. Raises ValueError with the reason and the line."""
+    """Parse TOML within the limits.
+
+    :raises ValueError: it is not valid, or nests too deep; with reason and line.
+    """
     try:
         mapping = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -118,9 +121,10 @@ def decode(text: str) -> dict[str, Any]:
 
 
 def _located(text: str, reason: str) -> str:
-    """Prefix a reason with its line: find the first line that makes reading fail."""
+    """Return ``line N (key): reason`` for the first line that makes reading fail."""
 
     def fails(some: str) -> bool:
+        """Return True if the text nests too deep or has an impossible value."""
         try:
             return is_too_deep(tomllib.loads(some))
         except tomllib.TOMLDecodeError:
@@ -147,6 +151,7 @@ def is_too_deep(value: object) -> bool:
 
 
 def _contents(container: object) -> Sequence[object]:
+    """Return the values in a table or list, or () for any other value."""
     if isinstance(container, Mapping):
         return list(container.values())
     return container if isinstance(container, list | tuple) else ()
@@ -164,7 +169,10 @@ class Lines:
         self._known: dict[int, Mapping[str, Any] | None] = {0: {}}
 
     def of(self, path: Sequence[str]) -> int | None:
-        """Return the line of a key, or of its table if it is missing, or None."""
+        """Return the line number of a key, counted from 1, or None if it is unknown.
+
+        For a missing key, return the line of its table.
+        """
         while path:
             if _has(self._whole, path):
                 return self._line(path)
@@ -172,23 +180,22 @@ class Lines:
         return None
 
     def _line(self, path: Sequence[str]) -> int | None:
-        low, high = 0, len(self._lines)  # the key is absent in `low` lines, present in `high`
-        while (middle := self._between(low, high)) is not None:
-            count, mapping = middle
-            low, high = (low, count) if _has(mapping, path) else (count, high)
-        while not self._lines[low].strip() or self._lines[low].lstrip().startswith("#"):
-            low += 1
-        return None if self._budget <= 0 else low + 1
+        """Return the line of a key that the text has, or None when out of budget."""
+        counts = range(len(self._lines) + 1)
+        end = bisect_left(counts, True, key=lambda count: _has(self._longest_valid(count)[1], path))
+        line, _ = self._longest_valid(end - 1)  # the lines of the key's statement follow
+        while not self._lines[line].strip() or self._lines[line].lstrip().startswith("#"):
+            line += 1
+        return None if self._budget <= 0 else line + 1
 
-    def _between(self, low: int, high: int) -> tuple[int, Mapping[str, Any]] | None:
-        """Return a parsed prefix of ``low`` < lines < ``high``, best half way."""
-        middle = max((low + high) // 2, low + 1)
-        for count in (*range(middle, high), *range(middle - 1, low, -1)):
-            if (found := self._parsed(count)) is not None:
-                return count, found
-        return None
+    def _longest_valid(self, count: int) -> tuple[int, Mapping[str, Any]]:
+        """Return the longest valid prefix of up to ``count`` lines: length, parsed."""
+        while (found := self._parsed(count)) is None:
+            count -= 1
+        return count, found
 
     def _parsed(self, count: int) -> Mapping[str, Any] | None:
+        """Return the first ``count`` lines as TOML, or None if they are not valid."""
         if count not in self._known:
             text = "\n".join(self._lines[:count])
             self._budget -= len(text)
@@ -200,6 +207,7 @@ class Lines:
 
 
 def _has(mapping: Mapping[str, Any], path: Sequence[str]) -> bool:
+    """Return True if the nested mapping has this path of keys."""
     value: object = mapping
     for key in path:
         if not isinstance(value, Mapping) or key not in value:
@@ -213,7 +221,10 @@ class BadLine(ValueError):
 
 
 def parse_env(text: str) -> dict[str, str]:
-    """Return the variables of an environment file. Raises BadLine."""
+    """Return the variables of an environment file's text.
+
+    :raises BadLine: a line is malformed.
+    """
     variables: dict[str, str] = {}
     for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):
         line = line.strip()
@@ -229,6 +240,10 @@ def parse_env(text: str) -> dict[str, str]:
 
 
 def _value(text: str, number: int) -> str:
+    """Return the value of the text after ``NAME=``, with its quotes removed.
+
+    :param number: number of the line, for BadLine.
+    """
     quoted = text.lstrip()
     if not quoted.startswith(("'", '"')):
         return _COMMENT.sub("", text).strip()

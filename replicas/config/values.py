@@ -22,6 +22,7 @@ from msgspec import UNSET, UnsetType
 
 from replicas import errors
 from replicas.common.foreign import one_line, visible
+from replicas.common.sizes import list_text
 from replicas.messages.bounds import RANKS_MAX, SECONDS_MAX, encodable, shown
 
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
@@ -62,9 +63,14 @@ class Place:
     home: Path | None = None
 
     def at(self, *keys: str) -> Place:
+        """Return the place of a value below this one.
+
+        Both share one list of problems.
+        """
         return replace(self, path=(*self.path, *keys))
 
     def problem(self, message: str) -> UnsetType:
+        """Add a problem of the value here, and return UNSET."""
         keys = (key if len(key) <= _KEY_NCHARS else f"{key[: _KEY_NCHARS - 3]}..." for key in self.path)
         where = ".".join(key if _BARE_KEY.fullmatch(key) else json.dumps(key) for key in keys)
         shown = one_line(visible(message))
@@ -87,8 +93,9 @@ class Form(NamedTuple):
 
 
 def checked(what: str, form: Form, value: object) -> Any:
-    """Read a value that is not from a file. ``what`` is its name in the message.
+    """Return the resolved form of a value that is not from a file.
 
+    :param what: its name in the message.
     :raises replicas.errors.UsageError: it has another form.
     """
     place = Place(Path(), (what,))
@@ -99,12 +106,12 @@ def checked(what: str, form: Form, value: object) -> Any:
 
 
 def form(type: str, range: str = "") -> Callable[[Callable[[Place, object], Any]], Form]:
-    """Decorator: make a :class:`Form` of a reader."""
+    """Return a decorator that makes a :class:`Form` of a reader; texts as there."""
     return lambda read: Form(read, type, range)
 
 
 def show(value: object) -> str:
-    """Return the value as written in a file, cut to a readable length."""
+    """Return the value as JSON text, cut to 60 characters, for messages."""
     try:
         text = json.dumps(value, ensure_ascii=False, default=str)
     except Exception:  # noqa: BLE001  # any method of a foreign object may raise
@@ -113,18 +120,19 @@ def show(value: object) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return ``; did you mean "x"?`` for the nearest known name, or list all names."""
+    """Return ``; did you mean "x"?`` for the nearest known name.
+
+    If none is near, list some names; "" for a very long word.
+    """
     names = list(known)
     if len(word) > _KEY_NCHARS:
         return ""
-    begun = [
-        known_name for known_name in names if word and known_name.startswith(word)
-    ]  # "nproc" is too short to be close
+    # "nproc" is too short to be close
+    begun = [known_name for known_name in names if word and known_name.startswith(word)]
     found = begun if len(begun) == 1 else difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     if found:
         return f'; did you mean "{found[0]}"?'
-    listed = ", ".join(f'"{known_name}"' for known_name in names)
-    return f"; known: {listed}" if listed else ""
+    return "; known: " + list_text([f'"{known_name}"' for known_name in names], 12) if names else ""
 
 
 def whole(least: int, most: int = RANKS_MAX) -> Form:
@@ -140,6 +148,7 @@ def whole(least: int, most: int = RANKS_MAX) -> Form:
 
 @form("port", "0 to 65535")
 def port(place: Place, value: object) -> Any:
+    """Return the port, or UNSET after adding a problem."""
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 65535:
         return value
     return place.problem(f"expected a port from 0 to 65535, got {show(value)}")
@@ -147,12 +156,14 @@ def port(place: Place, value: object) -> Any:
 
 @form("whole number", str(SCHEMA_VERSION))
 def schema_version(place: Place, value: object) -> Any:
+    """Return the version, or UNSET after adding a problem."""
     if value == SCHEMA_VERSION and type(value) is int:
         return value
     return place.problem(f"expected {SCHEMA_VERSION}, the only version that this release reads, got {show(value)}")
 
 
 def one_of(*words: str) -> Form:
+    """Return the form of one of these strings."""
     listed = ", ".join(f'"{word}"' for word in words[:-1]) + f' or "{words[-1]}"'
 
     def read(place: Place, value: object) -> Any:
@@ -167,13 +178,17 @@ def one_of(*words: str) -> Form:
 
 @form("name", "at most 63 letters, digits, '-', '_' and '.'")
 def name(place: Place, value: object) -> Any:
-    """Read a name usable as folder, metric label and part of ``group/replica/rank``."""
+    """Return a name usable as folder, metric label and part of ``group/replica/rank``.
+
+    Return UNSET after adding a problem.
+    """
     if isinstance(value, str) and _NAME.fullmatch(value):
         return value
     return place.problem(f"expected a name of at most 63 letters, digits, '-', '_' and '.', got {show(value)}")
 
 
 def _strings(place: Place, value: object, what: str) -> Any:
+    """Return a tuple of strings, or UNSET after the problem "expected ``what``"."""
     if isinstance(value, list | tuple) and all(isinstance(one, str) for one in value):
         return tuple(value)
     return place.problem(f"expected a list of {what}, got {show(value)}")
@@ -181,6 +196,7 @@ def _strings(place: Place, value: object, what: str) -> Any:
 
 @form("list of group names", f"at most {NAMED_MAX}")
 def names(place: Place, value: object) -> Any:
+    """Return a tuple of group names, or UNSET after adding a problem."""
     found = _strings(place, value, "group names")
     if found is not UNSET and len(found) > NAMED_MAX:
         return place.problem(f"expected at most {NAMED_MAX} group names, got {len(found):,}")
@@ -189,6 +205,7 @@ def names(place: Place, value: object) -> Any:
 
 @form("list of strings")
 def command(place: Place, value: object) -> Any:
+    """Return the words of a command, or UNSET after adding a problem."""
     words = _strings(place, value, 'strings such as ["train.py", "--steps", "200"]')
     if words is UNSET:
         return words
@@ -203,7 +220,10 @@ def command(place: Place, value: object) -> Any:
 
 @form("list of options", 'each as one string, such as "--account=grpo"')
 def options(place: Place, value: object) -> Any:
-    """Read options for another program's script; no option can end a line."""
+    """Return options for another program's script, each of one line.
+
+    Return UNSET if they are no list of strings; for others, add a problem each.
+    """
     words = _strings(place, value, 'options such as ["--account=grpo"]')
     for word in () if words is UNSET else words:
         if not word.startswith("-") or not word.isprintable():
@@ -213,7 +233,10 @@ def options(place: Place, value: object) -> Any:
 
 @form("table of strings")
 def environment(place: Place, value: object) -> Any:
-    """Read environment variables. Problems show no value, as it may be a secret."""
+    """Return environment variables. Problems show no value, as it may be a secret.
+
+    Return UNSET if it is not a table; values that are no strings are left out.
+    """
     if not isinstance(value, Mapping):
         return place.problem('expected a table of strings such as { NAME = "value" }')
     for variable, text in value.items():
@@ -224,7 +247,10 @@ def environment(place: Place, value: object) -> Any:
 
 @form("table of labels", "names of at most 63 letters, digits, '-', '_' and '.', also as values")
 def labels(place: Place, value: object) -> Any:
-    """Read labels of a node, such as ``{ pool = "rollout" }``."""
+    """Return labels of a node, such as ``{ pool = "rollout" }``; add problems.
+
+    Return UNSET if it is not a table; bad values are left out.
+    """
     if not isinstance(value, Mapping):
         return place.problem(f'expected a table such as {{ pool = "rollout" }}, got {show(value)}')
     read = {str(key): name.read(place.at(str(key)), text) for key, text in value.items()}
@@ -235,19 +261,23 @@ def labels(place: Place, value: object) -> Any:
 
 @form("true or false")
 def flag(place: Place, value: object) -> Any:
+    """Return the bool, or UNSET after adding a problem."""
     return value if isinstance(value, bool) else place.problem(f"expected true or false, got {show(value)}")
 
 
 def in_units(text: object, units: Mapping[str, float]) -> float | None:
-    """Return the value of a text such as ``1.5h``, None if it is not a quantity."""
+    """Return the number of a text such as ``1.5h`` in base units; None for other texts.
+
+    :param units: the factor of each unit.
+    """
     match = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
     return float(match[1]) * units[match[2]] if match is not None and match[2] in units else None
 
 
 def duration(least: float = 0.0, *, zero: bool = False) -> Form:
-    """Return the form of seconds, from ``"500ms"``, ``"30s"``, ``"1d"`` or 2.5.
+    """Return the form of a duration: ``"500ms"``, ``"30s"``, ``"1d"``, or seconds.
 
-    They are at least ``least``, and above 0; 0 only with ``zero``.
+    It is read to seconds, at least ``least`` and above 0; 0 only with ``zero``.
     """
 
     def read(place: Place, value: object) -> Any:
@@ -269,7 +299,7 @@ def duration(least: float = 0.0, *, zero: bool = False) -> Form:
 
 
 def size(least: int = 1) -> Form:
-    """Return the form of bytes of at least ``least``, from ``"64MiB"`` or an int."""
+    """Return the form of a size in bytes of at least ``least``: ``"64MiB"``, 4096."""
 
     def read(place: Place, value: object) -> Any:
         nbytes = value if isinstance(value, int) and not isinstance(value, bool) else in_units(value, _UNITS_NBYTES)
@@ -285,12 +315,17 @@ def size(least: int = 1) -> Form:
 
 
 def no_text(path: Path) -> str:
-    """Return the problem of a path that is not UTF-8, as JSON messages must be."""
+    """Return the text for a path that is not UTF-8, as JSON messages must be."""
     return f"the name of {visible(str(path))} is not UTF-8 text; rename it"
 
 
 def path(what: str) -> Form:
-    """Return the form of a path, which may be relative to the config's folder."""
+    """Return the form of a path: absolute, links resolved, it need not exist.
+
+    A relative one is relative to the config's folder.
+
+    :param what: "file" or "folder", for messages.
+    """
 
     def read(place: Place, value: object) -> Any:
         if isinstance(value, str | Path) and str(value) and "\0" not in str(value):
@@ -309,7 +344,10 @@ folder = path("folder")
 
 @form("IP address or host name", "one address of this machine")
 def address(place: Place, value: object) -> Any:
-    """Read an IP address to listen on, or a host name, which is resolved later."""
+    """Return an IP address to listen on, or a host name, which is resolved later.
+
+    Return UNSET after adding a problem, also for an address that means all addresses.
+    """
     found = ip_address(value)
     if found is None and not (isinstance(value, str) and _HOST_NAME.fullmatch(value)):
         return place.problem(f'expected an IP address such as "127.0.0.1", or a host name, got {show(value)}')
@@ -318,7 +356,10 @@ def address(place: Place, value: object) -> Any:
 
 @form('"host:port"', "one host; port 0 to 65535")
 def listen(place: Place, value: object) -> Any:
-    """Read ``(host, port)`` from ``"host:port"`` or ``"[ipv6]:port"``."""
+    """Return ``(host, port)`` from ``"host:port"`` or ``"[ipv6]:port"``.
+
+    Return UNSET after adding a problem, also for a host that means all addresses.
+    """
     host, _, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
     bracketed = host.startswith("[") and host.endswith("]")
     host = host[1:-1] if bracketed else host
@@ -346,4 +387,5 @@ def is_loopback(host: str) -> bool:
 
 
 def _every_address(place: Place, found: object) -> Any:
+    """Add the problem of an address that means all addresses; return UNSET."""
     return place.problem(f"{found} means every address of this machine; other machines need a certain one: {NAME_ONE}")

@@ -2,5 +2,6 @@
 
 A request -> its access is checked (:mod:`replicas.control.access`) -> a page or stream
 is read from the run, or an order is carried out by it. The same routes serve the TCP
-port and the Unix socket. The room decides nothing about replicas or versions.
+port and the Unix socket; :mod:`replicas.control.client` sends requests to either. The
+room decides nothing about replicas or versions.
 """

@@ -20,10 +20,10 @@ from typing import Any, Protocol
 
 import anyio
 import msgspec
-from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from replicas.common.reason import Reason
 from replicas.status import RunStatus
 from replicas.telemetry.events import Event, Record, ReloadRefused, ReplicaExited
 from replicas.trust.tokens import Tokens
@@ -37,23 +37,31 @@ _OUTPUT = re.compile(rf"(rank \d+{_ENDED}|torchrun of node \d+(?:{_ENDED})?): .*
 """A cause up to a program's last words (here or in an exit report)."""
 
 
+class RefusedToken(Reason):
+    """Why a token is not valid; not why one is missing or permits too little."""
+
+
 class Access(Protocol):
     """The access rules of one transport."""
 
-    def __call__(self, request: Request, /) -> str:
-        """Return why a request is limited to the public pages, or ""."""
+    def __call__(self, headers: Mapping[str, str], /) -> Reason | None:
+        """Return why a request with these headers has no full access, or None."""
         ...
 
-    def watched(self, request: Request, end: Callable[[], None], /) -> AbstractContextManager[None]:
-        """Context manager: call ``end`` when this request's access is revoked."""
+    def watched(self, headers: Mapping[str, str], end: Callable[[], None], /) -> AbstractContextManager[None]:
+        """Context manager: call ``end`` when the access of a request is revoked."""
         ...
 
 
 class _Everyone:
-    def __call__(self, _: Request) -> str:
-        return ""
+    """Access rules that admit every request."""
 
-    def watched(self, _: Request, __: Callable[[], None]) -> AbstractContextManager[None]:
+    def __call__(self, _: Mapping[str, str]) -> Reason | None:
+        """Return None, as every request has access."""
+        return None
+
+    def watched(self, _: Mapping[str, str], __: Callable[[], None]) -> AbstractContextManager[None]:
+        """Return a context manager that does nothing, as no access is revoked."""
         return nullcontext()
 
 
@@ -71,22 +79,20 @@ class ByToken:
         self._tokens = tokens
         self._refused = refused
 
-    def __call__(self, request: Request) -> str:
-        return self.by_headers(request.headers)
-
-    def by_headers(self, headers: Mapping[str, str]) -> str:
-        """Return why these headers do not give full access, or ""."""
+    def __call__(self, headers: Mapping[str, str]) -> Reason | None:
+        """Return why these headers do not give full access, or None."""
         if headers.get("authorization") is None:
             return "this needs an operator's token, as `Authorization: Bearer TOKEN`, or the run's Unix socket"
         tokens = self._tokens()
         role = tokens.role_of(headers)
         if role is None:
             self._refused("token")
-            return tokens.refusal(headers)
-        return "" if role == "operator" else "a member's token does not permit this: show an operator's token"
+            return RefusedToken(tokens.refusal(headers))
+        return None if role == "operator" else "a member's token does not permit this: show an operator's token"
 
-    def watched(self, request: Request, end: Callable[[], None]) -> AbstractContextManager[None]:
-        return self._tokens().watched(request.headers, end)
+    def watched(self, headers: Mapping[str, str], end: Callable[[], None]) -> AbstractContextManager[None]:
+        """Context manager: call ``end`` when the token in the headers is revoked."""
+        return self._tokens().watched(headers, end)
 
 
 Right = Callable[[Callable[[], None]], AbstractContextManager[None]]
@@ -113,14 +119,17 @@ class Lasting(StreamingResponse):
 
 
 def without_output(text: str) -> str:
+    """Return the text without last words of a program, which follow its exit code."""
     return _OUTPUT.sub(r"\1", text)
 
 
 def public(value: object) -> Any:
+    """Return the value as builtins, each text without the output of programs."""
     return _cut(msgspec.to_builtins(value, enc_hook=str))
 
 
 def hiding_store(status: RunStatus) -> RunStatus:
+    """Return the status without the address of the store."""
     return msgspec.structs.replace(status, store=msgspec.structs.replace(status.store, host="", port=0))
 
 
@@ -137,6 +146,7 @@ class Cached:
         self._until = 0.0
 
     def body(self) -> bytes:
+        """Return the page as JSON bytes, rendered again if they are too old."""
         began = time.monotonic()
         if began >= self._until:
             self._body = msgspec.json.encode(self._make(), enc_hook=str)
@@ -158,6 +168,7 @@ def public_record(record: Record) -> bytes:
 
 
 def _cut(value: Any) -> Any:
+    """Return builtins with :func:`without_output` applied to all texts within."""
     match value:
         case str():
             return without_output(value) if ": " in value else value

@@ -23,13 +23,24 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from replicas import errors
+from replicas.common.reason import Reason
 from replicas.common.tasks import cancelled
-from replicas.control.access import Access, Cached, Lasting, everyone, hiding_store, public, public_record
-from replicas.control.commands import ORDERS, Commands
-from replicas.control.log_files import POLL_S, LogLine, LogReader, Selection, prefixed
+from replicas.control.access import (
+    Access,
+    Cached,
+    Lasting,
+    RefusedToken,
+    everyone,
+    hiding_store,
+    public,
+    public_record,
+)
+from replicas.control.commands import ORDERS, TOKEN_HEADER
+from replicas.control.log_files import POLL_S, LogLine, LogReader, Selection, origin
 from replicas.control.orders_api import NO_STORE, json_bytes, json_response, order_routes, refusal, unauthorized
 from replicas.control.page_routes import file_response, page_routes, wants_page
 from replicas.core.lives.ordering import GOOD, needed_replicas
+from replicas.page.live import Watched
 from replicas.status import RunStatus
 from replicas.telemetry.events import Record, encode
 
@@ -49,20 +60,20 @@ _GZIP_LEVEL = 3
 Page = Callable[[Request], Awaitable[Response]]
 
 
-class ControlledRun(Commands, Protocol):
-    """A run as the routes use it. Its methods do not block the event loop."""
+class ControlledRun(Watched, Protocol):
+    """A run as the routes use it. Its methods do not block the event loop.
 
-    def status(self) -> RunStatus: ...
-    def scrape(self, accept: str, client: str) -> tuple[bytes, str]: ...
-    def live(self) -> bool: ...
-    def events(self, after: int | None = None) -> AsyncIterator[Record]:
-        """Yield events above ``after`` (None: only new ones), then each new one."""
-        ...
+    Beside these, it has a method for each order (:data:`ORDERS`).
+    """
 
-    @property
-    def last_event(self) -> int: ...
+    def scrape(self, accept: str, client: str) -> tuple[bytes, str]:
+        """Return the metrics in the format for ``accept``, and its Content-Type."""
 
-    def read_logs(self, selection: Selection) -> LogReader: ...
+    def live(self) -> bool:
+        """Return True unless the event loop or the store is stuck."""
+
+    def read_logs(self, selection: Selection) -> LogReader:
+        """Return a reader of the selected logs of all nodes; it opens them later."""
 
 
 def control_routes(source: ControlledRun, *, access: Access = everyone) -> list[Route]:
@@ -81,9 +92,9 @@ def control_routes(source: ControlledRun, *, access: Access = everyone) -> list[
     async def readyz(request: Request) -> Response:
         status = source.status()
         code = 200 if status.ready else 503
-        if request.query_params.get("verbose", "0").lower() in ("0", "false"):
+        if not _flag(request.query_params, "verbose"):
             return _text("ok\n" if status.ready else "not ready; see /readyz?verbose\n", code)
-        stranger = bool(access(request))
+        stranger = bool(access(request.headers))
         checks = readiness_checks(hiding_store(status) if stranger else status)
         lines = [f"[{'+' if good else '-'}] {public(text) if stranger else text}" for good, text in checks]
         lines.append(f"run {status.run} is {'ready' if status.ready else 'not ready'}")
@@ -101,7 +112,8 @@ def control_routes(source: ControlledRun, *, access: Access = everyone) -> list[
     for_strangers = Cached(lambda: public(hiding_store(source.status())))
 
     async def status(request: Request) -> Response:
-        return json_bytes(for_strangers.body()) if access(request) else json_response(source.status())
+        why = access(request.headers)
+        return json_bytes(for_strangers.body(), 200, **_refused(why)) if why else json_response(source.status())
 
     async def index(request: Request) -> Response:
         if request.url.path == "/" and wants_page(request):
@@ -125,6 +137,11 @@ def control_routes(source: ControlledRun, *, access: Access = everyone) -> list[
         *order_routes(source, access, lambda: source.status().run),
         Route("/{path:path}", unknown, methods=["GET"]),
     ]
+
+
+def _refused(why: Reason | None) -> dict[str, str]:
+    """Return the header of a public page that tells why its reader's token is wrong."""
+    return {TOKEN_HEADER: why} if isinstance(why, RefusedToken) else {}
 
 
 def _unless_starting(page: Page) -> Page:
@@ -161,10 +178,12 @@ def readiness_checks(status: RunStatus) -> Iterator[tuple[bool, str]]:
 
 
 def _text(text: str, code: int) -> Response:
+    """Return an uncached response of plain text."""
     return PlainTextResponse(text, code, headers=NO_STORE)
 
 
 def _stream_routes(source: ControlledRun, access: Access) -> list[Route]:
+    """Return the routes of ``/events`` and ``/logs``."""
 
     async def events(request: Request) -> Response:
         try:
@@ -175,11 +194,14 @@ def _stream_routes(source: ControlledRun, access: Access) -> list[Route]:
         if request.method == "HEAD":
             return Response(media_type="text/event-stream", headers=NO_STORE)
         until = None if follow else source.last_event
-        stream = _events(source, after, until, whole=not access(request))
-        return Lasting(stream, partial(access.watched, request), media_type="text/event-stream", headers=NO_STORE)
+        why = access(request.headers)
+        stream, headers = _events(source, after, until, whole=not why), {**NO_STORE, **_refused(why)}
+        return Lasting(
+            stream, partial(access.watched, request.headers), media_type="text/event-stream", headers=headers
+        )
 
     async def logs(request: Request) -> Response:
-        if why := access(request):
+        if why := access(request.headers):
             return unauthorized(why)
         try:
             selection = _selection(request.query_params)
@@ -194,11 +216,11 @@ def _stream_routes(source: ControlledRun, access: Access) -> list[Route]:
             await reader.aclose()
             return refusal(error.message, 404, hint=error.hint)
         kind = "application/x-ndjson" if as_json else "text/plain; charset=utf-8"
-        if (why := access(request)) or request.method == "HEAD":  # a token may end while a node answers
+        if (why := access(request.headers)) or request.method == "HEAD":  # a token may end while a node answers
             await reader.aclose()
             return unauthorized(why) if why else Response(media_type=kind, headers=NO_STORE)
         lines = _logs(reader, first, follow=follow, as_json=as_json)
-        return Lasting(lines, partial(access.watched, request), media_type=kind, headers=NO_STORE)
+        return Lasting(lines, partial(access.watched, request.headers), media_type=kind, headers=NO_STORE)
 
     return [Route("/events", events, methods=["GET"]), Route("/logs", logs, methods=["GET"])]
 
@@ -214,11 +236,13 @@ def _after(request: Request) -> int | None:
 
 
 def _flag(query: Mapping[str, str], name: str, *, default: bool = False) -> bool:
+    """Return a parameter of the query as a bool; ``default`` if it is missing."""
     text = query.get(name)
     return default if text is None else text.lower() not in ("0", "false", "no")
 
 
 def _selection(query: Mapping[str, str]) -> Selection:
+    """Return the selected lines of a query; raise UsageError for a bad parameter."""
     known = (*Selection.__struct_fields__, "follow", "json")
     if unknown := [name for name in query if name not in known]:
         raise errors.UsageError(f"unknown parameter {unknown[0][:40]!r}", hint=f"known: {', '.join(known)}")
@@ -233,6 +257,7 @@ def _selection(query: Mapping[str, str]) -> Selection:
 
 
 async def _events(source: ControlledRun, after: int | None, until: int | None, *, whole: bool) -> AsyncIterator[bytes]:
+    """Yield server-sent events above ``after`` to ``until``; ``whole``: with output."""
     if until is not None and until <= (after if after is not None else until):
         return
     records = source.events(after)
@@ -259,6 +284,7 @@ async def _events(source: ControlledRun, after: int | None, until: int | None, *
 
 
 async def _logs(reader: LogReader, lines: list[LogLine], *, follow: bool, as_json: bool) -> AsyncIterator[bytes]:
+    """Yield ``lines`` and those that the reader has; close the reader at the end."""
     try:
         quiet_since = time.monotonic()
         while True:
@@ -282,6 +308,7 @@ async def _logs(reader: LogReader, lines: list[LogLine], *, follow: bool, as_jso
 
 
 def _encode(lines: list[LogLine], *, as_json: bool, many: bool) -> bytes:
+    """Return the lines as bytes; ``many``: begin each text with its rank."""
     if as_json:
         return b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
-    return "".join(f"{prefixed(line) if many else line.text}\n" for line in lines).encode()
+    return "".join(f"{origin(line) if many else ''}{line.text}\n" for line in lines).encode()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -13,33 +12,17 @@ from replicas.trust.tokens import Role
 
 RUN_HEADER = "Replicas-Run"
 """Header of an order: the run's name, percent-encoded. Any other run refuses it."""
+TOKEN_HEADER = "Replicas-Token"
+"""Header of a public page for a token that is not valid: why it is not."""
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Target = Name
 """``group`` or ``group/index``."""
 
 
-class Commands(Protocol):
-    """Carries out orders; all methods raise :class:`replicas.errors.ReplicasError`.
-
-    An order's method has the name of its path, and its fields as parameters.
-    """
-
-    async def scale(self, group: str, replicas: int) -> None: ...
-    async def restart(self, target: str, *, rolling: bool = False) -> None: ...
-    async def drain(self, target: str | None = None, *, hurry: bool = False) -> None: ...
-    async def detach(self) -> None: ...
-    async def drain_node(self, node: str, *, undo: bool = False) -> None: ...
-    async def reset_failed(self, target: str | None = None) -> tuple[str, ...]: ...
-    async def reload(self) -> object: ...
-    async def stacks(self, target: str | None = None) -> Mapping[str, str]: ...
-    async def doctor(self, node: str | None = None) -> object: ...
-    async def tokens(
-        self, role: Role | None = None, *, rotate: bool = False, revoke_old: bool = False, force: bool = False
-    ) -> Mapping[str, Any]: ...
-
-
 class Scale(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Set the number of a group's replicas."""
+
     group: Name
     replicas: int
 
@@ -119,7 +102,12 @@ ORDERS: dict[str, type[Order]] = {
     "/doctor": DoctorOrder,
     "/tokens": TokensOrder,
 }
-"""The type of the body of each ``POST``."""
+"""The type of the body of each ``POST``.
+
+A run carries it out by a coroutine method with the name of the path, and its fields as
+keywords (``/drain`` with a node: ``drain_node``), which returns the result and raises
+:class:`replicas.errors.ReplicasError`.
+"""
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,12 +121,14 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, error: errors.ReplicasError) -> Problem:
+        """Return an error as data."""
         found = cls(kind=errors.kind_of(error), message=error.message, hint=error.hint)
         if isinstance(error, errors.BadConfig):
             return msgspec.structs.replace(found, problems=error.problems, source=error.source)
         return found
 
     def exception(self) -> errors.ReplicasError:
+        """Return the error, of the class that ``kind`` names; do not raise it."""
         if self.kind == "BadConfig":
             return errors.BadConfig(self.problems, source=self.source)
         return errors.error_class(self.kind)(self.message, hint=self.hint)

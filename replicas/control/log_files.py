@@ -19,7 +19,6 @@ modification time.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -30,6 +29,7 @@ import anyio.to_thread
 import msgspec
 
 from replicas.common.foreign import visible
+from replicas.common.sizes import list_text
 from replicas.errors import UsageError
 
 POLL_S = 0.2
@@ -42,18 +42,22 @@ _EACH_NBYTES = 64
 """Overhead of a line in memory and in messages."""
 _RANK = re.compile(r"rank-(\d+)\.log")
 _PART = re.compile(r"\.log\.\d+")
+_TIME = re.compile(rb"^(\d+) (\d+\.\d+)$", re.MULTILINE)
+"""A whole line of an index of times."""
 
 
 class LogLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of a rank's log. ``replica``: ``group/index``."""
+
     replica: str
     generation: int
     rank: int
     text: str
 
 
-def prefixed(line: LogLine) -> str:
-    """Return the line with its origin: ``group/replica/rank| text``."""
-    return f"{line.replica}/{line.rank}| {line.text}"
+def origin(line: LogLine) -> str:
+    """Return what a line of several ranks begins with: ``group/replica/rank| ``."""
+    return f"{line.replica}/{line.rank}| "
 
 
 class Selection(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,55 +75,49 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
     since: float | None = None
 
     def takes(self, group: str, index: str, rank: int) -> bool:
+        """Return True if the lines of this rank are selected."""
         named = self.target in (None, group, f"{group}/{index}", f"{group}/{index}/{rank}")
         return named and self.rank in (None, rank)
 
 
 def _parts(path: Path) -> list[Path]:
+    """Return the rotated parts of a log, the oldest first, and then the log."""
     older = [other for other in _entries(path.parent) if _PART.fullmatch(other.name.removeprefix(path.stem))]
     return [*reversed(older), path]
 
 
 def tail_offset(file: BinaryIO, lines: int) -> tuple[int, int]:
     """Return the offset of a file's last ``lines`` lines, and their number."""
-    position = file.seek(0, os.SEEK_END)
-    found = 0
-    first = True
+    nbytes = file.seek(0, os.SEEK_END)
+    position, found = nbytes - 1, 0  # the last byte ends a line, or is in it
     while position > 0:
-        size = min(_BLOCK_NBYTES, position)
+        size = end = min(_BLOCK_NBYTES, position)
         position -= size
         file.seek(position)
         block = file.read(size)
-        end = len(block)
-        if first and block.endswith(b"\n"):
-            end -= 1
-        first = False
         while (end := block.rfind(b"\n", 0, end)) >= 0:
             found += 1
             if found == lines:
                 return position + end + 1, found
-    return 0, found + (0 if first else 1)
+    return 0, found + (nbytes > 0)
 
 
 def offset_since(log: Path, since: float) -> int | None:
-    """Return the offset of lines after ``since`` (to about 1 s), None without lines."""
+    """Return the offset of lines after ``since`` (to about 1 s), None if none are."""
     try:
         found = log.stat()
         if found.st_mtime < since:
             return None
-        notes = log.with_name(f"{log.name}.times").read_bytes().splitlines()
+        index = log.with_name(f"{log.name}.times").read_bytes()
     except FileNotFoundError:
         return 0
-    offset = 0
-    for note in notes:
-        words = note.split()
-        with contextlib.suppress(ValueError):  # the last line may be half written
-            if len(words) == 2 and float(words[1]) < since:
-                offset = int(words[0])
+    offset = [0, *(int(offset) for offset, at in _TIME.findall(index) if float(at) < since)][-1]
     return offset if offset <= found.st_size else 0  # it was truncated after that
 
 
 class _Stream:
+    """One rank's log in one generation, read in order across rotations; blocks."""
+
     def __init__(self, path: Path, replica: str, generation: int, rank: int) -> None:
         self.path = path
         self.name = (replica, generation, rank)
@@ -130,21 +128,19 @@ class _Stream:
         self._at_end = False
 
     def choose_start(self, selection: Selection, *, fresh: bool) -> None:
-        """Choose the start: that of the file if the log appeared later (``fresh``)."""
-        parts = _parts(self.path)
-        offset = 0
+        """Open the log where the selection begins; a ``fresh`` log at its start."""
+        parts, offset = _parts(self.path), 0
         if not fresh and selection.since is not None:
-            since = [(part, offset_since(part, selection.since)) for part in parts]
-            wanted = [(part, at) for part, at in since if at is not None]
-            parts, offset = [part for part, _ in wanted], wanted[0][1] if wanted else 0
-            if not wanted:
-                parts, offset = [self.path], _size(self.path)
+            found = [(part, at) for part in parts if (at := offset_since(part, selection.since)) is not None]
+            found = found or [(self.path, _size(self.path))]
+            parts, offset = [part for part, _ in found], found[0][1]
         if not fresh and selection.lines is not None:
             parts, offset = _last_lines(parts, selection.lines, offset)
         self._todo = parts
         self._open(offset)
 
     def _open(self, offset: int = 0) -> bool:
+        """Open the next part that exists; return False if no part is left."""
         while self._todo:
             path = self._todo.pop(0)
             try:
@@ -153,17 +149,17 @@ class _Stream:
                 continue  # the oldest part was deleted, or the file is being renamed: the next poll finds it
             found = os.fstat(file.fileno())
             file.seek(offset)
-            self.close()
+            if self._file is not None:
+                self._file.close()
             self._file, self._inode = file, (found.st_dev, found.st_ino)
             return True
         return False
 
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-
     def read(self) -> list[bytes]:
-        """Return new complete lines, at most a few hundred KiB, or an empty list."""
+        """Return new complete lines, at most a few hundred KiB, or an empty list.
+
+        Open the next file of the log if the present one is at its end.
+        """
         if self._file is None and not self._open():
             self._todo = _parts(self.path)
             self._at_end = True
@@ -201,30 +197,34 @@ class _Stream:
                 return b""
 
     def _is_current(self) -> bool:
-        try:
-            found = self.path.stat()
-        except FileNotFoundError:
-            return not self._todo
-        return not self._todo and (found.st_dev, found.st_ino) == self._inode
+        """Return True if the open file is the log itself, not a rotated part."""
+        return not self._todo and _inode(self.path) in (None, self._inode)
 
     def _after(self) -> list[Path]:
         """Return the parts after the open one; all parts if that was deleted."""
         parts = _parts(self.path)
-        for index, part in enumerate(parts):
-            with contextlib.suppress(FileNotFoundError):
-                found = part.stat()
-                if (found.st_dev, found.st_ino) == self._inode:
-                    return parts[index + 1 :]
-        return parts
+        inodes = [_inode(part) for part in parts]
+        return parts[inodes.index(self._inode) + 1 :] if self._inode in inodes else parts
 
     def is_over(self) -> bool:
         """Return True if its folder was removed and all its data has been read."""
         return self._at_end and not self.path.parent.exists()
 
-    def rest(self) -> bytes:
-        """Return the last line, if it has no newline yet, or b""."""
+    def close(self) -> bytes:
+        """Close the file; return the last line if it has no newline yet, or b""."""
+        if self._file is not None:
+            self._file.close()
         rest, self._rest = self._rest, b""
         return rest
+
+
+def _inode(path: Path) -> tuple[int, int] | None:
+    """Return what identifies the file; None if it is missing."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _size(path: Path) -> int:
@@ -266,7 +266,7 @@ class LogReader(Protocol):
         ...
 
     async def poll(self) -> list[LogLine]:
-        """Return the new lines, if any.
+        """Return the next new lines, or an empty list; the first call opens the files.
 
         :raises replicas.errors.UsageError: there are no such logs.
         """
@@ -291,9 +291,7 @@ class FolderReader:
         return await anyio.to_thread.run_sync(self._follower.poll)
 
     async def aclose(self) -> list[LogLine]:
-        rest = self._follower.rest()
-        self._follower.close()
-        return rest
+        return self._follower.close()
 
 
 class LogFollower:
@@ -312,7 +310,10 @@ class LogFollower:
         self._turn = 0
 
     def poll(self) -> list[LogLine]:
-        """Return new lines, about :data:`BATCH_NBYTES` at a time, or an empty list."""
+        """Return new lines, about :data:`BATCH_NBYTES` at a time, or an empty list.
+
+        Open logs that are new; close those that were deleted.
+        """
         for path, replica, generation, rank in self._find():
             if path not in self._streams:
                 stream = self._streams[path] = _Stream(path, replica, generation, rank)
@@ -321,10 +322,7 @@ class LogFollower:
             raise self._nothing()
         self._begun = True
         over = [path for path, stream in self._streams.items() if stream.is_over()]
-        removed = [self._streams.pop(path) for path in over]
-        found = _rests(removed)  # the unfinished lines of deleted generations
-        for stream in removed:
-            stream.close()
+        found = _closed([self._streams.pop(path) for path in over])  # deleted generations
         streams = list(self._streams.values())
         nbytes = 0
         for _ in range(len(streams)):
@@ -337,19 +335,17 @@ class LogFollower:
                 found.append(_line(stream, text))
         return found
 
-    def rest(self) -> list[LogLine]:
-        """Return last lines without a newline, for a caller that stops following."""
-        return _rests(self._streams.values())
-
-    def close(self) -> None:
-        for stream in self._streams.values():
-            stream.close()
+    def close(self) -> list[LogLine]:
+        """Close the files; return last lines without a newline."""
+        return _closed(self._streams.values())
 
     @property
     def many(self) -> bool:
+        """True if the logs that were found are of several ranks."""
         return len({(stream.name[0], stream.name[2]) for stream in self._streams.values()}) > 1
 
     def _find(self) -> Iterator[tuple[Path, str, int, int]]:
+        """Yield path, replica, generation and rank of each selected log."""
         for group in sorted(_folders(self._logs)):
             for replica in _folders(group):
                 for generation in self._generations(replica):
@@ -359,7 +355,8 @@ class LogFollower:
                             yield path, f"{group.name}/{replica.name}", generation, int(rank[1])
 
     def _generations(self, replica: Path) -> list[int]:
-        found = sorted(int(path.name[4:]) for path in _folders(replica) if path.name[4:].isdecimal())
+        """Return the selected generations: by default the newest, and later ones."""
+        found = _generations(replica)
         if self._selection.generation is not None:
             return [number for number in found if number == self._selection.generation]
         if not self._begun:
@@ -368,22 +365,31 @@ class LogFollower:
         return [number for number in found if not known or number >= min(known)]
 
     def _nothing(self) -> UsageError:
+        """Return the error that the selection has no log, with the known replicas."""
         chosen = self._selection
-        words = [chosen.target or "this run"]
-        words += [f"rank {chosen.rank}"] if chosen.rank is not None else []
-        words += [f"generation {chosen.generation}"] if chosen.generation is not None else []
-        known = sorted(
-            visible(f"{path.parent.name}/{path.name}") for group in _folders(self._logs) for path in _folders(group)
-        )
-        if not known and len(words) == 1 and chosen.target is None:
-            text = f"this start of the run has written no log yet in {self._logs}"
-            return UsageError(text, hint="--previous shows the last one; external programs log elsewhere")
-        return UsageError(
-            f"there is no log of {', '.join(words)} in {self._logs}",
-            hint=f"there are logs of: {', '.join(known)}"
-            if known
-            else "nothing has been started yet; --previous shows the last start",
-        )
+        rank = f", rank {chosen.rank}" if chosen.rank is not None else ""
+        generation = f", generation {chosen.generation}" if chosen.generation is not None else ""
+        numbers = _generations(self._logs / chosen.target) if chosen.generation and chosen.target else []
+        if numbers:
+            hint = f"there are logs of: {chosen.target}, generations {numbers[0]} to {numbers[-1]}"
+        elif known := _replicas(self._logs):
+            hint = f"there are logs of: {known}"
+        elif before := _replicas(self._logs.with_name("logs.previous")):
+            hint = f"this start has written none yet; --previous shows the last one's, of: {before}"
+        else:
+            hint = "no program has written one here yet; external programs log elsewhere"
+        text = f"there is no log of {chosen.target or 'this run'}{rank}{generation} in {self._logs}"
+        return UsageError(text, hint=hint)
+
+
+def _replicas(logs: Path) -> str:
+    """Return the replicas that have a log in this folder, as text."""
+    found = (f"{path.parent.name}/{path.name}" for group in _folders(logs) for path in _folders(group))
+    return list_text(sorted(map(visible, found)), 8)
+
+
+def _generations(replica: Path) -> list[int]:
+    return sorted(int(path.name[4:]) for path in _folders(replica) if path.name[4:].isdecimal())
 
 
 def _folders(path: Path) -> list[Path]:
@@ -398,10 +404,12 @@ def _entries(folder: Path) -> list[Path]:
         return []
 
 
-def _rests(streams: Iterable[_Stream]) -> list[LogLine]:
-    return [_line(stream, rest) for stream in streams if (rest := stream.rest())]
+def _closed(streams: Iterable[_Stream]) -> list[LogLine]:
+    """Close the streams, and return their unfinished last lines."""
+    return [_line(stream, rest) for stream in streams if (rest := stream.close())]
 
 
 def _line(stream: _Stream, text: bytes) -> LogLine:
+    """Return a line of this log as text, with its origin."""
     replica, generation, rank = stream.name
     return LogLine(replica=replica, generation=generation, rank=rank, text=text.decode(errors="replace"))

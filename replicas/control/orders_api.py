@@ -35,7 +35,7 @@ from replicas.common.decoding import MALFORMED
 from replicas.common.logs import Log
 from replicas.control import commands as orders
 from replicas.control.access import Access, Lasting, everyone
-from replicas.control.commands import ORDERS, RUN_HEADER, Answer, Commands, Drain, Order, Problem
+from replicas.control.commands import ORDERS, RUN_HEADER, Answer, Drain, Order, Problem
 
 log = Log("replicas.control")
 
@@ -52,10 +52,12 @@ def json_response(value: object, code: int = 200, **headers: str) -> Response:
 
 
 def json_bytes(body: bytes, code: int = 200, **headers: str) -> Response:
+    """Return an uncached response with this JSON as its body."""
     return Response(body, code, headers={**NO_STORE, **headers}, media_type="application/json")
 
 
 def refusal(message: str, code: int, *, hint: str = "", **headers: str) -> Response:
+    """Return a response with an :class:`Answer` that has this UsageError."""
     problem = Problem(kind="UsageError", message=message, hint=hint)
     return json_response(Answer(done=False, error=problem), code, **headers)
 
@@ -65,8 +67,12 @@ def unauthorized(why: str) -> Response:
     return refusal(why, 401, **{"WWW-Authenticate": "Bearer", "Connection": "close"})
 
 
-def order_routes(commands: Commands, access: Access, run: Callable[[], str]) -> list[Route]:
-    """Return a route for each order. ``run`` returns the run's name."""
+def order_routes(source: object, access: Access, run: Callable[[], str]) -> list[Route]:
+    """Return a route for each order.
+
+    :param source: carries out orders by its methods (:data:`ORDERS`).
+    :param run: returns the run's name.
+    """
     running: set[asyncio.Task[object]] = set()  # the loop itself keeps only weak references
 
     def over(task: asyncio.Task[object]) -> None:
@@ -80,7 +86,7 @@ def order_routes(commands: Commands, access: Access, run: Callable[[], str]) -> 
             order = await _order(request, path, kind, access, run)
             if isinstance(order, Response):
                 return order
-            task = asyncio.create_task(_carry_out(commands, path, order), name=kind.__name__)
+            task = asyncio.create_task(_carry_out(source, path, order), name=kind.__name__)
             running.add(task)
             task.add_done_callback(over)
             ends_all = isinstance(order, Drain) and order.target is None and order.node is None
@@ -94,18 +100,20 @@ def order_routes(commands: Commands, access: Access, run: Callable[[], str]) -> 
     return [route(path, kind) for path, kind in ORDERS.items()]
 
 
-async def _carry_out(commands: Commands, path: str, order: Order) -> object:
+async def _carry_out(source: object, path: str, order: Order) -> object:
+    """Call the method for the order's path, and return its result."""
     name, given = path[1:].replace("-", "_"), msgspec.structs.asdict(order)
     if isinstance(order, Drain):
         name, fields = ("drain", ("target", "hurry")) if order.node is None else ("drain_node", ("node", "undo"))
         given = {field: given[field] for field in fields}
-    return await getattr(commands, name)(**given)
+    return await getattr(source, name)(**given)
 
 
 async def _order(
     request: Request, path: str, kind: type[Order], access: Access, run: Callable[[], str]
 ) -> Order | Response:
-    if why := access(request):
+    """Return the order in a request, or the response that refuses the request."""
+    if why := access(request.headers):
         return unauthorized(why)
     if problem := _another_run(request, run):
         return json_response(Answer(done=False, error=problem), 409)
@@ -116,11 +124,12 @@ async def _order(
         return refusal(f"not a body for {path}: {error}", 400, hint=f"fields: {fields}")
     except HTTPException as error:
         return refusal(error.detail, error.status_code)
-    why = access(request)  # the token may have ended while the body was read
+    why = access(request.headers)  # the token may have ended while the body was read
     return unauthorized(why) if why else order
 
 
 def _another_run(request: Request, run: Callable[[], str]) -> Problem | None:
+    """Return the problem of an order that is meant for another run, or None."""
     meant = request.headers.get(RUN_HEADER)
     try:
         if meant is None or meant == quote(run(), safe=""):
@@ -132,6 +141,7 @@ def _another_run(request: Request, run: Callable[[], str]) -> Problem | None:
 
 
 async def _body(request: Request) -> bytes:
+    """Return the body, or ``{}`` if empty; raise HTTPException if too large or slow."""
     body = b""
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
@@ -147,6 +157,7 @@ async def _body(request: Request) -> bytes:
 
 
 def _outcome(task: asyncio.Task[object]) -> Answer:
+    """Return the answer to an order whose task is done."""
     error = task.exception()
     if error is None:
         return Answer(done=True, result=task.result())
@@ -157,29 +168,37 @@ def _outcome(task: asyncio.Task[object]) -> Answer:
 
 
 def _code(answer: Answer) -> int:
+    """Return the HTTP status of an answer: 200, or that of its kind of error."""
     if answer.error is None:
         return 200
-    kind = errors.BadConfig if answer.error.kind == "BadConfig" else errors.error_class(answer.error.kind)
-    if issubclass(kind, errors.BadConfig):
+    if answer.error.kind == "BadConfig":
         return 422
+    kind = errors.error_class(answer.error.kind)
     if issubclass(kind, errors.UsageError):
         return 409
     return 503 if issubclass(kind, errors.WorldError | errors.Disconnected | errors.SyncError) else 500
 
 
 async def _answer(task: asyncio.Task[object], request: Request, access: Access, *, wait: bool) -> Response:
+    """Return the answer if the task ends within :data:`QUICK_S`.
+
+    Else return 202, or, with ``wait``, a stream with the answer at its end.
+    """
     done, _ = await asyncio.wait({task}, timeout=QUICK_S)
     if done:
         answer = _outcome(task)
         return json_response(answer, _code(answer))
     if not wait:
         return json_response(Answer(done=False), 202)
-    if why := access(request):
+    if why := access(request.headers):
         return unauthorized(why)
-    return Lasting(_beats(task), partial(access.watched, request), media_type="application/json", headers=NO_STORE)
+    return Lasting(
+        _beats(task), partial(access.watched, request.headers), media_type="application/json", headers=NO_STORE
+    )
 
 
 async def _beats(task: asyncio.Task[object]) -> AsyncIterator[bytes]:
+    """Yield newlines until the task is done, then the answer as JSON."""
     while not (await asyncio.wait({task}, timeout=BEAT_S))[0]:
         yield b"\n"
     yield msgspec.json.encode(_outcome(task), enc_hook=str)

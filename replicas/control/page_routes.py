@@ -41,6 +41,10 @@ def file_response(request: Request, name: str) -> Response:
 
 
 def page_routes(source: Watched, access: Access) -> list[Route]:
+    """Return the routes of the page: files, document and stream of changes.
+
+    :param access: decides which viewers are trusted, and may replace others.
+    """
     live = Live(source, shown=public)
 
     async def file(request: Request) -> Response:
@@ -54,7 +58,7 @@ def page_routes(source: Watched, access: Access) -> list[Route]:
         after = request.headers.get("last-event-id", request.query_params.get("after", ""))
         if request.method == "HEAD":
             return Response(media_type="text/event-stream", headers=NO_STORE)
-        viewer = request.client.host if request.client is not None else "", not access(request)
+        viewer = request.client.host if request.client is not None else "", not access(request.headers)
         if live.places.full(*viewer):
             return refusal(f"this page has {VIEWERS} viewers already", 503, **{"Retry-After": _AGAIN_S})
         held = partial(live.places.take, *viewer)

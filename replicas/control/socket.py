@@ -4,7 +4,7 @@ Three protections, each sufficient: the file's mode is 0600 from the moment it e
 (set on the socket *before* bind, which avoids changing the process's umask); the kernel
 names the user that connects (SO_PEERCRED), and only our own user and root are served;
 and the file is in the run's state folder. The socket serves the same pages as the
-control port, where orders need the token.
+control port, where orders need the token, and has the limits of clients with a token.
 
 A longer path than a Unix socket's 107 bytes is reached through a descriptor of its
 folder (:func:`replicas.linux.sockets.reachable`), so no shared folder is needed.
@@ -29,6 +29,8 @@ from typing import Self
 from starlette.routing import BaseRoute
 
 from replicas import errors
+from replicas.coordinator.addresses import AllowedHosts
+from replicas.coordinator.port_connections import PortRules
 from replicas.coordinator.server import Server
 from replicas.linux.sockets import is_own, listens, peer_uid, reachable
 
@@ -58,9 +60,10 @@ class ControlSocket:
     async def __aenter__(self) -> Self:
         """Serve. Raises WorldError if the socket cannot be created."""
         listener = self._listen()
-        self._server = Server(listener, self._routes, self._refused, turns_away=self._turns_away)
+        rules = PortRules(self._refused, lambda _: True, AllowedHosts("localhost", ""))
+        self._server = Server(listener, self._routes, rules, turns_away=self._turns_away)
         try:
-            await self._server.start()
+            self._server.start()
         except BaseException:
             listener.close()
             self._remove()
@@ -82,6 +85,7 @@ class ControlSocket:
         return _FORBIDDEN
 
     def _listen(self) -> socket.socket:
+        """Replace the file of a dead socket, and return a listening one."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             with contextlib.suppress(FileNotFoundError):
@@ -108,6 +112,7 @@ class ControlSocket:
         return listener
 
     def _remove(self) -> None:
+        """Remove the file of the socket, unless another file has replaced it."""
         with contextlib.suppress(OSError):  # the folder may have been deleted
             found = self.path.lstat()
             if (found.st_dev, found.st_ino) == self._inode:

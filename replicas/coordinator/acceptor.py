@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from replicas.coordinator.addresses import source_of
-from replicas.coordinator.limits import Bounded, RateLimit
+from replicas.coordinator.limits import BoundedConnections, RateLimit
 from replicas.coordinator.port_connections import (
     HEAD_NBYTES,
     REQUEST_S,
@@ -76,6 +76,8 @@ _SPEAKS_TLS = "this port speaks TLS 1.3: ask it by https://, with the token that
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
+    """A connection that is not passed on yet; ``until``: loop time of its end."""
+
     sock: _socket.socket
     source: bytes
     until: float
@@ -84,38 +86,42 @@ class _Waiting:
 
 
 class Acceptor:
-    """Accepts and queues the connections of one listener.
+    """Accepts and queues the connections of one listener, on the running loop.
+
+    Each is passed on, untouched, when its turn has come, or closed.
 
     :param tls: the port speaks TLS.
     """
 
-    def __init__(self, listener: socket.socket, rules: PortRules, *, tls: bool = False) -> None:
-        self.rules = rules
+    def __init__(self, listener: socket.socket, rules: PortRules, admit: Admit, *, tls: bool) -> None:
+        self._rules = rules
+        self._admit = admit
         self._listener = listener
         self._family = int(listener.family)
         self._accept_fd: Callable[[], tuple[int, Any]] = listener._accept  # type: ignore[attr-defined]  # typeshed leaves it out
         self._tls = tls
-        self._lobby: Bounded[_Waiting] = Bounded(min(LOBBY, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
+        self._lobby: BoundedConnections[_Waiting] = BoundedConnections(
+            min(LOBBY, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        )
         self._ready: dict[_Waiting, None] = {}
         self._by_fd: dict[int, _Waiting] = {}
         self._timers: dict[Callable[[], None], asyncio.TimerHandle] = {}
+        self._loop = asyncio.get_running_loop()
+        self._pace = RateLimit(self._loop.time(), HANDSHAKES_SHARE) if tls else rules.pace
+        self._poll = select.epoll()
+        self._loop.add_reader(self._poll.fileno(), self._on_readable)
+        self._accept()
 
     @property
     def waiting(self) -> int:
-        """Number of connections in the lobby."""
+        """Number of accepted connections that are not passed on yet (the *lobby*)."""
         return len(self._lobby)
 
-    def open(self, admit: Admit) -> None:
-        """Start accepting connections; pass them to ``admit``."""
-        self._loop = asyncio.get_running_loop()
-        self._pace = RateLimit(self._loop.time(), HANDSHAKES_SHARE) if self._tls else self.rules.pace
-        self._admit = admit
-        self._poll = select.epoll()
-        self._loop.add_reader(self._poll.fileno(), self._on_readable)
-        self._loop.add_reader(self._listener.fileno(), self._on_connections)
-
     def close(self) -> None:
-        """Stop accepting, and close the waiting connections."""
+        """Stop accepting, and close the waiting connections.
+
+        The listener stays open.
+        """
         while self._timers:
             self._timers.popitem()[1].cancel()
         if not self._poll.closed:
@@ -127,7 +133,12 @@ class Acceptor:
 
     # ------------------------------------------------------------ the lobby
 
+    def _accept(self) -> None:
+        """Start to accept connections, or resume it after :meth:`_no_room`."""
+        self._loop.add_reader(self._listener.fileno(), self._on_connections)
+
     def _on_connections(self) -> None:
+        """Accept connections for :data:`ACCEPT_S`; handle each, or keep it waiting."""
         until = time.perf_counter() + ACCEPT_S
         while time.perf_counter() < until:
             try:
@@ -138,33 +149,36 @@ class Acceptor:
             except OSError:
                 self._no_room()
                 return
-            one = _Waiting(sock, source_of(address[0]), self._loop.time() + REQUEST_TIMEOUT_S)
+            source = source_of(address[0]) if isinstance(address, tuple) else b""  # of a Unix socket
+            one = _Waiting(sock, source, self._loop.time() + REQUEST_TIMEOUT_S)
             if not self._handle_arrived(one, ended=False):
                 self._wait(one)
 
     def _no_room(self) -> None:
-        """Free a descriptor of the lobby; if it is empty, pause accepting."""
+        """Free a descriptor: close the oldest waiting connection.
+
+        If none waits, pause accepting.
+        """
         if (one := self._lobby.oldest()) is not None:
             self._refuse(one, "too_many")
             return
         self._loop.remove_reader(self._listener.fileno())
-        self._later(NO_ROOM_S, self._go_on)
-
-    def _go_on(self) -> None:
-        self._loop.add_reader(self._listener.fileno(), self._on_connections)
+        self._later(NO_ROOM_S, self._accept)
 
     def _wait(self, one: _Waiting) -> None:
-        """Keep the connection in the lobby until more bytes arrive."""
+        """Watch the connection, and keep it in the lobby, until more bytes arrive."""
         self._keep(one)
         self._by_fd[one.sock.fileno()] = one
         self._poll.register(one.sock.fileno(), _WATCHED)
 
     def _keep(self, one: _Waiting) -> None:
+        """Add the connection to the waiting ones, and refuse one that it displaces."""
         if (gone := self._lobby.add(one, one.source)) is not None:
             self._refuse(gone, "too_many")
         self._later(SWEEP_S, self._sweep)
 
     def _on_readable(self) -> None:
+        """Handle waiting connections that have sent bytes or ended."""
         until = time.perf_counter() + LOOK_S
         while time.perf_counter() < until and (found := self._poll.poll(0, _AT_ONCE)):
             for fd, events in found:
@@ -185,7 +199,12 @@ class Acceptor:
     # ------------------------------------------------------------ one connection
 
     def _handle_arrived(self, one: _Waiting, *, ended: bool) -> bool:
-        """Handle the bytes that have arrived. Return False if more are needed."""
+        """Answer, queue, pass on or drop a connection, by the bytes that have arrived.
+
+        Return False if more bytes are needed, True if it was handled.
+
+        :param ended: the peer has closed the connection, or its sending side.
+        """
         try:
             data = self._peeked(one)
         except BlockingIOError:
@@ -196,14 +215,14 @@ class Acceptor:
         if not data:
             self._drop(one)
         elif self._tls and data[0] != _TLS_HANDSHAKE:
-            self.rules.refused("tls")
+            self._rules.refused("tls")
             self._answer(one, answer("400 Bad Request", _SPEAKS_TLS) if data[:1].isalpha() else b"")
-        elif not self._tls and nbytes and (probe := self.rules.answer_at_once(data)) is not None:
+        elif not self._tls and nbytes and (probe := self._rules.answer_at_once(data)) is not None:
             self._answer(one, probe)
-        elif not self._tls and nbytes and self.rules.knows(authorization_of(data[:nbytes])):
-            self._let_in(one)
+        elif not self._tls and nbytes and self._rules.is_valid_token(authorization_of(data[:nbytes])):
+            self._pass_on(one)
         elif self._tls or nbytes or len(data) >= HEAD_NBYTES or not data[:1].isalpha():
-            self._take_turns(one)
+            self._queue_for_turn(one)
         elif ended:
             self._drop(one)
         else:
@@ -212,11 +231,13 @@ class Acceptor:
         return True
 
     def _peeked(self, one: _Waiting) -> bytes:
+        """Return the received bytes, and leave them in the kernel's buffer."""
         data = one.sock.recv(_USUAL_NBYTES, _LOOK)
         # the first read was full, so there may be more
         return one.sock.recv(HEAD_NBYTES, _LOOK) if len(data) == _USUAL_NBYTES else data
 
     def _answer(self, one: _Waiting, data: bytes) -> None:
+        """Send ``data`` as the whole answer, and close the connection."""
         with contextlib.suppress(OSError):
             for _ in range(_DRAINED):  # unread bytes at the close would reset the connection and lose the answer
                 if len(one.sock.recv(HEAD_NBYTES, _NOW)) < HEAD_NBYTES:
@@ -226,31 +247,37 @@ class Acceptor:
         self._drop(one)
 
     def _refuse(self, one: _Waiting, reason: str) -> None:
+        """Close the connection; count the refusal unless ``reason`` is empty."""
         if reason:
-            self.rules.refused(reason)
+            self._rules.refused(reason)
         self._drop(one)
 
     def _unwatch(self, one: _Waiting) -> None:
+        """Stop watching the connection for bytes."""
         if self._by_fd.pop(one.sock.fileno(), None) is not None:
             self._poll.unregister(one.sock.fileno())
 
     def _leave(self, one: _Waiting) -> None:
+        """Remove the connection from the lobby and from the queue for turns."""
         self._lobby.discard(one)
         self._ready.pop(one, None)
 
     def _drop(self, one: _Waiting) -> None:
+        """Remove the connection from the lobby, and close it."""
         self._leave(one)
         self._by_fd.pop(one.sock.fileno(), None)  # closing it ends its watch
         one.sock.close()
 
-    def _let_in(self, one: _Waiting) -> None:
+    def _pass_on(self, one: _Waiting) -> None:
+        """Remove the connection from the lobby, and pass it to ``admit``."""
         self._leave(one)
         self._unwatch(one)
         self._admit(socket.socket(fileno=one.sock.detach()), one.source, one.until)
 
     # ------------------------------------------------------------ turns
 
-    def _take_turns(self, one: _Waiting) -> None:
+    def _queue_for_turn(self, one: _Waiting) -> None:
+        """Keep a stranger or a TLS handshake until :meth:`_serve` passes it on."""
         self._unwatch(one)
         if one not in self._lobby:
             self._keep(one)
@@ -265,14 +292,15 @@ class Acceptor:
         rest_s = self._pace.charge(0.0, self._loop.time())
         if not rest_s:
             self._pace.charge(HANDSHAKE_S if self._tls else REQUEST_S, self._loop.time())
-            self._let_in(one)
+            self._pass_on(one)
         self._later(rest_s, self._serve)
 
     def _later(self, seconds: float, what: Callable[[], None]) -> None:
         """Schedule a call, unless it is already scheduled."""
         if what not in self._timers:
-            self._timers[what] = self._loop.call_later(seconds, self._now, what)
+            self._timers[what] = self._loop.call_later(seconds, self._run_scheduled, what)
 
-    def _now(self, what: Callable[[], None]) -> None:
+    def _run_scheduled(self, what: Callable[[], None]) -> None:
+        """Make a call that :meth:`_later` has scheduled."""
         del self._timers[what]  # first: it may schedule itself again
         what()

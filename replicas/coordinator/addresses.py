@@ -15,6 +15,7 @@ import socket
 from collections.abc import Iterable
 
 from replicas import errors
+from replicas.common.reason import Reason
 from replicas.config.values import ip_address
 from replicas.linux.sockets import tcp_socket
 from replicas.messages import Hello
@@ -27,7 +28,10 @@ _SITE = 8
 
 
 def source_of(host: str) -> bytes:
-    """Return the key by which connections are counted; all of loopback is one."""
+    """Return the key by which connections of an address are counted.
+
+    All of loopback is one source, and so is each /64 of IPv6.
+    """
     if ":" not in host:
         return LOOPBACK if host.startswith("127.") else host.encode()
     packed = socket.inet_pton(socket.AF_INET6, host.partition("%")[0])
@@ -61,7 +65,7 @@ def check_reach(hello: Hello, here: ProcessIdentity, address: str, seen_as: str,
 
 
 class AllowedHosts:
-    """The host names that a port answers to.
+    """The host names that a port answers to: any, unless it listens on loopback.
 
     :param host: listen host as written in the config.
     :param address: the address that the socket is bound to.
@@ -71,8 +75,8 @@ class AllowedHosts:
         self._any = not _is_loopback(address)
         self._names = {"localhost", host.lower(), socket.gethostname().lower()}
 
-    def problem(self, values: Iterable[str]) -> str:
-        """Return why these values of Host and Origin are refused, or "" if allowed."""
+    def problem(self, values: Iterable[str]) -> Reason | None:
+        """Return why one of these values of Host and Origin is refused, or None."""
         for name in map(_name, () if self._any else values):
             # no browser page can own an IP address
             if name not in self._names and not name.endswith(".localhost") and ip_address(name) is None:
@@ -80,7 +84,7 @@ class AllowedHosts:
                     f"this port is for this machine, and does not answer to the name {name[:100]!r}: "
                     "speak to it as localhost, or show the run's token"
                 )
-        return ""
+        return None
 
 
 def _name(value: str) -> str:
@@ -92,6 +96,7 @@ def _name(value: str) -> str:
 
 
 def _is_loopback(address: str) -> bool:
+    """Return True for a loopback address, and for text that is not an IP address."""
     found = ip_address(address.partition("%")[0])
     return found is None or found.is_loopback  # a Unix socket has no IP address
 

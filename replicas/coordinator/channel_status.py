@@ -16,17 +16,22 @@ NOTE_LENGTH = 500
 
 
 def _info_nbytes(info: Mapping[str, str]) -> int:
+    """Return an upper limit of the texts' size in UTF-8."""
     return sum(4 * (len(name) + len(text)) for name, text in info.items())
 
 
 def _under_way(channel: ChannelState, publish: Publish, now: float) -> PublishStatus:
+    """Return the status of one open publish."""
     names: list[str] = []
-    state = publish.state
+    state, latest, kept = publish.state, channel.commits.latest, 0
     if state == "packing":
         replica = channel.roster.replica(publish.group, publish.replica)
         world = max((one.hello.world_size for one in replica), default=1)
         ranks = channel.commits.publishes.unpacked(publish, world)
         names = [f"{publish.group}/{publish.replica}/{rank}" for rank in ranks]
+        readers = channel.hosts.readers(channel.roster.states(publish.begun), latest)
+        if readers and len({latest}.union(*readers.values())) >= channel.config.slots:
+            names, kept = list(readers), min(min(versions) for versions in readers.values())
     elif publish.transfer is not None:
         names = [member.name for member in sorted(publish.transfer.awaited_members)]
     return PublishStatus(
@@ -36,24 +41,33 @@ def _under_way(channel: ChannelState, publish: Publish, now: float) -> PublishSt
         seconds=max(0.0, now - publish.began_at),
         waits_for=tuple(names[:SLOWEST]),
         waiting=len(names),
+        kept=kept,
         left_s=max(0.0, publish.deadline - now),
     )
 
 
 def channel_waits(channels: Iterable[ChannelState], now: float) -> dict[str, str]:
-    """Return, by name, what each channel and open publish waits for ("waits ...")."""
+    """Return texts of what channels and open publishes wait for, by name.
+
+    They continue "waits": ``{"version 7 of policy": "for rollout/0/0, 12 s at most"}``.
+    A channel or publish that waits for nothing is left out.
+    """
     found = dict[str, str]()
     for channel in channels:
         what, left_s = channel.recovery.wait_text(now)
         if left_s is not None:
             found[f"channel {channel.config.name}"] = f"{what}, {left_s:.0f} s at most"
-        for one in (_under_way(channel, publish, now) for publish in channel.commits.publishes.open()):
+        for one in (_under_way(channel, publish, now) for publish in channel.commits.publishes.without_verdict()):
             if one.waits:
                 found[f"version {one.version} of {channel.config.name}"] = f"{one.waits}, {one.left_s:.0f} s at most"
     return found
 
 
 def channel_status(channel: ChannelState, now: float) -> ChannelStatus:
+    """Return the status of one channel at ``now``.
+
+    The version is one that is on disk.
+    """
     commits, told = channel.commits, channel.told
     # commits may be ahead of the disk, told never is
     meta = commits.newest.meta if commits.latest == told.latest else None
@@ -90,7 +104,7 @@ def channel_status(channel: ChannelState, now: float) -> ChannelStatus:
         sources=tuple(one.group for one in channel.config.sources),
         targets=tuple(one.group for one in channel.config.targets),
         peers=tuple(one.group for one in channel.config.peers),
-        under_way=tuple(_under_way(channel, publish, now) for publish in commits.publishes.open()),
+        under_way=tuple(_under_way(channel, publish, now) for publish in commits.publishes.without_verdict()),
         waits=waits,
         left_s=left_s,
     )

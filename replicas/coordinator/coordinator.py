@@ -19,7 +19,6 @@ from replicas.common.tasks import cancelled
 from replicas.config.file import channels_from
 from replicas.config.structs import ChannelConfig
 from replicas.config.values import address, checked, folder, is_loopback, listen, path
-from replicas.coordinator.acceptor import Acceptor
 from replicas.coordinator.addresses import AllowedHosts
 from replicas.coordinator.channel_status import channel_status, channel_waits
 from replicas.coordinator.decisions import DecisionLog
@@ -187,14 +186,13 @@ class Coordinator:
                 self.engine.refused, lambda given: self.tokens.role(given) is not None, hosts, self._listens.live
             )
             tls = None if self._listens.key is None else self._listens.key.context
-            acceptor = Acceptor(listener, rules, tls=tls is not None)
-            self._server = Server(listener, routes, self.engine.refused, acceptor=acceptor, tls=tls)
+            self._server = Server(listener, routes, rules, tls=tls)
             self.engine.without_store()  # the store comes up later than the first members
             await self._store.resolve()  # members on other machines need its address
             self._starting = asyncio.create_task(self._store.start())
             if self.wait_for_store:
                 await self.store_started()
-            await self._server.start()
+            self._server.start()
         except BaseException:
             listener.close()
             self._decisions.close()
@@ -213,6 +211,7 @@ class Coordinator:
         await asyncio.shield(self._starting)
 
     async def _end_store(self) -> None:
+        """Stop a start of the store that is under way, and end its process."""
         if self._starting is not None:
             await cancelled(self._starting)
         await self._store.aclose()
@@ -220,7 +219,7 @@ class Coordinator:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        own_loop.end(self)
+        own_loop.unregister_loop(self)
         if self._tick is not None:
             await cancelled(self._tick)
         if self._server is not None:
@@ -284,7 +283,7 @@ class Coordinator:
 
     @property
     def store_address(self) -> tuple[str, int]:
-        """Address of the master TCPStore; it changes when the store is replaced."""
+        """``(host, port)`` of the master TCPStore; another after a replacement."""
         return self._store.address
 
     @property
@@ -311,8 +310,7 @@ class Coordinator:
         self.engine.subscribe(callback)
 
     def readiness(self, group: str, replica: int, generation: int, *, external: bool = False) -> Readiness:
-        """Return whether this generation of a replica has joined its channels and
-        loaded the newest version, and the reason if not.
+        """Return whether this generation has joined and loaded the newest, or why not.
 
         :param external: others start it, and it numbers its generations as it likes.
         """
@@ -322,7 +320,7 @@ class Coordinator:
         return self._book.of(channels, group, replica, generation, world, now, external=external)
 
     def expect(self, members: Mapping[str, Collection[Member]], told: Tally | None = None) -> None:
-        """Wait only for these members of an earlier coordinator, with its tally."""
+        """Have recovery wait for these only; ``told``: counts of their events."""
         for name, channel in self.engine.channels.items():
             channel.recovery.expect(members.get(name, ()), (told or Tally()).commits.get(name, ()))
 
@@ -332,7 +330,7 @@ class Coordinator:
         return any(channel.recovery.active for channel in self.engine.channels.values())
 
     def joined(self, group: str) -> dict[int, frozenset[str]]:
-        """The incarnations of each replica of the group that has members, by index."""
+        """Ids of the processes (incarnations) of the group's replicas, by index."""
         found: dict[int, set[str]] = {}
         for channel in self.engine.channels.values():
             for replica, incarnations in channel.roster.joined(group).items():
@@ -345,32 +343,30 @@ class Coordinator:
         For replicas that the supervisor does not start: members that left in good order
         are expected again, and a drain is over.
         """
-        self.engine.start_new_life(group, replica)
+        self.engine.change_all(lambda channel, now: channel.start_new_life(group, replica, now))
 
     def replica_ended(self, group: str, replica: int, generation: int, reason: str) -> None:
-        """Lose the replica's members now, without waiting for their leases, because
-        its processes have ended."""
-        self.engine.replica_ended(group, replica, generation, reason)
+        """Lose the replica's members at once, because its processes have ended."""
+        self.engine.change_all(lambda channel, now: channel.end_replica(group, replica, generation, reason, now))
 
     def set_draining(self, group: str, replica: int, generation: int) -> None:
         """Mark this generation as draining: new versions do not wait for it.
 
         Its syncs in progress may finish (:meth:`busy`).
         """
-        self.engine.set_draining(group, replica, generation)
+        self.engine.change_all(lambda channel, now: channel.set_draining(group, replica, generation, now))
 
     def busy(self, group: str, replica: int) -> str:
-        """Return, in words, which work an end of the replica would interrupt now, such
-        as a sync, or ""."""
+        """Return the work that an end of the replica would interrupt now, or ""."""
         words = (channel.drains.busy(group, replica) for channel in self.engine.channels.values())
         return next((text for text in words if text), "")
 
     def waits(self) -> dict[str, str]:
-        """Return, by name, what channels and open publishes wait for ("waits ...")."""
+        """Return texts of what channels and open publishes wait for, by name."""
         return channel_waits(self.engine.channels.values(), asyncio.get_running_loop().time())
 
     def progress(self, group: str, replica: int) -> tuple[int, ...]:
-        """Return its high-water marks; each new step or version raises one."""
+        """Return the newest step, version and operations of each channel in a row."""
         return tuple(mark for channel in self.engine.channels.values() for mark in channel.marks.of(group, replica))
 
     def set_group(self, group: str, shape: GroupShape) -> None:
@@ -392,8 +388,7 @@ class Coordinator:
         return StoreStatus(up=self._store.up, host=host, port=port, keys=self._store.keys)
 
     def refused(self) -> dict[str, int]:
-        """Number of connections and messages that the control port has refused, by
-        reason; reasons that never occurred are 0."""
+        """Number of refused connections and messages by reason, all reasons."""
         return dict.fromkeys(REASONS, 0) | self.engine.refusals
 
     def sidecar_replacements(self) -> dict[str, int]:
@@ -435,6 +430,7 @@ def _tokens(given: object, port_key: PortKey | None, host: str) -> Tokens:
 
 
 def _mapping(what: str, value: object) -> Mapping[Any, Any]:
+    """Return a mapping argument, empty for None, or raise UsageError."""
     if value is not None and not isinstance(value, Mapping):
         raise errors.UsageError(f"{what} must be a mapping, not {shown(value)}")
     return value or {}
@@ -453,10 +449,12 @@ def _shape(what: str, shape: object) -> GroupShape:
 
 
 def _port(what: str, port: object) -> int:
+    """Return the argument if it is a port number; else raise UsageError."""
     return arguments.integer(what, port, least=0, most=65535)
 
 
 def _checked_routes(routes: Sequence[BaseRoute]) -> list[BaseRoute]:
+    """Return the routes as a list; raise UsageError if one is not a route."""
     try:
         found = list(routes)
     except TypeError as error:

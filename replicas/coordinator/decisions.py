@@ -45,6 +45,7 @@ class DecisionLog:
             self._open(path)
 
     def _open(self, path: Path) -> None:
+        """Open and lock the file, read its decisions, and cut off a torn last line."""
         self._fd = self._locked(path)
         try:
             data = os.pread(self._fd, os.fstat(self._fd).st_size, 0)
@@ -61,9 +62,10 @@ class DecisionLog:
             raise
 
     def _locked(self, path: Path) -> int:
-        """Return a locked descriptor of the file that is at ``path`` once it is locked.
+        """Open and lock the file; return its descriptor. It is then still at ``path``.
 
         :raises errors.UsageError: the folder or file is not private to this user.
+        :raises errors.WorldError: another coordinator has it, or it cannot be locked.
         """
         while True:
             try:
@@ -83,6 +85,7 @@ class DecisionLog:
 
     @staticmethod
     def _lock(fd: int, path: Path) -> None:
+        """Lock the file, or raise WorldError if another coordinator has it."""
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as exc:
@@ -96,6 +99,10 @@ class DecisionLog:
             ) from exc
 
     def _note(self, decision: CommitDecision) -> None:
+        """Remember a decision in memory.
+
+        A commit drops the aborts of earlier versions.
+        """
         aborts = self._aborts.setdefault(decision.channel, {})
         if decision.kind == "abort":
             aborts[decision.version] = decision
@@ -105,13 +112,16 @@ class DecisionLog:
             del aborts[version]
 
     def past(self, channel: str, epoch: int = 0) -> Past:
-        """Return the logged past of a channel, and ``epoch``, the last one in use."""
+        """Return a channel's newest commit and later aborts, and ``epoch`` as given.
+
+        :param epoch: the last epoch in use under an earlier coordinator.
+        """
         decision = self._commits.get(channel)
         decided = (decision.version, decision.digest) if decision is not None else (0, "")
         return Past(decided, frozenset(self._aborts.get(channel, ())), epoch)
 
     def append(self, decision: CommitDecision) -> None:
-        """Write and sync one decision.
+        """Write and sync one decision, then remember it. Blocks for the disk.
 
         :raises OSError: the write failed; the log is unchanged, and the same decision
             can be appended again.
@@ -134,7 +144,10 @@ class DecisionLog:
             self._compact()
 
     def _compact(self) -> None:
-        """Replace the file by one with the entries that matter, if possible."""
+        """Replace the file by one with the entries that matter.
+
+        If that fails, keep it.
+        """
         assert self._path is not None
         aborts = [decision for known in self._aborts.values() for decision in known.values()]
         lines = b"".join(msgspec.json.encode(one) + b"\n" for one in [*self._commits.values(), *aborts])
@@ -157,7 +170,10 @@ class DecisionLog:
         self._fd, self._size, self._named = fd, len(lines), False  # the new name has yet to be synced
 
     def close(self, *, remove: bool = False) -> None:
-        """Close the log. ``remove``: delete it, because the run is over."""
+        """Close the log and release its lock.
+
+        :param remove: delete the file, because the run is over.
+        """
         if remove and self._path is not None:
             private.remove(self._path)  # while locked: after unlock it may belong to another coordinator
         if self._fd >= 0:
@@ -166,7 +182,7 @@ class DecisionLog:
 
 
 def _sync_folder(path: Path) -> None:
-    """Sync the folder, so that a power cut does not restore an older file."""
+    """Sync the folder of ``path``: a power cut must not restore an older file."""
     fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -178,6 +194,7 @@ def _sync_folder(path: Path) -> None:
 
 
 def _decoded(line: bytes, number: int, path: Path) -> CommitDecision:
+    """Return the decision in line ``number`` of the log, or raise WorldError."""
     try:
         return msgspec.json.decode(line, type=CommitDecision)
     except MALFORMED as exc:

@@ -1,10 +1,9 @@
 """Feed events to the channel states, and apply the effects that they return.
 
-The engine has no sockets of its own and runs on one asyncio loop. Each event (a
-message, a loss or a tick) is handled to its end without an await: it goes into a
+The engine runs on one asyncio loop. Each event (a message, a loss or a tick) is handled
+to its end without an await: it goes into a
 :class:`~replicas.core.channel_state.ChannelState`, and the returned effects are applied
-in order. A decision is written and synced to disk before the commit is queued to any
-member. Sending only queues: nothing here waits for a member.
+in order, a decision synced to disk before the commit is queued to any member.
 
 Time is the loop's monotonic clock. A late tick means that this process was suspended
 and could not hear its members. So the pause is added to every lease, and the sockets
@@ -25,7 +24,7 @@ from replicas import errors
 from replicas import messages as wire
 from replicas.common.logs import Log
 from replicas.common.patience import PauseClock
-from replicas.common.tasks import kept
+from replicas.common.tasks import keep_until_done
 from replicas.config.structs import ChannelConfig
 from replicas.coordinator.addresses import check_reach
 from replicas.coordinator.decisions import DecisionLog
@@ -36,9 +35,9 @@ from replicas.coordinator.subscribers import Subscribers
 from replicas.core.base import effects
 from replicas.core.base.effects import CommitDecision, Effect, Event, StoreChanged
 from replicas.core.channel_state import ChannelState
-from replicas.core.members.heartbeats import SilenceOfAll
+from replicas.core.members.heartbeats import ChannelSilence
 from replicas.core.members.roster import GroupShape
-from replicas.core.moving.lanes import SECRET_NBYTES
+from replicas.core.operations.lanes import SECRET_NBYTES
 from replicas.core.versions.manifests import Joined, read
 from replicas.memory.beacon import own_beacon, own_process
 from replicas.memory.held_memory import MemoryHolder
@@ -55,7 +54,7 @@ SETTLE_S = 0.5
 """Time after a pause before leases and deadlines are checked."""
 
 
-class _Outlet:
+class _PendingEffects:
     """Pending effects of one channel; they do not block those of other channels."""
 
     def __init__(self) -> None:
@@ -81,8 +80,8 @@ class Engine:
         self.decisions = decisions
         self._store = store
         self._keeper = MemoryHolder()
-        beacon, process = own_beacon(), own_process()
-        here = ((process.boot_id, process.pid_namespace, beacon.uid), beacon)
+        process = own_process()
+        here = (process.boot_id, own_beacon())
         self.channels = {
             name: ChannelState(
                 config,
@@ -100,20 +99,17 @@ class Engine:
         self._sessions: dict[Member, MemberSession] = {}
         self.hello_checks: HelloChecks = HelloChecks(run, self.channels, self._sessions, process)
         self._subscribers = Subscribers()
-        self._outlets = {name: _Outlet() for name in channels}
+        self._outlets = {name: _PendingEffects() for name in channels}
         self._encoded = Encoded()
-        self._silence = SilenceOfAll()
+        self._silence = ChannelSilence()
         self._tasks: set[asyncio.Task[None]] = set()
         self.lag_s = 0.0
         self.refusals: dict[str, int] = {}
-        self.vouch: Callable[[wire.Hello], bool] = lambda hello: False
-        """Returns True if a supervisor started the process in its generation, False if
-        its replica has another launcher. Raises an error for a forged claim."""
+        self.is_started_here: Callable[[wire.Hello], bool] = lambda hello: False
+        """True if a supervisor started the process; raises for a forged claim."""
         self.tap: Callable[[ChannelState, Effect | wire.FromMember], None] | None = None
-        """Test hook, called with each effect and message just before it is applied.
-
-        A decision is passed when it is on disk. The hook must not raise or block.
-        """
+        """Test hook, called with each effect and message just before it is applied (a
+        decision: when it is on disk). It must not raise or block."""
 
     def subscribe(self, callback: Callable[[Event], None]) -> None:
         self._subscribers.add(callback)
@@ -130,10 +126,10 @@ class Engine:
         """
         now = self._now()
         channel = self.hello_checks.channel(hello)
-        self._break_silence(now)
+        self._end_silence(now)
         if hello.any_replica:
             hello = msgspec.structs.replace(hello, replica=self.hello_checks.replica(hello, channel), any_replica=False)
-        if hello.observe or not self.vouch(hello):
+        if hello.observe or not self.is_started_here(hello):
             hello = msgspec.structs.replace(hello, proof="")  # no supervisor vouches for it
         member = hello.member
         self.hello_checks.check_incarnation(hello, channel)
@@ -144,7 +140,7 @@ class Engine:
             self._attach(session, connection, hello.received, channel.welcome(state, session.received))
             return session
         if hello.resume_term == self.decisions.term:
-            raise channel.roster.left_behind(hello)
+            raise channel.roster.fenced_error(hello)
         if session is not None:
             self.lose(member, "left")  # its Welcome never arrived, so it starts again
         store = self._store.address[0]
@@ -177,7 +173,7 @@ class Engine:
         """Renew the lease when a part of a message arrives: the rest may take long."""
         channel, now = self._channel(session.member), self._now()
         if channel is not None:
-            channel.roster.heard(session.member, now)
+            channel.roster.note_heard(session.member, now)
             if now - session.wrote_at >= ACK_BYTES_S:
                 session.send(wire.Ack())
 
@@ -193,9 +189,10 @@ class Engine:
         return session.channel if session is not None else None
 
     def _fence(self, hello: wire.Hello) -> None:
+        """Send a replaced incarnation the reason, and close its session."""
         session = self._sessions.get(hello.member)
         if session is not None:
-            error = session.channel.roster.left_behind(hello, heard=True)
+            error = session.channel.roster.fenced_error(hello, heard=True)
             session.send(wire.Refused(wire.WireError.of(error)))
         self._close_session(hello.member)
 
@@ -221,22 +218,10 @@ class Engine:
             channel.lose(member, reason, self._now())
             self._apply(channel)
 
-    def replica_ended(self, group: str, replica: int, generation: int, reason: str) -> None:
+    def change_all(self, change: Callable[[ChannelState, float], None]) -> None:
+        """Call ``change(channel, now)`` for each channel, and apply its effects."""
         for channel in self.channels.values():
-            channel.recovery.stop_expecting(group, replica, reason)
-            for state in channel.roster.replica(group, replica):
-                if state.hello.generation <= generation:  # a later one may be here already
-                    channel.lose(state.member, reason, self._now())
-            self._apply(channel)
-
-    def set_draining(self, group: str, replica: int, generation: int) -> None:
-        for channel in self.channels.values():
-            channel.set_draining(group, replica, generation, self._now())
-            self._apply(channel)
-
-    def start_new_life(self, group: str, replica: int) -> None:
-        for channel in self.channels.values():
-            channel.start_new_life(group, replica, self._now())
+            change(channel, self._now())
             self._apply(channel)
 
     def expel(self, session: MemberSession, error: errors.ReplicasError, reason: str) -> None:
@@ -245,20 +230,17 @@ class Engine:
         self.lose(session.member, reason)
 
     def without_store(self) -> None:
-        """Form no process groups before the first store is up."""
-        for channel in self.channels.values():
-            channel.lanes.store_lost()
+        """Form no process groups until a store is up."""
+        self.change_all(lambda channel, _: channel.lanes.store_lost())
 
     def store_changed(self, up: bool) -> None:
         """Note that the store has ended, or that a new one listens elsewhere."""
         for name in self.channels:
             self._subscribers.emit(StoreChanged(name, up))
-        for channel in self.channels.values():
-            if up:
-                channel.store_moved(self._now())
-                self._apply(channel)
-            else:
-                channel.lanes.store_lost()
+        if up:
+            self.change_all(ChannelState.store_moved)
+        else:
+            self.without_store()
 
     def receive(self, session: MemberSession, frame: wire.MemberFrame) -> bool:
         """Handle a frame. Return False if it is out of order: close the connection."""
@@ -266,12 +248,12 @@ class Engine:
         if channel is None:
             return False
         now = self._now()
-        self._break_silence(now)
-        channel.roster.heard(member, now)
+        self._end_silence(now)
+        channel.roster.note_heard(member, now)
         session.acknowledge(frame.ack)
         if isinstance(frame.body, wire.Heartbeat):
             if session.connection is not None:
-                channel.roster.measured(member, session.connection.rtt_s())
+                channel.roster.note_heard(member, now, session.connection.rtt_s())
             session.send(wire.Ack())
             return True
         accepted = session.accept(frame.seq)
@@ -300,8 +282,9 @@ class Engine:
     # ------------------------------------------------------------ effects
 
     def _apply(self, channel: ChannelState) -> None:
+        """Apply the channel's effects; stop at a decision that cannot be recorded."""
         outlet = self._outlets[channel.config.name]
-        outlet.due.extend(channel.drain())
+        outlet.due.extend(channel.take_effects())
         if outlet.applying:  # called by _do(): the loop below continues with it
             return
         outlet.applying = True
@@ -315,7 +298,7 @@ class Engine:
         finally:
             outlet.applying = False
 
-    def _recorded(self, channel: ChannelState, outlet: _Outlet, decision: CommitDecision) -> bool:
+    def _recorded(self, channel: ChannelState, outlet: _PendingEffects, decision: CommitDecision) -> bool:
         """Write the decision. Return False if that fails; the next tick retries."""
         outlet.tried_at = outlet.tried_at or self._now()
         try:
@@ -331,6 +314,7 @@ class Engine:
         return True
 
     def _do(self, channel: ChannelState, effect: Effect) -> None:
+        """Carry out one effect, or pass an event to the subscribers."""
         if self.tap is not None:
             self.tap(channel, effect)
         match effect:
@@ -350,7 +334,7 @@ class Engine:
                 place = self._keeper.keep((effect.channel, effect.owner), effect.place, effect.version)
                 channel.keeping.kept(effect.owner, effect.version, place)
             case effects.Read():
-                kept(asyncio.create_task(self._read(channel, effect), name="manifest"), self._tasks)
+                keep_until_done(asyncio.create_task(self._read(channel, effect), name="manifest"), self._tasks)
             case effects.LetGo():
                 self._keeper.let_go((effect.channel, effect.owner))
             case CommitDecision():
@@ -363,8 +347,6 @@ class Engine:
                 elif isinstance(event, effects.StepFell):
                     text = '%s: version %d has meta["step"] = %s after %s: did its trainer lose its checkpoint?'
                     log.warning(text, event.channel, event.version, event.step, event.before)
-                elif isinstance(event, effects.MemberQuarantined):
-                    log.warning("%s: %s is quarantined: %s", event.channel, event.member, event.reason)
                 elif isinstance(event, effects.LoadFailed):
                     what = "refused" if event.kept else "did not load"
                     about = (event.channel, event.group, event.replica, what, event.version, event.reason)
@@ -372,6 +354,7 @@ class Engine:
                 self._subscribers.emit(event)
 
     async def _read(self, channel: ChannelState, effect: effects.Read) -> None:
+        """Read manifests on another thread, and give the channel the result."""
         found: Joined | errors.ReplicasError
         try:
             found = await asyncio.to_thread(read, effect)
@@ -384,6 +367,7 @@ class Engine:
         self._apply(channel)
 
     def _on_lost(self, event: effects.MemberLost) -> None:
+        """Log a member's loss; tell the member the reason, and close its session."""
         log.info("%s: %s is lost (%s)", event.channel, event.member, event.reason)
         if event.reason == "fenced":
             return  # _fence sends the reason, after the Welcome of the new incarnation
@@ -399,20 +383,20 @@ class Engine:
 
     # ------------------------------------------------------------ time
 
-    def _break_silence(self, now: float) -> None:
+    def _end_silence(self, now: float) -> None:
         """Note that a member is heard, which ends a silence of all members."""
-        grace_s = self._silence.heard(now)
+        grace_s = self._silence.end_silence(now)
         if grace_s:
             log.warning("giving silent members %.1f s more, after a time in which no member was heard", grace_s)
-            self._pardon(0.0, now, grace_s)
+            self._extend_leases(0.0, now, grace_s)
 
-    def _pardon(self, silence_s: float, now: float, grace_s: float = 0.0) -> None:
+    def _extend_leases(self, silence_s: float, now: float, grace_s: float = 0.0) -> None:
         """Extend the leases of connected members on other hosts."""
         for channel in self.channels.values():
-            channel.roster.pardon(self._far, silence_s, now, grace_s=grace_s)
+            channel.roster.extend_leases(self._remote_members, silence_s, now, grace_s=grace_s)
 
     @property
-    def _far(self) -> set[Member]:
+    def _remote_members(self) -> set[Member]:
         """Members on other hosts that are still connected."""
         sessions = self._sessions.items()  # a member with a watch is on this machine, where its death is seen
         return {member for member, session in sessions if session.watch is None and session.connection is not None}
@@ -422,27 +406,23 @@ class Engine:
         return asyncio.get_running_loop().time()
 
     async def tick_forever(self) -> None:
-        """Check leases and deadlines ten times a second.
-
-        After a pause of this process, the sockets are read first, and members that were
-        paused with it get a moment to send.
-        """
+        """Check leases and deadlines ten times a second, later after a pause."""
         clock = PauseClock(self._now() + TICK_S)
         while True:
             await asyncio.sleep(max(0.0, clock.due - self._now()))
             now = self._now()
             self.lag_s = max(now - clock.due, self.lag_s * 0.9)  # decays in a second or so
-            pause_s = clock.pause_at(now)
+            pause_s = clock.measure_pause(now)
             clock.due = now + (SETTLE_S if pause_s else TICK_S)
             if pause_s:
                 log.warning("extending all leases by %.1f s, in which this process did not run", pause_s)
                 for channel in self.channels.values():
-                    channel.roster.forgive(pause_s, now)
+                    channel.roster.skip_pause(pause_s, now)
                 continue  # check leases after the sockets were read
-            if not self._far:
-                self._silence.nobody()
-            elif silence_s := self._silence.passed(now):
-                self._pardon(silence_s, now)
+            if not self._remote_members:
+                self._silence.note_no_members()
+            elif silence_s := self._silence.take_uncounted_s(now):
+                self._extend_leases(silence_s, now)
             for name, channel in self.channels.items():
                 try:
                     channel.tick(now)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from replicas import errors
 from replicas import messages as wire
 from replicas.common.logs import Log
+from replicas.config.values import nearest
 from replicas.coordinator.sessions import MemberSession, ProcessWatch
 from replicas.core.channel_state import ChannelState
 from replicas.messages.identity import Member, ProcessIdentity
@@ -56,12 +57,8 @@ class HelloChecks:
             )
         channel = self._channels.get(hello.channel)
         if channel is None:
-            known = ", ".join(sorted(self._channels)) or "none"
-            raise errors.UnknownChannel(
-                f'there is no channel "{hello.channel}" in run "{self.run}"',
-                channel=hello.channel,
-                hint=f"its channels: {known}",
-            )
+            text = f'there is no channel "{hello.channel}" in run "{self.run}"'
+            raise errors.UnknownChannel(f"{text}{nearest(hello.channel, self._channels)}", channel=hello.channel)
         return channel
 
     def check_incarnation(self, hello: wire.Hello, channel: ChannelState) -> None:
@@ -78,10 +75,11 @@ class HelloChecks:
     def replica(self, hello: wire.Hello, channel: ChannelState) -> int:
         """Return the replica index for a rank 0 that asks for any.
 
-        The index that this process has already, on this channel (its Welcome was lost)
-        or another one; otherwise the lowest free one.
+        It is the index that this process has already, on this channel (its Welcome was
+        lost) or another one; otherwise the lowest free one. It is not reserved.
 
         :raises NotYet: members of an earlier coordinator may come back for theirs.
+        :raises errors.UsageError: the rank is not 0.
         """
         if hello.rank != 0:
             text = f'replica="auto" is for rank 0 of a replica, not for rank {hello.rank}'
@@ -97,7 +95,9 @@ class HelloChecks:
         return next(index for index in wanted if not channel.roster.replica(hello.group, index))
 
     def watch(self, hello: wire.Hello, member: Member) -> ProcessWatch | None:
-        """Return a watch of the member's process, or None if that is not possible.
+        """Return a watch of the member's process, not started yet.
+
+        Return None if the process is not of this machine, or cannot be watched.
 
         :raises errors.Fenced: the process has ended already.
         """

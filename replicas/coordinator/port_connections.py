@@ -15,15 +15,13 @@ import asyncio
 import functools
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, cast
 from urllib.parse import unquote
 
-from starlette.responses import JSONResponse
-
 from replicas import errors
 from replicas.coordinator.addresses import AllowedHosts
-from replicas.coordinator.limits import STRANGERS_SHARE, Bounded, RateLimit
+from replicas.coordinator.limits import STRANGERS_SHARE, BoundedConnections, RateLimit
 from replicas.coordinator.websocket import SocketRoute, WebSocket
 
 REQUEST_TIMEOUT_S = 5.0
@@ -40,27 +38,38 @@ REQUEST_S = 500e-6
 """Fixed cost of a stranger's request: transport, parsing, close."""
 KEY = "replicas.visit"
 _ENDS = (b"\r\n\r\n", b"\n\n", b"\n\r\n")  # bare line feeds too, as other servers accept them
-_REQUEST = re.compile(rb"[A-Za-z]+ (\S+) HTTP/1\.[01]\r?(?:\n|$)")
+_REQUEST = re.compile(rb"[A-Za-z]+ (?=\S)(?:(?i:https?)://([^/\s]*))?(\S*) HTTP/1\.[01]\r?(?:\n|$)")
+"""A request line. Its target may have scheme and host (RFC 9112, 3.2.2)."""
 _TLS_HANDSHAKE = 0x16  # the first byte of a TLS connection
-_NAMES = ("host", "origin")
-"""Headers that name this port."""
 
 
-@functools.cache
+@functools.lru_cache(maxsize=16)  # a text may have a name that a stranger has sent
 def answer(status: str, text: str) -> bytes:
-    """Return a whole HTTP response that closes the connection."""
+    """Return the bytes of a whole HTTP response that closes the connection."""
     body = f"{text}\n".encode()
     head = f"HTTP/1.1 {status}\r\nContent-Type: text/plain; charset=utf-8\r\nContent-Length: {len(body)}\r\n"
     return f"{head}Cache-Control: no-store\r\nConnection: close\r\n\r\n".encode() + body
 
 
+def values_of(head: bytes, wanted: bytes) -> list[bytes]:
+    """Return the values of a header, by its name in lower case, in a request head."""
+    lines = (line.partition(b":") for line in head.split(b"\n")[1:])
+    return [value.strip() for name, _, value in lines if name.lower() == wanted]
+
+
 def authorization_of(head: bytes) -> bytes:
-    """Return the value of the Authorization header, or ``b""``."""
-    for line in head.split(b"\n"):
-        name, _, value = line.partition(b":")
-        if name.lower() == b"authorization":
-            return value.strip()
-    return b""
+    """Return the value of the Authorization header in a request head, or ``b""``."""
+    return next(iter(values_of(head, b"authorization")), b"")
+
+
+def names_of(head: bytes) -> list[str]:
+    """Return the names by which a request speaks to this port: its hosts and origins.
+
+    A host in its target replaces the header.
+    """
+    found = _REQUEST.match(head)
+    hosts = [found[1]] if found is not None and found[1] is not None else values_of(head, b"host")
+    return [name.decode("latin-1") for name in (*hosts, *values_of(head, b"origin"))]
 
 
 def head_nbytes(data: bytes) -> int:
@@ -84,15 +93,15 @@ class PortRules:
         hosts: AllowedHosts,
         live: Callable[[], bool] | None = None,
     ) -> None:
-        self.refused, self.knows, self.hosts = refused, knows, hosts
+        self.refused, self.is_valid_token, self.hosts = refused, knows, hosts
         self._live = live
-        self.unproven: Bounded[PortConnection] = Bounded(UNPROVEN)
-        self.strangers: Bounded[PortConnection] = Bounded(STRANGERS)
+        self.unproven: BoundedConnections[PortConnection] = BoundedConnections(UNPROVEN)
+        self.strangers: BoundedConnections[PortConnection] = BoundedConnections(STRANGERS)
         self.pace = RateLimit(asyncio.get_running_loop().time(), STRANGERS_SHARE)
         """Account of the requests of all strangers."""
 
     def answer_at_once(self, head: bytes) -> bytes | None:
-        """Return the answer to a probe, which must not wait, or None otherwise."""
+        """Return the response to a probe (``GET /livez``), None for other heads."""
         if self._live is None or not head.startswith(b"GET /livez HTTP/1."):
             return None
         status, text = "503 Service Unavailable", "the supervisor's event loop or store is stuck"
@@ -103,19 +112,11 @@ class PortRules:
             text = error.message
         return answer(status, text)
 
-    def problem(self, names: Iterable[str]) -> tuple[int, str] | None:
-        """Return status and text if these Host and Origin are refused, or None."""
-        if problem := self.hosts.problem(names):
-            self.refused("host")
-            return 403, problem
-        return None
-
 
 class Port(Protocol):
     """The server to which a visit belongs."""
 
-    rules: PortRules | None
-    refused: Callable[[str], None]
+    rules: PortRules
     sockets: Mapping[str, SocketRoute]
     connections: set[PortConnection]
 
@@ -126,25 +127,25 @@ class Port(Protocol):
         """Serve a WebSocket in its own task."""
 
     def turns_away(self, transport: asyncio.Transport) -> bytes:
-        """Return the answer that refuses this connection, or ``b""`` if allowed."""
+        """Return the response that refuses this connection, or ``b""`` if allowed."""
 
 
 class PortConnection(asyncio.Protocol):
     """The protocol of one connection until it becomes a WebSocket or closes.
 
     :param source: its source, for limits. :param until: loop time by which its head
-        must be complete. Both are unused at a port without rules.
+        must be complete.
     """
 
     transport: asyncio.Transport
 
-    def __init__(self, port: Port, source: bytes = b"", until: float = 0.0) -> None:
+    def __init__(self, port: Port, source: bytes, until: float) -> None:
         self._port = port
         self.rules = port.rules
         self._source = source
         self._until = until
         self._loop = asyncio.get_running_loop()
-        self.began = time.perf_counter()
+        self._began = time.perf_counter()
         """When its turn came. A stranger is charged for the time from then to its
         answer, including other work of the loop."""
         self.opening: asyncio.Task[None] | None = None
@@ -155,30 +156,35 @@ class PortConnection(asyncio.Protocol):
 
     @property
     def is_stranger(self) -> bool:
-        return self.rules is not None and self in self.rules.strangers
+        """True for a connection that has sent its request without a valid token."""
+        return self in self.rules.strangers
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Start the time limit of the request head."""
         self.transport = cast("asyncio.Transport", transport)
         self.opening = None
-        self.is_secure = transport.get_extra_info("sslcontext") is not None
+        self._is_secure = transport.get_extra_info("sslcontext") is not None
         self._port.connections.add(self)
-        if self.rules is not None:
-            self._wait(max(0.0, self._until - self._loop.time()))
+        self._start_timer(max(0.0, self._until - self._loop.time()))
 
-    def count_in(self, crowd: Bounded[PortConnection]) -> None:
-        """Add it to a set of limited size; close the connection that it displaces."""
+    def add_to_limited(self, crowd: BoundedConnections[PortConnection]) -> None:
+        """Add this connection to a set of limited size.
+
+        Abort the one that it displaces.
+        """
         if (one := crowd.add(self, self._source)) is not None:
-            self._port.refused("too_many")
+            self.rules.refused("too_many")
             one.cut()
 
     def data_received(self, data: bytes) -> None:
+        """Collect and check the request head; pass later bytes to the pages."""
         if self._pages is not None:
             self._pages.data_received(data)
         elif not self.transport.is_closing():
             self._head += data  # bytes after the answer are dropped
-            self._judge()
+            self._check_head()
 
-    def _judge(self) -> None:
+    def _check_head(self) -> None:
         """Check the part of the request that has arrived; answer a bad one."""
         data, nbytes = self._head, head_nbytes(self._head)
         if data[0] == _TLS_HANDSHAKE:
@@ -189,17 +195,18 @@ class PortConnection(asyncio.Protocol):
             text = f"the request head exceeds the limit of {HEAD_NBYTES} bytes"
             self._turn_away("oversized", "431 Request Header Fields Too Large", text)
         elif nbytes:
-            self._heard(data[:nbytes])
+            self._handle_head(data[:nbytes])
 
-    def _heard(self, head: bytes) -> None:
-        self._goes_on()
-        if said := self._port.turns_away(self.transport) or self._said_at_once(head):
+    def _handle_head(self, head: bytes) -> None:
+        """Answer the request, or pass the connection to a WebSocket or the pages."""
+        self._cancel_timer()
+        if said := self._port.turns_away(self.transport) or self._immediate_answer(head):
             self._say(said)
             return
         data, self._head = self._head, b""
         found = _REQUEST.match(head)
         assert found is not None
-        route = self._port.sockets.get(found[1].partition(b"?")[0].decode("latin-1"))
+        route = self._port.sockets.get(found[2].partition(b"?")[0].decode("latin-1"))
         if route is not None:
             self._upgrade(route, head, data[len(head) :])
             return
@@ -207,35 +214,30 @@ class PortConnection(asyncio.Protocol):
         self._pages.connection_made(self.transport)
         self._pages.data_received(data)
 
-    def _said_at_once(self, head: bytes) -> bytes:
+    def _immediate_answer(self, head: bytes) -> bytes:
         """Return the answer to a probe or to a stranger over the limit, or ``b""``."""
-        if (rules := self.rules) is None:
-            return b""
+        rules = self.rules
         rules.unproven.discard(self)
-        self.began = time.perf_counter() if self.is_secure else self.began
+        self._began = time.perf_counter() if self._is_secure else self._began
         if (probe := rules.answer_at_once(head)) is not None:
             return probe
-        if not rules.knows(authorization_of(head)):
-            if self.is_secure and rules.pace.charge(
-                REQUEST_S, self._loop.time()
-            ):  # without TLS the acceptor charges it
-                rules.refused("too_many")
-                return answer("503 Service Unavailable", "too many requests without a token")
-            self.count_in(rules.strangers)
+        if rules.is_valid_token(authorization_of(head)):
+            return b""
+        if self._is_secure and rules.pace.charge(REQUEST_S, self._loop.time()):  # without TLS the acceptor charges it
+            rules.refused("too_many")
+            return answer("503 Service Unavailable", "too many requests without a token")
+        if problem := rules.hosts.problem(names_of(head)):
+            rules.refused("host")
+            return answer("403 Forbidden", problem)
+        self.add_to_limited(rules.strangers)
         return b""
 
     def _upgrade(self, route: SocketRoute, head: bytes, rest: bytes) -> None:
-        websocket = WebSocket(self.transport, self.left)
-        websocket.on_malformed = lambda: self._port.refused("malformed")
-
-        def judge(headers: Mapping[str, str]) -> tuple[int, str] | None:
-            problem = None
-            if self.rules is not None and self.is_stranger:
-                problem = self.rules.problem([headers[name] for name in _NAMES if name in headers])
-            return problem or route.refusal(headers)
-
+        """Turn the connection into a WebSocket, and serve it unless it is refused."""
+        websocket = WebSocket(self.transport, self.remove_from_port)
+        websocket.on_malformed = lambda: self.rules.refused("malformed")
         self.transport.set_protocol(websocket)
-        if websocket.open(head, judge):
+        if websocket.open(head, route.refusal):
             self._port.serve(route, websocket)
             if rest:  # a client need not wait for the answer
                 websocket.feed_bytes(rest)
@@ -243,50 +245,66 @@ class PortConnection(asyncio.Protocol):
     # ------------------------------------------------------------ answers, and the end
 
     def _turn_away(self, reason: str, status: str, text: str) -> None:
-        self._port.refused(reason)
+        """Count a refusal, answer with ``status`` and ``text``, and close."""
+        self.rules.refused(reason)
         self._say(answer(status, text))
 
     def _say(self, data: bytes) -> None:
-        self._goes_on()
+        """Write the whole answer and close; abort if the peer does not read it."""
+        self._cancel_timer()
         self.transport.write(data)
         self.transport.close()
-        self._wait(STALL_TIMEOUT_S)
+        self._start_timer(STALL_TIMEOUT_S)
+
+    def charge_answer(self) -> None:
+        """Charge the time from its turn until now to the account of all strangers."""
+        self.rules.pace.charge(time.perf_counter() - self._began, self._loop.time())
 
     def finish(self, kind: str) -> None:
-        """End a response; abort later if the peer does not read the rest of it."""
+        """Limit the time in which the peer must read the end of a response.
+
+        :param kind: the ASGI scope's type; for ``websocket``, only leave the port's
+            sets.
+        """
         if kind == "websocket":  # a route of the caller, whose protocol has the transport now
-            self.left()
+            self.remove_from_port()
         elif self.transport.is_closing() and self in self._port.connections:  # it may have left already
-            self._wait(STALL_TIMEOUT_S)
+            self._start_timer(STALL_TIMEOUT_S)
 
     def cut(self) -> None:
+        """Abort the connection, or cancel the TLS handshake that opens it."""
         if self.opening is not None:
             self.opening.cancel()
         else:
             self.transport.abort()
 
-    def _wait(self, seconds: float) -> None:
+    def _start_timer(self, seconds: float) -> None:
+        """Start the timer that cuts the connection, unless one runs already."""
         if self._timer is None:  # keep the first limit
-            self._timer = self._loop.call_later(seconds, self._late)
+            self._timer = self._loop.call_later(seconds, self._on_timeout)
 
-    def _goes_on(self) -> None:
+    def _cancel_timer(self) -> None:
+        """Stop the timer that cuts the connection, if it runs."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _late(self) -> None:
+    def _on_timeout(self) -> None:
+        """Cut the connection at the end of its time; count it if it sent a request."""
         self._timer = None
         if self._head or self._pages is not None:  # a browser's spare connection sends no request
-            self._port.refused("timeout")
+            self.rules.refused("timeout")
         self.cut()
 
     def pause_writing(self) -> None:
-        self._wait(STALL_TIMEOUT_S)
+        """Start the time limit of a peer that does not read."""
+        self._start_timer(STALL_TIMEOUT_S)
         if self._pages is not None:
             self._pages.pause_writing()
 
     def resume_writing(self) -> None:
-        self._goes_on()
+        """Stop the time limit of :meth:`pause_writing`."""
+        self._cancel_timer()
         if self._pages is not None:
             self._pages.resume_writing()
 
@@ -295,27 +313,27 @@ class PortConnection(asyncio.Protocol):
             self._pages.eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._goes_on()
+        """Tell the pages, and leave the port's sets."""
+        self._cancel_timer()
         if self._pages is not None:
             self._pages.connection_lost(exc)
-        self.left()
+        self.remove_from_port()
 
-    def left(self) -> None:
-        """Remove the connection from the port's sets."""
+    def remove_from_port(self) -> None:
+        """Remove this connection from the port's sets; do not close it."""
         self._port.connections.discard(self)
-        if self.rules is not None:
-            self.rules.unproven.discard(self)
-            self.rules.strangers.discard(self)
+        self.rules.unproven.discard(self)
+        self.rules.strangers.discard(self)
 
 
 # ------------------------------------------------------------ around the pages
 
 
 class Pages:
-    """ASGI middleware: checks the host of strangers, and closes after one answer.
+    """ASGI middleware: charges strangers, and closes after one answer to them.
 
-    A request target with scheme and host, as for proxies, is reduced to its path; its
-    host replaces the header (RFC 9112, 3.2.2).
+    A request target with scheme and host is reduced to its path; its host replaces the
+    header.
     """
 
     def __init__(self, app: Any) -> None:
@@ -329,25 +347,15 @@ class Pages:
             headers = [(b"host", host), *((name, value) for name, value in scope["headers"] if name != b"host")]
             path = b"/" + path
             scope = {**scope, "path": unquote(path.decode("latin-1")), "raw_path": path, "headers": headers}
-        rules = visit.rules
-        try:
-            if rules is None or not visit.is_stranger:
-                await self._app(scope, receive, send)
-            else:
-                await self._for_stranger(rules, visit.began, scope, receive, send)
-        finally:
-            visit.finish(scope["type"])
-
-    async def _for_stranger(self, rules: PortRules, began: float, scope: Any, receive: Any, send: Any) -> None:
-        names = [value.decode("latin-1") for name, value in scope["headers"] if name.decode("latin-1") in _NAMES]
-        refusal = rules.problem(names)
-        app = self._app if refusal is None else JSONResponse({"error": refusal[1]}, status_code=refusal[0])
-        loop = asyncio.get_running_loop()
 
         async def send_once(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                rules.pace.charge(time.perf_counter() - began, loop.time())
+            """At the start of a stranger's response charge it, and have it close."""
+            if visit.is_stranger and message["type"] == "http.response.start":
+                visit.charge_answer()
                 message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
             await send(message)
 
-        await app(scope, receive, send_once)
+        try:
+            await self._app(scope, receive, send_once)
+        finally:
+            visit.finish(scope["type"])

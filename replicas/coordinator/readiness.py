@@ -18,6 +18,7 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
+from replicas.common.reason import Reason
 from replicas.core.channel_state import ChannelState
 from replicas.core.members.member_state import MemberState
 
@@ -72,9 +73,10 @@ class ReadinessBook:
         *,
         external: bool = False,
     ) -> Readiness:
-        """Return the readiness of one generation of a replica.
+        """Return the readiness of one generation of a replica; remember if it is ready.
 
         :param world: the number of its ranks.
+        :param now: loop time.
         :param external: another launcher starts it; members of all generations count.
         """
         reasons: list[str] = []
@@ -95,12 +97,13 @@ class ReadinessBook:
                 m for m in channel.roster.replica(group, replica) if external or m.hello.generation == generation
             ]
             seen += members
-            silent |= {m.member.rank for m in members if channel.roster.suspect(m, now)}
+            silent |= {m.member.rank for m in members if channel.roster.is_suspect(m, now)}
             steps.append(channel.marks.of(group, replica)[0])
             slots[config.name] = max((len(m.held) for m in members), default=0)
             if opened := [now - m.granted_at for m in members if channel.load_rounds.has_open_update(m.member)]:
                 open_s[config.name] = max(opened)
-            left = _left(channel, group, replica, None if external else generation)
+            leaves = channel.roster.history.left.get((group, replica), {})
+            left = {rank for rank, (of, _) in leaves.items() if external or of == generation}
             # where only leaders take part, the others need not join
             expected = range(1 if all(party.ranks == "leader" for party in parties) else world)
             missing = set(expected) - {m.member.rank for m in members} - left
@@ -115,7 +118,7 @@ class ReadinessBook:
                 failures += [f"{config.name}: {round_.failure}"] if round_.failure else []
                 if not missing and not left:  # ranks that have left cannot load
                     reasons += self._behind(channel, group, replica, generation)
-                if left and (text := _stranded(channel, members, now)):
+                if left and (text := _stranded(channel, members, max(at for _, at in leaves.values()), now)):
                     stranded = True
                     reasons.append(text)
         ages = [now - state.last_seen for state in seen]
@@ -137,37 +140,33 @@ class ReadinessBook:
         )
 
     def _behind(self, channel: ChannelState, group: str, replica: int, generation: int) -> list[str]:
+        """Return why its loaded version keeps a target from ready: one text or none.
+
+        Remember the generation if nothing does.
+        """
         key = (channel.config.name, group, replica)
         latest, round_ = channel.told.latest, channel.load_rounds.of(group, replica)
         if round_.partial:
             self._was_ready.pop(key, None)
             return [f"{channel.config.name}: a part of a version may be in the memory of its ranks"]
         if channel.lockstep.is_behind(group, replica):
-            others = f"the others serve version {channel.lockstep.served}"
-            return [f"{channel.config.name}: has version {round_.loaded}, {others}"]
+            return [f"version {round_.loaded} of {channel.config.name} loaded, others serve {channel.lockstep.served}"]
         if round_.loaded or not latest:
             self._was_ready[key] = generation
         elif self._was_ready.get(key) != generation and (
             channel.recovery.active or channel.commits.obtainable(channel.roster.replica(group, replica))
         ):
-            return [f"{channel.config.name}: has version {round_.loaded}, version {latest} is committed"]
+            return [f"no version of {channel.config.name} loaded yet (newest: {latest})"]
         return []
 
 
-def _left(channel: ChannelState, group: str, replica: int, generation: int | None) -> set[int]:
-    """Return the ranks of this generation (of any, if None) that left in good order."""
-    names = ((name.split("/"), of) for name, (of, _) in channel.roster.history.left.items())
-    return {int(rank) for (g, r, rank), of in names if (g, int(r)) == (group, replica) and generation in (of, None)}
+def _stranded(channel: ChannelState, ranks: Sequence[MemberState], left_at: float, now: float) -> Reason | None:
+    """Return why ranks wait for a version that they cannot get, or None.
 
-
-def _stranded(channel: ChannelState, ranks: Sequence[MemberState], now: float) -> str:
-    """Return why ranks wait for a version that they cannot get, or ""."""
-    names = {f"{state.member.replica_name}/" for state in ranks}
-    since = [
-        at for name, (_, at) in channel.roster.history.left.items() if any(name.startswith(known) for known in names)
-    ]
+    :param left_at: when the last of the others left.
+    """
     asking = [state for state in ranks if channel.load_rounds.wants(state.member, channel.commits.latest)]
-    if not asking or not since or now - max(since) < STRANDED_S:
-        return ""
+    if not asking or now - left_at < STRANDED_S:
+        return None
     waiting = ", ".join(str(state.member.rank) for state in asking)
     return f"{channel.config.name}: rank {waiting} waits for version {channel.commits.latest}, other ranks have left"

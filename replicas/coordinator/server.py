@@ -5,11 +5,10 @@ A connection has limits before its request is known
 (:mod:`replicas.coordinator.port_connections`), as a WebSocket
 (:mod:`replicas.coordinator.websocket`), for each message
 (:mod:`replicas.coordinator.limits`), and here: a failed session is closed within a
-second, even if its peer does not read. After a transport error (malformed bytes,
-numbers out of order) only the connection is closed, and the member may reconnect: the
-network may have corrupted the data. A member that sends invalid values is lost, because
-it would repeat them; so is a member after
-:data:`REFUSED_MAX` closed connections in a row.
+second, even if its peer does not read. After bad input (malformed bytes, values out of
+range, numbers out of order) only the connection is closed, and the member may
+reconnect: the network may have corrupted the data. A member that repeats it is lost
+after :data:`REFUSED_MAX` closed connections in a row; one that sends too much, at once.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from starlette.routing import BaseRoute
 
 from replicas import errors
 from replicas.common.logs import Log
-from replicas.common.tasks import cancelled, kept
+from replicas.common.tasks import cancelled, keep_until_done
 from replicas.config.values import NAME_ONE
 from replicas.coordinator.acceptor import Acceptor
 from replicas.coordinator.engine import Engine
 from replicas.coordinator.hello_checks import NotYet
-from replicas.coordinator.limits import hello_problem, message_problem, size_problem
+from replicas.coordinator.limits import hello_problem, size_problem
 from replicas.coordinator.port_connections import (
     KEY,
     REQUEST_TIMEOUT_S,
@@ -57,9 +56,6 @@ REFUSED_MAX = 3
 """Connections in a row closed for bad input before the member is lost."""
 log = Log("replicas.coordinator")
 
-BACKLOG = 256
-"""Backlog of the listening socket; the loop accepts as many in one iteration."""
-
 POLICY_VIOLATION = 1008
 BAD_DATA = 1007
 TRY_AGAIN = 1013
@@ -77,15 +73,21 @@ class _Refusal(Exception):
 
 
 def session_route(engine: Engine, tokens: Tokens) -> SocketRoute:
-    """Return the route ``/session``, for members and operators with a bearer token."""
+    """Return the route ``/session``, at which member sessions of the engine are served.
+
+    It refuses requests without a valid token, and ends a session whose token is
+    retired.
+    """
 
     def refusal(headers: Mapping[str, str]) -> tuple[int, str] | None:
+        """Return status and text to refuse a request without a token, or None."""
         if tokens.role_of(headers) is not None:
             return None
         engine.refused("token")
         return 401, tokens.refusal(headers)
 
     async def serve(websocket: WebSocket) -> None:
+        """Serve one session until its end, or until its token is retired."""
         with tokens.watched(websocket.headers, websocket.cut), contextlib.suppress(Ended):
             if tokens.role_of(websocket.headers) is not None:  # it may have ended since the request was accepted
                 await _serve(engine, websocket)
@@ -94,6 +96,7 @@ def session_route(engine: Engine, tokens: Tokens) -> SocketRoute:
 
 
 async def _serve(engine: Engine, websocket: WebSocket) -> None:
+    """Read the Hello, open its session, and handle its messages until the end."""
     try:
         hello = await _hello(websocket)
     except _Refusal as refusal:
@@ -115,6 +118,7 @@ async def _serve(engine: Engine, websocket: WebSocket) -> None:
 
 
 def _refused_frame(error: errors.ReplicasError) -> bytes:
+    """Return the encoded frame that tells a member this error."""
     return encode(ServerFrame(0, 0, Refused(WireError.of(error))))
 
 
@@ -125,23 +129,24 @@ async def _converse(engine: Engine, session: MemberSession, websocket: WebSocket
     """
     over = session.over
     reader = asyncio.create_task(_read(engine, session, websocket, over))
-    tasks: set[asyncio.Task[Any]] = {reader, asyncio.create_task(over.wait())}
+    closed = asyncio.create_task(over.wait())
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({reader, closed}, return_when=asyncio.FIRST_COMPLETED)
         if over.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CLOSE_TIMEOUT_S):
                     await session.written(websocket)
     finally:
         engine.detach(session, websocket)
-        for ended in await cancelled(*tasks):
-            if isinstance(ended, Exception) and not isinstance(ended, _Refusal):
-                log.error("a bug: the session of %s failed", session.member, exc_info=ended)
-    if reader.done() and not reader.cancelled() and isinstance(refusal := reader.exception(), _Refusal):
-        websocket.close(refusal.code, refusal.text)
+        ended, _ = await cancelled(reader, closed)
+        if isinstance(ended, _Refusal):
+            websocket.close(ended.code, ended.text)
+        elif isinstance(ended, Exception):
+            log.error("a bug: the session of %s failed", session.member, exc_info=ended)
 
 
 async def _hello(websocket: WebSocket) -> Hello:
+    """Receive the first message, or raise _Refusal if it is not a valid Hello."""
     try:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
             data = await websocket.receive()
@@ -158,6 +163,10 @@ async def _hello(websocket: WebSocket) -> Hello:
 
 
 def _decoded(data: bytes, *, first: bool = False) -> MemberFrame:
+    """Return the frame in ``data``, or raise _Refusal.
+
+    :param first: it must be the Hello.
+    """
     if (problem := size_problem(data, first=first)) is not None:
         raise _Refusal("oversized", problem, TOO_BIG, final=True)
     try:
@@ -201,6 +210,7 @@ async def _read(engine: Engine, session: MemberSession, websocket: WebSocket, ov
 
 
 def _refused(engine: Engine, session: MemberSession, refusal: _Refusal) -> None:
+    """Count bad input of a session; lose its member if final, or the third in a row."""
     session.refused += 1
     engine.refused(refusal.reason)
     log.warning("refusing input of %s: %s", session.member, refusal.text)
@@ -209,21 +219,19 @@ def _refused(engine: Engine, session: MemberSession, refusal: _Refusal) -> None:
 
 
 def _handle(engine: Engine, session: MemberSession, data: bytes) -> None:
-    """Decode and check one message, and pass it to the engine."""
+    """Decode and check one message, and pass it to the engine, or raise _Refusal."""
     frame = _decoded(data)
     if isinstance(frame.body, Hello):
         raise _Refusal("out_of_order", "a second Hello", POLICY_VIOLATION)
     if not 0 <= frame.ack <= session.sent:
         raise _Refusal("out_of_order", f"ack {frame.ack} of {session.sent} messages", POLICY_VIOLATION)
-    if (problem := message_problem(frame.body)) is not None:
-        raise _Refusal("malformed", problem, POLICY_VIOLATION, final=True)
     if not engine.receive(session, frame):
         text = f"message {frame.seq} came after {session.received}"
         raise _Refusal("out_of_order", text, POLICY_VIOLATION)
 
 
 def bind_listener(host: str, port: int, *, or_any: bool = False) -> socket.socket:
-    """Return a listening socket.
+    """Return a new socket, not blocking, that listens at the address.
 
     :param or_any: take any free port if ``port`` is in use.
     :raises errors.WorldError: the address is not of this machine, or the port is taken.
@@ -259,9 +267,7 @@ def bind_listener(host: str, port: int, *, or_any: bool = False) -> socket.socke
 class Server:
     """Serves HTTP, sessions and agents on one socket.
 
-    :param refused: called with the reason for each connection that is refused.
-    :param acceptor: accepts the connections. If None, asyncio does, without token
-    checks.
+    :param rules: of the port; they are told why a connection is refused.
     :param turns_away: returns the answer that refuses a connection, or ``b""``.
     :param tls: context of the port, or None for plain HTTP.
     """
@@ -270,17 +276,15 @@ class Server:
         self,
         listener: socket.socket,
         routes: Sequence[BaseRoute],
-        refused: Callable[[str], None],
+        rules: PortRules,
         *,
-        acceptor: Acceptor | None = None,
         turns_away: Callable[[asyncio.Transport], bytes] = lambda _: b"",
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._listener = listener
-        self._acceptor = acceptor
+        self._acceptor: Acceptor | None = None
         self._tls = tls
-        self.rules: PortRules | None = None if acceptor is None else acceptor.rules
-        self.refused, self.turns_away = refused, turns_away
+        self.rules, self.turns_away = rules, turns_away
         self.sockets: Mapping[str, SocketRoute] = {
             route.path: route for route in routes if isinstance(route, SocketRoute)
         }
@@ -301,23 +305,18 @@ class Server:
         )
         self._config.load()
         self._uvicorn = uvicorn.Server(self._config)
-        self._accepting: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def start(self) -> None:
-        if self._acceptor is not None:
-            self._acceptor.open(self._admit)
-        else:
-            loop = asyncio.get_running_loop()
-            self._accepting = await loop.create_server(
-                lambda: PortConnection(self), sock=self._listener, backlog=BACKLOG
-            )
+    def start(self) -> None:
+        """Start to accept connections on the running loop."""
+        self._acceptor = Acceptor(self._listener, self.rules, self._admit, tls=self._tls is not None)
 
     def _admit(self, sock: socket.socket, source: bytes, until: float) -> None:
+        """Start a task that opens the transport of a connection from the acceptor."""
         visit = PortConnection(self, source, until)
         visit.opening = self._spawn(self._connect(sock, visit))
-        if self._tls is not None and self.rules is not None:
-            visit.count_in(self.rules.unproven)
+        if self._tls is not None:
+            visit.add_to_limited(self.rules.unproven)
 
     async def _connect(self, sock: socket.socket, visit: PortConnection) -> None:
         """Create the transport of an accepted socket, as asyncio's own server does."""
@@ -329,14 +328,15 @@ class Server:
             await asyncio.get_running_loop().connect_accepted_socket(lambda: visit, sock, ssl=self._tls, **times)
         except OSError as error:  # the peer is gone, or does not speak our TLS
             if self._tls is not None:
-                self.refused("timeout" if isinstance(error, ConnectionAbortedError) else "tls")
+                self.rules.refused("timeout" if isinstance(error, ConnectionAbortedError) else "tls")
         finally:
             if visit.opening is not None:  # it has no transport
                 sock.close()
-                visit.left()
+                visit.remove_from_port()
 
     def _spawn(self, work: Any) -> asyncio.Task[None]:
-        return kept(asyncio.create_task(work), self._tasks)
+        """Start a task that :meth:`aclose` cancels."""
+        return keep_until_done(asyncio.create_task(work), self._tasks)
 
     def pages(self, visit: PortConnection) -> asyncio.Protocol:
         """Return uvicorn's protocol for one connection, as its own server makes it."""
@@ -351,16 +351,19 @@ class Server:
         self._spawn(self._serve(route, websocket))
 
     async def _serve(self, route: SocketRoute, websocket: WebSocket) -> None:
+        """Serve a WebSocket by its route, and close it at the end."""
         try:
             await route.serve(websocket)
         finally:
             websocket.close()
 
     async def aclose(self) -> None:
+        """Stop accepting.
+
+        Abort all connections, end their tasks, and close the listener.
+        """
         if self._acceptor is not None:
             self._acceptor.close()
-        if self._accepting is not None:
-            self._accepting.close()
         for visit in tuple(self.connections):  # cutting one changes the set
             visit.cut()
         await cancelled(*self._tasks, *self._uvicorn.server_state.tasks)

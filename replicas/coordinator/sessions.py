@@ -66,7 +66,10 @@ class Encoded:
         self._body = b""
 
     def of(self, message: FromCoordinator) -> bytes:
-        """Return the encoding without a frame."""
+        """Return the encoding of ``message`` without a frame.
+
+        Keep it for the next call.
+        """
         if message is not self._message:
             self._message, self._body = message, encode_body(message)
         return self._body
@@ -98,7 +101,11 @@ class MemberSession:
         """Called when the connection has ended and all its input was handled."""
 
     def attach(self, connection: MemberConnection, acknowledged: int, first: FromCoordinator) -> None:
-        """Switch to a new connection: send ``first``, then unacknowledged messages."""
+        """Switch to a new connection; the former one is left.
+
+        It is sent ``first``, then the messages above ``acknowledged``, the last that
+        the member has received.
+        """
         self.over.set()
         self.over = asyncio.Event()
         self.connection = connection
@@ -112,9 +119,11 @@ class MemberSession:
         self._flush_soon()
 
     def send(self, message: FromCoordinator, body: bytes | None = None) -> bool:
-        """Queue a message. Return False if too much was unacknowledged before.
+        """Queue a message; return False if too much was unacknowledged before it.
 
-        :param body: the message, if it is encoded already.
+        It is queued even then. Without a connection it waits for the next one.
+
+        :param body: the encoded message, if there is one already.
         """
         if isinstance(message, Ack):
             self._ack_due = self.connection is not None
@@ -134,12 +143,16 @@ class MemberSession:
         return not too_much
 
     def acknowledge(self, seq: int) -> None:
+        """Forget the sent messages up to ``seq``, which the member has received."""
         while self._unacknowledged and self._unacknowledged[0][0] <= seq:
             self._unacknowledged_nbytes -= len(self._unacknowledged.popleft()[1])
 
     def accept(self, seq: int) -> bool | None:
-        """Return True if the numbered message is new, False if it is a repetition,
-        None if one before it is missing."""
+        """Record the number of a message that came.
+
+        Return True if it is new, False if it is a repetition, None if one before it is
+        missing.
+        """
         if seq <= self.received:
             return False
         if seq != self.received + 1:
@@ -149,6 +162,7 @@ class MemberSession:
         return True
 
     def _flush_soon(self) -> None:
+        """Have :meth:`flush` called at the end of this loop iteration."""
         if not self._flush_due and self.connection is not None:
             self._flush_due = True
             asyncio.get_running_loop().call_soon(self.flush)
@@ -162,6 +176,7 @@ class MemberSession:
         self._news.set()
 
     def _next_frames(self) -> list[bytes]:
+        """Take messages from the queue, and return them as frames, or a due ack."""
         frames: list[bytes] = []
         nbytes = 0
         while self._queue and nbytes < WRITE_NBYTES:
@@ -175,13 +190,19 @@ class MemberSession:
         return frames
 
     async def written(self, connection: MemberConnection) -> None:
-        """Return when all messages queued for this connection were handed to it."""
+        """Wait until all messages queued for this connection were handed to it.
+
+        Return at once if the session has another connection. There is no time limit.
+        """
         while self.connection is connection and (self._queue or self._ack_due):
             self._news.clear()
             await self._news.wait()
 
     def detach(self, connection: MemberConnection) -> bool:
-        """Note that the connection ended. Return False if it was replaced before."""
+        """Note that the connection has ended, and call :attr:`on_detach`.
+
+        Return False, and do nothing, if another connection has replaced it.
+        """
         present = self.connection is connection
         if present:
             self.connection = None
@@ -191,7 +212,10 @@ class MemberSession:
         return present
 
     def close(self) -> None:
-        """Let the server write the queued messages and end the connection."""
+        """Let the server write the queued messages and end the connection.
+
+        End the watch.
+        """
         self.over.set()
         self._news.set()
         if self.watch is not None:
@@ -218,10 +242,12 @@ class ProcessWatch:
             raise
 
     def close(self) -> None:
+        """Stop the watch; do nothing if it is closed. The process is left alone."""
         if self._pidfd >= 0:
             self._loop.remove_reader(self._pidfd)
             os.close(self._pidfd)
             self._pidfd = -1
 
     def start(self, on_exit: Callable[[], None]) -> None:
+        """Call ``on_exit`` when the process has ended, until :meth:`close`."""
         self._loop.add_reader(self._pidfd, on_exit)

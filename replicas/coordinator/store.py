@@ -19,9 +19,9 @@ from replicas.common.child import ChildLife
 from replicas.common.decoding import MALFORMED
 from replicas.common.logs import Log
 from replicas.common.patience import PauseClock
-from replicas.common.tasks import cancelled, kept, telling
+from replicas.common.tasks import cancelled, keep_until_done, say_if_slow
 from replicas.coordinator.store_process import Reply, Request
-from replicas.linux.helpers import apart, python_module
+from replicas.linux.helpers import popen_arguments, python_module
 from replicas.linux.scarce import naming_limits
 
 log = Log("replicas.store")
@@ -38,7 +38,7 @@ STRAGGLER_S = 30.0
 
 
 class StoreWatcher:
-    """Owns the master TCPStore's process.
+    """Owns the process of the master TCPStore, and replaces it when it fails.
 
     :param on_change: called on the loop as ``on_change(up)``.
     """
@@ -51,8 +51,8 @@ class StoreWatcher:
         self.keys = 0
         self._life = ChildLife(AGAIN)
         self._process: asyncio.subprocess.Process | None = None
-        self._writer: asyncio.StreamWriter | None = None
-        self._replies: dict[int, asyncio.Future[Reply]] = {}
+        self._pipe: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._turn = asyncio.Lock()
         self._ids = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
         self._sweeps: list[str] = []
@@ -60,10 +60,12 @@ class StoreWatcher:
 
     @property
     def up(self) -> bool:
+        """Whether the store process is up, as far as known."""
         return self._life.state == "up"
 
     @property
     def pid(self) -> int | None:
+        """Pid of the present store process, or None."""
         return self._process.pid if self._process is not None else None
 
     async def resolve(self) -> None:
@@ -77,15 +79,17 @@ class StoreWatcher:
     async def start(self) -> None:
         """Start the process and wait until it listens.
 
-        :raises errors.WorldError: its name has no address here, it could not listen, or
-            was not up within 60 s.
+        :raises errors.WorldError: it could not listen, or was not up within 60 s.
         """
-        await self.resolve()
         await self._spawn(self._port)
-        kept(asyncio.create_task(self._watch()), self._tasks)
-        kept(asyncio.create_task(self._sweep_forever()), self._tasks)
+        keep_until_done(asyncio.create_task(self._watch()), self._tasks)
+        keep_until_done(asyncio.create_task(self._sweep_forever()), self._tasks)
 
     async def _spawn(self, port: int) -> None:
+        """Start one process, and report it as up once it listens.
+
+        :raises errors.WorldError: it could not listen, or was not up in time.
+        """
         self._life.start(asyncio.get_running_loop().time())
         ours, theirs = socket.socketpair()
         words = ["--bind", self._bind, "--port", f"{port}"]
@@ -97,7 +101,7 @@ class StoreWatcher:
                 self._process = await asyncio.create_subprocess_exec(
                     *python_module("replicas.coordinator.store_process", *words),
                     pass_fds=[theirs.fileno()],
-                    **apart(environment),
+                    **popen_arguments(environment),
                 )
         except BaseException:
             ours.close()
@@ -106,8 +110,8 @@ class StoreWatcher:
             theirs.close()  # an open copy would hide the end of the process
         ours.setblocking(False)
         try:
-            reader, self._writer = await asyncio.open_connection(sock=ours)
-            hello = await self._greeted(self._process, reader)
+            self._pipe = await asyncio.open_connection(sock=ours)
+            hello = await self._read_first_message(self._process, self._pipe[0])
         except BaseException:  # an abandoned start leaves no process
             with anyio.CancelScope(shield=True):
                 await self._kill()
@@ -117,20 +121,21 @@ class StoreWatcher:
             raise errors.WorldError(f"store: {hello.error}", hint=hello.hint or None)
         self.address = (self._bind, hello.port)
         self._life.ready()
-        kept(asyncio.create_task(self._read(reader)), self._tasks)
         self._on_change(True)
 
     @staticmethod
-    async def _greeted(process: asyncio.subprocess.Process, reader: asyncio.StreamReader) -> Reply:
-        """Return the first message, or an error if none came in time."""
+    async def _read_first_message(process: asyncio.subprocess.Process, reader: asyncio.StreamReader) -> Reply:
+        """Return the process's first message, or one made here that has an error.
+
+        The error says that none came in time, or that the process has ended.
+        """
         try:
             text = f"waiting up to {START_TIMEOUT_S:g} s for the process of the TCPStore to start"
-            with telling(log.warning, text):
+            with say_if_slow(log.warning, text):
                 async with asyncio.timeout(START_TIMEOUT_S):
-                    line = await _line(reader)
+                    found = await _next(reader)
         except TimeoutError:
             return Reply(0, error=f"the store process did not start within {START_TIMEOUT_S:g} s", hint=_SLOW)
-        found = _reply(line)
         if found is not None:
             return found
         with contextlib.suppress(TimeoutError):  # it closed its end without exiting
@@ -139,30 +144,22 @@ class StoreWatcher:
         ended = "ended" if process.returncode is None else f"ended with code {process.returncode}"
         return Reply(0, error=f"the store process {ended} before it listened", hint="its standard error says why")
 
-    async def _read(self, reader: asyncio.StreamReader) -> None:
-        while reply := _reply(await _line(reader)):
-            future = self._replies.pop(reply.id, None)
-            if future is not None and not future.done():  # ask() may have timed out
-                future.set_result(reply)
-
-    async def ask(self, op: str, prefixes: tuple[str, ...] = ()) -> Reply:
-        """Send a request and return its reply.
+    async def ask(self, prefixes: tuple[str, ...] = ()) -> Reply:
+        """Have the keys under the prefixes deleted; return the process's reply.
 
         :raises TimeoutError: no reply came. :raises ConnectionError: the store is down.
         """
-        if self._writer is None or not self.up:
-            raise ConnectionError("the store is down")
-        request = Request(next(self._ids), op, prefixes)
-        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        self._replies[request.id] = future
-        try:
-            self._writer.write(msgspec.json.encode(request) + b"\n")
-            async with asyncio.timeout(REPLY_TIMEOUT_S):
-                reply = await future
-        finally:
-            self._replies.pop(request.id, None)
-        self.keys = reply.keys
-        return reply
+        async with asyncio.timeout(REPLY_TIMEOUT_S), self._turn:
+            if self._pipe is None or not self.up:
+                raise ConnectionError("the store is down")
+            reader, writer = self._pipe
+            request = Request(next(self._ids), prefixes)
+            writer.write(msgspec.json.encode(request) + b"\n")
+            while reply := await _next(reader):
+                if reply.id == request.id:  # else it comes late: its request has timed out
+                    self.keys = reply.keys
+                    return reply
+        raise ConnectionError("the store has ended")
 
     # ----------------------------------------------------------- watching and replacing
 
@@ -182,16 +179,19 @@ class StoreWatcher:
             await self._respawn()
 
     async def _answers(self) -> bool:
-        """Return True if the process responds. Retry if this process was suspended."""
+        """Return True if the process responds and is not full.
+
+        Asks again if this process was suspended meanwhile.
+        """
         loop = asyncio.get_running_loop()
         while True:
             clock = PauseClock(loop.time() + REPLY_TIMEOUT_S)
             try:
-                reply = await self.ask("stat")
+                reply = await self.ask()
             except ConnectionError:
                 return False
             except TimeoutError:
-                if clock.pause_at(loop.time()):
+                if clock.measure_pause(loop.time()):
                     continue
                 return False
             if reply.error:
@@ -203,14 +203,17 @@ class StoreWatcher:
         now = asyncio.get_running_loop().time
         while not self.up:
             self._life.ended(now())
-            await asyncio.sleep(self._life.wakes[0] - now())
+            await asyncio.sleep(self._life.due - now())
             try:
                 await self._spawn(0)
             except (errors.WorldError, OSError) as error:
                 log.warning("retrying to start the TCPStore: %s", error)
 
     def replace(self, address: tuple[str, int]) -> None:
-        """Kill the process that listens at ``address``, so that it is replaced."""
+        """Kill the process if it listens at ``address``.
+
+        The watch then starts another.
+        """
         if self.up and address == self.address and self._process is not None:
             log.warning("replacing the TCPStore at %s:%d: a process that is not a member writes into it", *address)
             with contextlib.suppress(ProcessLookupError):
@@ -219,21 +222,26 @@ class StoreWatcher:
     # ------------------------------------------------------------ sweeping
 
     def sweep(self, prefix: str) -> None:
-        """Delete the keys under ``prefix`` soon, and again after a delay."""
+        """Have the store's keys under ``prefix`` deleted soon, and again after 30 s.
+
+        Returns at once.
+        """
         self._sweep_soon(prefix)
         asyncio.get_running_loop().call_later(STRAGGLER_S, self._sweep_soon, prefix)
 
     def _sweep_soon(self, prefix: str) -> None:
+        """Queue a prefix, whose keys the process then deletes."""
         self._sweeps.append(prefix)
         self._sweep_due.set()
 
     async def _sweep_forever(self) -> None:
+        """Have the process delete the keys under queued prefixes, again if it fails."""
         while True:
             await self._sweep_due.wait()
             self._sweep_due.clear()
             prefixes, self._sweeps = self._sweeps, []
             try:
-                await self.ask("sweep", tuple(prefixes))
+                await self.ask(tuple(prefixes))
             except (TimeoutError, ConnectionError):
                 self._sweeps += prefixes
                 log.info("postponing a sweep: the TCPStore does not respond")
@@ -241,10 +249,11 @@ class StoreWatcher:
     # ------------------------------------------------------------ stopping
 
     async def _kill(self) -> None:
+        """SIGKILL the process, if there is one, and wait for its end."""
         process, self._process = self._process, None
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        if self._pipe is not None:
+            self._pipe[1].close()
+            self._pipe = None
         if process is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -262,26 +271,22 @@ class StoreWatcher:
         await self._kill()
 
 
-def _reply(line: bytes) -> Reply | None:
-    """Return a message of the store process, or None if it ended."""
+async def _next(reader: asyncio.StreamReader) -> Reply | None:
+    """Return the next message of the store process, or None if it has ended."""
     try:
-        return msgspec.json.decode(line, type=Reply)
-    except MALFORMED:
+        return msgspec.json.decode(await reader.readline(), type=Reply)
+    except (ConnectionError, *MALFORMED):
         return None
 
 
-async def _line(reader: asyncio.StreamReader) -> bytes:
-    """Return the next line, or ``b""`` when the connection has ended."""
-    try:
-        return await reader.readline()
-    except ConnectionError:
-        return b""
-
-
 async def _resolved(host: str) -> str:
-    """Return the first address of ``host``."""
+    """Return the first IP address of ``host``.
+
+    :raises errors.WorldError: it has none, none came in time, or it means all
+        addresses.
+    """
     try:
-        with telling(log.warning, f"waiting up to {_RESOLVE_S:g} s for the address of {host}"):
+        with say_if_slow(log.warning, f"waiting up to {_RESOLVE_S:g} s for the address of {host}"):
             async with asyncio.timeout(_RESOLVE_S):
                 found = await asyncio.get_running_loop().getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError as error:  # a TimeoutError is one, without words

@@ -7,9 +7,9 @@ address only: this module binds a socket and passes it as ``master_listen_fd``, 
 a TCPStore that opens its own socket listens on every address.
 
 The control socket (inherited, a stream of JSON lines) carries requests and replies,
-matched by ``id``: ``stat`` (number of keys), ``sweep`` (delete the keys under
-prefixes), ``ping``. When the owner closes it, this process exits; a parent-death signal
-covers an owner whose forked child keeps the socket open.
+matched by ``id``: a request has the keys under some prefixes deleted, or none; its
+reply has the number of keys. When the owner closes it, this process exits; a
+parent-death signal covers an owner whose forked child keeps the socket open.
 
 The TCPStore does not authenticate: malformed input closes a connection, but idle
 connections and all values are kept for ever. A store without free descriptors refuses
@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from replicas.common.decoding import MALFORMED
+from replicas.common.reason import Reason
 from replicas.linux import inherited
 from replicas.linux.processes import die_with_parent
 from replicas.linux.sockets import tcp_socket, why_not
@@ -60,10 +61,9 @@ STRAY_KEYS = ("exception_dump",)
 
 
 class Request(msgspec.Struct, frozen=True):
-    """``op``: "stat", "sweep" or "ping"."""
+    """``prefixes``: the keys under them are to be deleted; none: only reply."""
 
     id: int
-    op: str
     prefixes: tuple[str, ...] = ()
 
 
@@ -78,6 +78,7 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 def listen(bind: str, port: int) -> socket.socket:
+    """Return a new socket that listens at the address. Raises OSError."""
     listener = tcp_socket(bind)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((bind, port))
@@ -86,7 +87,10 @@ def listen(bind: str, port: int) -> socket.socket:
 
 
 def check_reach(bind: str) -> None:
-    """Connect to a port of this address. OSError if its network device is down."""
+    """Check that this address can be reached here, by a connection to a port of it.
+
+    :raises OSError: its network device is down.
+    """
     with listen(bind, 0) as there, socket.socket(there.family, socket.SOCK_STREAM) as here:
         here.settimeout(_REACH_S)
         here.connect(there.getsockname())
@@ -100,14 +104,17 @@ def sweep(store: TCPStore, prefixes: tuple[str, ...]) -> None:
             store.delete_key(key)
 
 
-def full(empty_nbytes: int) -> str:
-    """Return why the store must be replaced, or "" while it serves."""
+def replacement_reason(empty_nbytes: int) -> Reason | None:
+    """Return why the store must be replaced, or None while it serves.
+
+    :param empty_nbytes: memory of this process when the store was empty.
+    """
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     held = len(list(Path("/proc/self/fd").iterdir()))
     if held > limit - SPARE_DESCRIPTORS:
         return f"{held} of {limit} descriptors are in use"
     grown = data_nbytes() - empty_nbytes
-    return f"{grown >> 20} MiB of values are in it" if grown > MEMORY_NBYTES else ""
+    return f"{grown >> 20} MiB of values are in it" if grown > MEMORY_NBYTES else None
 
 
 def data_nbytes() -> int:
@@ -117,7 +124,10 @@ def data_nbytes() -> int:
 
 
 def bound_memory() -> int:
-    """Limit growth to :data:`MEMORY_MAX_NBYTES`; return the present bytes."""
+    """Limit this process's growth to :data:`MEMORY_MAX_NBYTES`.
+
+    Return its bytes now.
+    """
     now = data_nbytes()
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     wanted = now + MEMORY_MAX_NBYTES
@@ -127,6 +137,11 @@ def bound_memory() -> int:
 
 
 def serve(control: socket.socket, bind: str, port: int) -> int:
+    """Serve a TCPStore until the control socket closes; return the exit code.
+
+    It answers requests on the control socket. 2: it cannot listen there, as a reply
+    says.
+    """
     encode = msgspec.json.Encoder().encode
     try:
         listener = listen(bind, port)
@@ -165,14 +180,15 @@ def serve(control: socket.socket, bind: str, port: int) -> int:
             except MALFORMED as error:
                 control.sendall(encode(Reply(0, error=f"malformed request: {error}")) + b"\n")
                 continue
-            if request.op == "sweep":
+            if request.prefixes:
                 sweep(store, request.prefixes)
-            reply = Reply(request.id, keys=store.num_keys(), port=port, error=full(empty_nbytes))
+            reply = Reply(request.id, keys=store.num_keys(), port=port, error=replacement_reason(empty_nbytes) or "")
             control.sendall(encode(reply) + b"\n")
     return 0
 
 
 def main() -> int:
+    """Read the arguments, prepare this process and serve; return the exit code."""
     parser = argparse.ArgumentParser(description="The master TCPStore of a run.")
     parser.add_argument("--bind", required=True)
     for name in ("--port", "--control", "--parent"):

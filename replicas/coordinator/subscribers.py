@@ -26,10 +26,15 @@ class Subscribers:
         """True if a function has ended the program."""
 
     def add(self, callback: Callable[[Event], None]) -> None:
+        """Call ``callback`` with each later event."""
         self._callbacks.append(callback)
 
     def emit(self, event: Event) -> None:
-        """Call each function with the event; log its error, and call the next."""
+        """Call each function with the event, here and now.
+
+        Log its error, and call the next. A KeyboardInterrupt or SystemExit of one on
+        the main thread ends the loop afterwards.
+        """
         for callback in self._callbacks:
             try:
                 callback(event)

@@ -49,7 +49,11 @@ class LoopThread(Generic[T]):
         self.close(error)
 
     def start(self) -> None:
-        """Enter ``what`` on the loop; raise the error of entering it."""
+        """Start the thread, and wait until ``what`` is entered on its loop.
+
+        :raises errors.WorldError: that took too long. An error of entering it is
+            raised, too.
+        """
         atexit.register(self.close)
         try:
             self._thread.start()
@@ -86,6 +90,7 @@ class LoopThread(Generic[T]):
             raise self._error
 
     def _run(self) -> None:
+        """Run the event loop; keep the error that ends it, and wake the waiters."""
         try:
             asyncio.run(self._live())
         except BaseException as error:  # raised by start() or close()
@@ -99,6 +104,7 @@ class LoopThread(Generic[T]):
             self._opened.set()
 
     async def _live(self) -> None:
+        """Enter ``what``, hold it open until :meth:`close` is called, and leave it."""
         self._stop = asyncio.Event()
         self._loop = loop = asyncio.get_running_loop()
         loop.set_exception_handler(_log_exception)  # asyncio's own logger has handlers of the program
@@ -114,4 +120,5 @@ class LoopThread(Generic[T]):
 
 
 def _log_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log an error that reached the event loop's exception handler."""
     log.error("%s", context.get("message"), exc_info=context.get("exception"))

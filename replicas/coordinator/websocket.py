@@ -91,7 +91,10 @@ class _Inbox:
         return len(self._messages)
 
     def keep(self, frame: Frame) -> bool:
-        """Add a data frame. Return False if its message has too many fragments."""
+        """Add a data frame, which may complete a message.
+
+        Return False if its message has too many fragments.
+        """
         self._fragments.append(_NO_MESSAGE if frame.opcode is Opcode.TEXT else bytes(frame.data))
         if frame.fin:
             self._messages.append(b"".join(self._fragments))
@@ -101,11 +104,12 @@ class _Inbox:
         return len(self._fragments) <= FRAGMENTS
 
     def end(self) -> None:
+        """Note that the connection has ended: no more frames come."""
         self.ended = True
         self._news.set()
 
     async def next(self) -> bytes | None:
-        """Return the next message, or None at the end."""
+        """Wait for the next message and remove it; return None if no more will come."""
         while not self._messages:
             if self.ended:
                 return None
@@ -144,14 +148,22 @@ class WebSocket(asyncio.BufferedProtocol):
     # ------------------------------------------------------------ the request
 
     def open(self, head: bytes, judge: Callable[[Mapping[str, str]], tuple[int, str] | None]) -> bool:
-        """Answer the request. Return False if it is refused: the connection closes."""
+        """Answer the HTTP request; return True if the WebSocket is open.
+
+        Return False if ``judge`` refuses the request or it is malformed: the connection
+        closes.
+
+        :param judge: given the headers, returns ``(status, text)`` to refuse, or None.
+        """
         self._conn.receive_data(head)
         request = next(iter(self._conn.events_received()), None)
         if isinstance(request, Request):
             named = reversed([*request.headers.raw_items()])  # the first of several with one name counts
             self.headers = {name.lower(): value for name, value in named}
             if refusal := judge(self.headers):
-                answer = self._conn.reject(refusal[0], msgspec.json.encode({"error": refusal[1]}).decode())
+                answer = self._conn.reject(
+                    refusal[0], msgspec.json.encode({"error": refusal[1]}, enc_hook=str).decode()
+                )
                 del answer.headers["Content-Type"]  # assignment would add a second one
                 answer.headers["Content-Type"] = "application/json"
             else:
@@ -161,16 +173,17 @@ class WebSocket(asyncio.BufferedProtocol):
         return self._conn.state is State.OPEN
 
     def peer(self) -> str:
-        """Return the address of the peer, or "" on a Unix socket."""
+        """Return the IP address of the peer, or "" on a Unix socket."""
         return _host(self._transport.get_extra_info("peername"))
 
     def here(self) -> str:
-        """Return the address of this side, or "" on a Unix socket."""
+        """Return the IP address of this side, or "" on a Unix socket."""
         return _host(self._transport.get_extra_info("sockname"))
 
     # ------------------------------------------------------------ incoming
 
     def get_buffer(self, _: int) -> memoryview:
+        """Return the buffer into which asyncio reads next."""
         return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -198,6 +211,7 @@ class WebSocket(asyncio.BufferedProtocol):
         self._regulate()
 
     def _rested(self) -> None:
+        """Resume reading after a pause that the account has demanded."""
         self._resting = None
         self._regulate()
 
@@ -209,7 +223,10 @@ class WebSocket(asyncio.BufferedProtocol):
             (self._transport.pause_reading if paused else self._transport.resume_reading)()
 
     async def receive(self) -> bytes:
-        """Return the next message, or raise Ended."""
+        """Wait for the next message and return it.
+
+        Raise Ended at the connection's end.
+        """
         message = await self._inbox.next()
         if message is None:
             raise Ended(too_big=self._conn.close_sent is not None and self._conn.close_sent.code == TOO_BIG)
@@ -220,6 +237,7 @@ class WebSocket(asyncio.BufferedProtocol):
         self._inbox.end()
 
     def connection_lost(self, _: Exception | None) -> None:
+        """End the inbox and a pause of reading; call ``left``."""
         if self._resting is not None:
             self._resting.cancel()
         self._inbox.end()
@@ -228,6 +246,7 @@ class WebSocket(asyncio.BufferedProtocol):
     # ------------------------------------------------------------ outgoing
 
     def takes_more(self) -> bool:
+        """Return True if the write buffer has room."""
         return self._writable
 
     @property
@@ -240,20 +259,23 @@ class WebSocket(asyncio.BufferedProtocol):
         return round_trip_s(self._transport.get_extra_info("socket"))
 
     def pause_writing(self) -> None:
+        """Note that the write buffer is full."""
         self._writable = False
 
     def resume_writing(self) -> None:
+        """Note that the write buffer has room; call :attr:`on_writable`."""
         self._writable = True
         self.on_writable()
 
     def write(self, messages: Sequence[bytes]) -> None:
-        """Write the messages. Do nothing on a closing connection."""
+        """Queue the messages on the transport; do nothing on a closing connection."""
         if self._conn.state is State.OPEN and not self._transport.is_closing():
             for message in messages:
                 self._conn.send_binary(message)
             self._write_out()
 
     def _write_out(self) -> None:
+        """Write the protocol's pending bytes; close the transport after the last."""
         parts = self._conn.data_to_send()
         if not self._transport.is_closing():
             self._transport.write(b"".join(parts))
@@ -264,7 +286,10 @@ class WebSocket(asyncio.BufferedProtocol):
     # ------------------------------------------------------------ the end
 
     def close(self, code: int = 1000, text: str = "") -> None:
-        """Close the connection; abort it if the peer does not answer in time."""
+        """Start to close the connection; abort it if the peer does not answer in time.
+
+        :param code: WebSocket close code, with ``text`` as its reason.
+        """
         if self._conn.state is State.OPEN:
             # the limit may cut a character
             self._conn.send_close(code, text.encode()[:_REASON_NBYTES].decode(errors="ignore"))
@@ -272,12 +297,14 @@ class WebSocket(asyncio.BufferedProtocol):
         self._abort_later()
 
     def _abort_later(self) -> None:
+        """Abort the transport after ``CLOSE_TIMEOUT_S``."""
         self._loop.call_later(CLOSE_TIMEOUT_S, self._transport.abort)
 
     def cut(self) -> None:
-        """Abort the connection; the member may reconnect."""
+        """Abort the connection; its member's session may continue on another one."""
         self._transport.abort()
 
 
 def _host(address: object) -> str:
+    """Return the host of a socket's address, or "" for a Unix socket."""
     return str(address[0]) if isinstance(address, tuple) else ""

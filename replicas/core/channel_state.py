@@ -21,27 +21,26 @@ from collections.abc import Callable, Mapping
 
 from replicas import errors
 from replicas import messages as wire
-from replicas.common.backoff import Backoff
 from replicas.config.structs import ChannelConfig
 from replicas.core.base.effects import (
+    LOSS_WORDS,
     Effect,
     MemberJoined,
     MemberLost,
-    MemberQuarantined,
     Past,
     Read,
     Send,
 )
 from replicas.core.draining import Drains
-from replicas.core.members.hosts import Hosts, Keeping, Place
+from replicas.core.members.hosts import Hosts, Keeping
 from replicas.core.members.member_state import MemberState
 from replicas.core.members.roster import GroupShape, Roster
 from replicas.core.members.servers import others_of_server, refusal, server_of
 from replicas.core.members.views import Views
 from replicas.core.moving.channel_context import ChannelContext
-from replicas.core.moving.lanes import Lanes
 from replicas.core.moving.links import Links
-from replicas.core.operations.running import Operations, Trials
+from replicas.core.operations.lanes import Lanes
+from replicas.core.operations.running import Operations
 from replicas.core.versions.commits import Commits
 from replicas.core.versions.load_rounds import LoadRounds, ReplicaView
 from replicas.core.versions.load_watches import LoadWatches
@@ -52,19 +51,11 @@ from replicas.messages import FromMember
 from replicas.messages.bounds import REASON_LENGTH, text_of
 from replicas.messages.identity import Member
 
-QUARANTINE = Backoff(1.0, 300.0)
-LOSS_WORDS = {
-    "exited": "its process ended",
-    "lease": "no sign of life within its lease",
-    "left": "it left",
-    "fenced": "a later join has its identity",
-    "replaced": "a newer member has taken its place",
-    "overflow": "it did not read what was sent to it",
-}
-
 
 class ChannelState:
     """State of one channel. ``now`` arguments are seconds of a monotonic clock."""
+
+    operations: Operations
 
     def __init__(
         self,
@@ -76,11 +67,12 @@ class ChannelState:
         store: Callable[[], tuple[str, int]],
         secret: bytes = b"",
         past: Past | None = None,
-        here: tuple[Place, wire.Beacon] | None = None,
+        here: tuple[str, wire.Beacon] | None = None,
         carry_port: int = 0,
     ) -> None:
         """:param secret: the coordinator's secret, from which those of lanes derive.
-        :param here: location of this process, if it can hold the memory of members.
+        :param here: boot id and beacon of this process, if it can hold the memory of
+            members.
         :param carry_port: the first port at which a carrier may listen; 0: any.
         """
         past = past or Past()
@@ -93,16 +85,16 @@ class ChannelState:
         self.keeping = Keeping(config.name, self.roster, self.hosts, self.out)
         self.lanes = Lanes(self.roster, self.out, run=run, term=term, store=store, secret=secret)
         self.links = Links(self.roster)
-        shared = (self.roster, self.hosts, self.keeping, self.lanes, self.links, self.out)
-        self.context = ChannelContext(term, past, *shared, self.quarantine, self.others_wait)
+        shared = (self.roster, self.hosts, self.keeping, self.links, self.out)
+        calls = (lambda *call: self.operations.broadcast(*call), self.lanes.pull_secret, self.others_wait)
+        self.context = ChannelContext(term, past, *shared, *calls)
         self.load_rounds = LoadRounds(config.name, self.view, self.out)
         self.roster.on_held = self.load_rounds.touch
         self.lockstep = Lockstep(config, self.load_rounds, self.roster.history, self.out)
         self.commits = Commits(self.context)
         self.told = RecordedState(*past.decided)
-        self.operations = Operations(self.context)
+        self.operations = Operations(self.context, self.lanes)
         self.recovery = Recovery(self.context, self.commits, self.operations.matching)
-        self.trials = Trials(self.context, self.operations.matching)
         self.drains = Drains(self.context, self.commits, self.load_rounds, self.operations)
         self.marks = self.context.marks
         self.views = Views(self.roster, self.out)
@@ -110,13 +102,16 @@ class ChannelState:
 
     # ------------------------------------------------------------ calls of the engine
 
-    def drain(self) -> list[Effect]:
+    def take_effects(self) -> list[Effect]:
         """Return the effects since the last call, in order, and clear them."""
         effects, self.out[:] = list(self.out), []
         return effects
 
     def join(self, hello: wire.Hello, address: str, now: float) -> tuple[MemberState, MemberState | None]:
-        """Add a new incarnation; return its state and that of the one it fences.
+        """Add a new incarnation; return its state and that of the one that it fences.
+
+        The second is None if there is none. That one, and others that it replaces, are
+        lost.
 
         :raises errors.ReplicasError: the Hello is refused; nothing has changed.
         """
@@ -124,7 +119,7 @@ class ChannelState:
         state.server = server_of(hello) if state.is_target else None
         silent = others_of_server(state, self.roster)
         for other in silent:
-            if not other.cut_at and not self.roster.suspect(other, now):
+            if not other.cut_at and not self.roster.is_suspect(other, now):
                 raise refusal(state, other, self.config.name)
         if older is not None:
             self.lose(older.member, "fenced", now)
@@ -144,14 +139,11 @@ class ChannelState:
         self.out.append(MemberJoined(self.config.name, state.member))
         if self.commits.latest > self.told.latest:  # Welcome leaves out a commit that is still being recorded
             self.out.append(Send(member, self.commits.commit_message()))
-        if why := self.roster.history.was_isolated(member.name):  # new process of a quarantined peer: try it at once
-            self.roster.isolate(state, why, now)
-            state.told_from = now + QUARANTINE.after(self.roster.history.note_isolation(member.name, now) - 2)
-            self.out.append(MemberQuarantined(self.config.name, member, why))
         self._advance_all(now)
         return state, older
 
     def welcome(self, state: MemberState, received: int) -> wire.Welcome:
+        """Return a member's Welcome; ``received``: its messages received so far."""
         return wire.Welcome(
             term=self.term,
             settings=self.roster.welcome_settings(state),
@@ -164,7 +156,10 @@ class ChannelState:
         )
 
     def lose(self, member: Member, reason: str, now: float) -> None:
-        """Remove a lost member, start a new epoch, and continue its work without it."""
+        """Remove a lost member, start a new epoch, and continue its work without it.
+
+        :param reason: a key of ``LOSS_WORDS`` or another text; ``left``: in good order.
+        """
         state = self.roster.remove(member, in_order=reason == "left")
         if state is None:
             return
@@ -178,15 +173,14 @@ class ChannelState:
         if reason == "left":
             half_loaded = state.is_target and self.load_rounds.of(member.group, member.replica).partial
             if not half_loaded:  # a rank that stops in the middle of a load has not left in order
-                self.roster.history.left[member.name] = (state.hello.generation, now)
+                self.roster.history.note_left(member, state.hello.generation, now)
         elif reason != "fenced":
             self.roster.history.note_loss(member.name, now)
-        if state.is_peer:
-            self.operations.lost(member, state.note, now)
-            self.trials.update_trials(now)
         self.commits.publishes.left(member, in_order=reason == "left")
-        self.commits.lost(state, now, in_order=reason == "left")
-        self.lanes.lost(member, now)
+        self.commits.lost(
+            state, now, in_order=reason == "left"
+        )  # before its broadcast ends: the publish must know whom
+        self.operations.lost(member, state.note, now)
         if state.is_target:
             self.load_rounds.lost(state, in_order=reason == "left")
             self.lockstep.lost(state)
@@ -206,31 +200,39 @@ class ChannelState:
         """Check leases and deadlines; call it regularly."""
         for state in self.roster.expired(now):
             self.lose(state.member, "lease", now)
-        self.roster.keep_time(now)
+        self.roster.update_patience(now)
         self.hosts.tick(now)
         self.recovery.tick(now)
         self.links.tick()
-        self.lanes.tick(now)
+        self.operations.check_lanes(now)
         self.commits.tick(now, recovering=self.recovery.active)
         self.hosts.release(self.commits.latest, now)
-        if self.config.peers:
-            self.operations.tick(now)
-            self.trials.update_trials(now)
+        self.operations.tick(now)
         self._advance_all(now)
 
     def read(self, effect: Read, found: Joined | errors.ReplicasError, now: float) -> None:
-        """Take the result of a :class:`~replicas.core.base.effects.Read` effect."""
+        """Take the result of a :class:`~replicas.core.base.effects.Read` effect.
+
+        :param found: the joined manifest, or the error of reading it.
+        """
         self.commits.manifests.read(effect, found)
         self._advance_all(now)
 
     def store_moved(self, now: float) -> None:
-        """Restart the lanes that were forming over the store that was replaced."""
-        self.lanes.store_moved(now)
+        """Restart process groups that were forming over a store that was replaced."""
+        self.operations.store_moved(now)
         self._advance_all(now)
 
     def waits(self, member: Member) -> bool:
         """Return True if a request of the member still waits for other members."""
         return self.load_rounds.asks(member) or self.lockstep.waits(member) or self.operations.matching.waits(member)
+
+    def end_replica(self, group: str, replica: int, generation: int, reason: str, now: float) -> None:
+        """Lose members of this and earlier generations, whose processes have ended."""
+        self.recovery.stop_expecting(group, replica, reason)
+        for state in self.roster.replica(group, replica):
+            if state.hello.generation <= generation:  # a later one may be here already
+                self.lose(state.member, reason, now)
 
     def set_draining(self, group: str, replica: int, generation: int, now: float) -> None:
         """Drain this generation: it gets no new work, and finishes its own."""
@@ -240,7 +242,7 @@ class ChannelState:
 
     def start_new_life(self, group: str, replica: int, now: float) -> None:
         """Begin a new life of a replica: expect all its ranks, and stop draining it."""
-        self.roster.history.forget_left(group, replica)
+        self.roster.history.left.pop((group, replica), None)  # expect these ranks again
         self.drains.end(group, replica)
         self.lockstep.touch((group, replica))
         self._advance_all(now)
@@ -251,17 +253,8 @@ class ChannelState:
         """Return True if a publish or a join waits for the current publish to end."""
         return bool(self.commits.publishes.queue or self.roster.waiting(now))
 
-    def quarantine(self, member: Member, why: str, now: float) -> None:
-        """Exclude a peer from joint work until trials of it succeed."""
-        state = self.roster.get(member)
-        if state is None or state.standing == "quarantined":
-            return
-        why = text_of(why, REASON_LENGTH)
-        self.roster.isolate(state, why, now + QUARANTINE.after(self.roster.history.note_isolation(member.name, now)))
-        self.operations.leave_out_of_all(member, why, now)
-        self.out.append(MemberQuarantined(self.config.name, member, why))
-
     def view(self, group: str, replica: int) -> ReplicaView:
+        """Return a target replica's ranks that carry bytes, and their full number."""
         ranks = [s for s in self.roster.replica(group, replica) if s.is_target and s.carries]
         ranks.sort(key=lambda state: state.member)
         party = next((party for party in self.config.targets if party.group == group), None)
@@ -281,14 +274,13 @@ class ChannelState:
         newest = self.lockstep.advance(self.commits.newest, now)
         for group, replica in self.load_rounds.take_due(newest):
             self.load_rounds.advance(group, replica, newest)
-        if self.config.peers:
-            self.operations.advance(now)
+        self.operations.advance(now)
         self.drains.advance()
         self.watches.answer()
-        self.views.advance(now)  # last: only the newest of several epochs is sent
+        self.views.send_views_if_due(now)  # last: only the newest of several epochs is sent
 
     def _admit(self, now: float) -> None:
-        """Admit joiners, unless a transfer or a collective is under way."""
+        """Make joiners live, unless a publish moves or a collective is under way."""
         if self.commits.main is not None or self.operations.running_collective:  # members of these must not change
             return
         missing = self.roster.missing(now)
@@ -349,23 +341,24 @@ class ChannelState:
             case wire.OperationPost():
                 step, untagged = (-1, 1) if message.step is None else (message.step, 0)
                 self.marks.note(member.group, member.replica, step=step, operations=untagged)
-                self._post(state, message, now)
+                self.operations.matching.post(state, message, now)
             case _:
                 self._report(state, message, now)
                 return False
         return True
 
     def _report(self, state: MemberState, message: FromMember, now: float) -> None:
-        """Dispatch a report of a member's sidecars; it does not count as progress."""
+        """Dispatch a report of a member's sidecars or carrier; it is not progress."""
         member = state.member
         match message:
             case wire.TransferMoved():
                 self.commits.transferring(member, message, now)
             case wire.CarrierUp():
                 state.carrier_port, state.certificate_hash = message.port, message.certificate_hash
-                self.commits.carrier_up(now)
+                for transfer in self.commits.transfers:  # pulls may wait for a carrier that listens
+                    transfer.attempt.offer_pulls(now)
             case wire.LaneFormed():
-                self.lanes.formed(member, message.lane, now)
+                self.lanes.formed(member, message.lane)
             case wire.LaneFailed():
                 error = message.error.exception()
                 if isinstance(error, errors.NoCapacity):
@@ -376,20 +369,10 @@ class ChannelState:
                         known = {self.roster.address(one) for one in lane.members}
                         links = [link for link in message.links if known.issuperset(link)]
                         self.links.doubt(links, error.message, now)
-                    self.lanes.fail(lane, error, now)
+                    self.operations.lane_failed(lane, error, now)
             case wire.LaneMoved():
                 self.lanes.moved(member, message, now)
             case wire.OperationDone():
                 self.operations.done(member, message.operation, now)
             case wire.OperationFailed():
                 self.operations.failed(member, message.operation, message.error.exception(), now)
-
-    def _post(self, state: MemberState, message: wire.OperationPost, now: float) -> None:
-        if state.is_peer:
-            self.operations.matching.post(state, message, now)
-            return
-        error = errors.UsageError(
-            f'channel "{self.config.name}" has no peers: {message.kind} needs a channel with peers = [...]',
-            channel=self.config.name,
-        )
-        self.out.append(Send(state.member, wire.OperationEnd(message.post, None, wire.WireError.of(error))))

@@ -11,6 +11,7 @@ supervisor may end it.
 
 from __future__ import annotations
 
+from replicas.common.reason import Reason
 from replicas.core.base.effects import ReplicaIdle
 from replicas.core.members.member_state import MemberState
 from replicas.core.moving.channel_context import ChannelContext
@@ -20,6 +21,8 @@ from replicas.core.versions.load_rounds import LoadRounds
 
 
 class Drains:
+    """The drains of one channel: its replicas that finish their work and get no new."""
+
     def __init__(self, context: ChannelContext, commits: Commits, rounds: LoadRounds, operations: Operations) -> None:
         self._context = context
         self._commits, self._rounds, self._operations = commits, rounds, operations
@@ -50,7 +53,7 @@ class Drains:
         state.draining = state.hello.generation <= self._ending.get((member.group, member.replica), -1)
 
     def advance(self) -> None:
-        """Emit ReplicaIdle for replicas that are no longer busy."""
+        """Emit ReplicaIdle once for each draining replica that is no longer busy."""
         for (group, replica), generation in list(self._waiting.items()):
             if not self.busy(group, replica):
                 del self._waiting[group, replica]
@@ -58,26 +61,27 @@ class Drains:
                     newest = max(state.hello.generation for state in states)
                     self._context.emit(ReplicaIdle(self._context.config.name, group, replica, newest))
 
-    def busy(self, group: str, replica: int) -> str:
-        """Return the replica's work in progress as text; empty if none."""
+    def busy(self, group: str, replica: int) -> Reason | None:
+        """Return the replica's first work in progress here as text, or None."""
         name = self._context.config.name
         states = self._context.roster.replica(group, replica)
         members = [state.member for state in states]
         if not members:
-            return ""
-        for publish in self._commits.publishes.open():
+            return None
+        for publish in self._commits.publishes.without_verdict():
             if (publish.group, publish.replica) == (group, replica):
                 return f"{name}: publishes version {publish.version}"
         for transfer in self._commits.transfers:
-            concerned = transfer.attempt.concerned | (transfer.needers - transfer.verified)
+            concerned = transfer.attempt.concerned | transfer.needers
             if not concerned.isdisjoint(members):
                 return f"{name}: version {transfer.payload.version} is on its way"
         if self._rounds.loading(group, replica):
             return f"{name}: loads version {self._rounds.of(group, replica).version}"
         if any(self._operations.matching.may_run(state) for state in states):
             return f"{name}: waits for the end of an operation"
-        return ""
+        return None
 
     def _of(self, group: str, replica: int, generation: int) -> list[MemberState]:
+        """Return the replica's members of this generation and earlier ones."""
         states = self._context.roster.replica(group, replica)
         return [state for state in states if state.hello.generation <= generation]

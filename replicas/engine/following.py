@@ -115,6 +115,7 @@ class Plan:
     verify_load: VerifyLoad = "first"
 
     def __post_init__(self) -> None:
+        """Raise UsageError for an argument that is not valid."""
         for what, given, known in (("mode", self.mode, PauseMode), ("verify_load", self.verify_load, VerifyLoad)):
             if given not in get_args(known):
                 names = ", ".join(f'"{name}"' for name in get_args(known))
@@ -137,17 +138,21 @@ class _Watch:
         self.is_starting = True
 
     def __enter__(self) -> Self:
+        """Start the thread."""
         self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Close the engine, and end the thread."""
         self._over.set()
         self._engine.close()
         self._thread.join(BEAT_S)
 
     def _run(self) -> None:
+        """Ask for the engine's health at intervals; abort its verbs once and return
+        when it is gone, or when ``stop`` is set before it is up."""
         while not self._over.wait(BEAT_S / 2):
             stopped = "it was stopped" if self.is_starting and self._stop.is_set() else ""
             if reason := stopped or self._engine.health():
@@ -164,7 +169,13 @@ class Follower:
         self._fitting = self._proven = ""
 
     def run(self, name: str, identity: dict[str, Any]) -> None:
-        """Join the channel, and load versions until ``stop`` is set."""
+        """Join the channel ``name`` and load its versions, in this thread, until
+        ``stop`` is set.
+
+        :param identity: further arguments of :func:`replicas.join`, also for the
+            workers.
+        :raises replicas.errors.SyncError: as :func:`follow`.
+        """
         engine = self._engine
         world_size, info = engine.workers + 1, {"url": engine.url} if engine.url else {}
         with replicas.join(name, rank=0, world_size=world_size, info=info, **identity) as channel:
@@ -172,7 +183,7 @@ class Follower:
             engine.attach(known, JOIN_TIMEOUT_S)
             while (update := self._next(channel)) is not None:
                 try:
-                    loads = self._fits(update) and self._all_load(update)
+                    loads = self._fits(update) and self._wait_for_lockstep(update)
                 except BaseException as error:
                     with contextlib.suppress(errors.UsageError):  # already refused, as no target loads it
                         update.failed(error)
@@ -181,14 +192,20 @@ class Follower:
                     return
                 if loads:
                     with update:
-                        self._bring(update, channel.latest)
+                        self._load_or_refuse(update, channel.latest)
 
     def _raise_if_gone(self) -> None:
+        """Raise SyncError if the engine is gone."""
         if reason := self._engine.health():
             raise _lost(reason)
 
     def _next(self, channel: Channel) -> Update | None:
-        """Return the next version to load, or None once ``stop`` is set."""
+        """Wait for the next version to load; return its update, or None once ``stop``
+        is set.
+
+        First the server serves for its share of the time. There is no deadline;
+        SyncError is raised if the engine is gone meanwhile.
+        """
         while (rest_s := self._serves_until - time.monotonic()) > 0 and not self._stop.wait(min(rest_s, BEAT_S)):
             self._raise_if_gone()
         served = channel.version
@@ -201,9 +218,17 @@ class Follower:
 
     @property
     def _load_timeout_s(self) -> float:
+        """Limit of a load in seconds: a multiple of the longest load so far; 300 before
+        the first."""
         return max(USUAL_LOAD_MIN_S, USUAL_LOADS * self._longest_s) if self._longest_s else LOAD_TIMEOUT_S
 
     def _fits(self, update: Update) -> bool:
+        """Have the engine check the version; if it does not fit, refuse it and return
+        False.
+
+        A version with the manifest (names, shapes, dtypes) of the last loaded one fits
+        without a check. Nothing is loaded here.
+        """
         if update.manifest.hash == self._fitting:
             return True
         misfit = self._engine.check(update, self._load_timeout_s)
@@ -211,9 +236,12 @@ class Follower:
             self._refuse(update, misfit)
         return not misfit
 
-    def _all_load(self, update: Update) -> bool:
-        """Return True when all targets may load the version; False if no target loads
-        it, or ``stop`` is set."""
+    def _wait_for_lockstep(self, update: Update) -> bool:
+        """Report that this target can load the version; wait until all targets may.
+
+        :returns: True without a wait if the channel does not load together; False if no
+            target loads the version (the engine then drops it), or ``stop`` is set.
+        """
         pending = update.adopt(whole=True)
         while not self._stop.is_set():
             self._raise_if_gone()
@@ -229,11 +257,18 @@ class Follower:
         return False
 
     def _refuse(self, update: Update, misfit: errors.SyncError | str) -> None:
+        """Report to the channel that this target refuses the version, and log
+        ``misfit``."""
         logger.warning("refusing version %d, the server continues without it: %s", update.version, misfit)
         update.refuse(misfit)
 
-    def _bring(self, update: Update, latest: int) -> None:
-        """Load the version, or refuse it if the engine does."""
+    def _load_or_refuse(self, update: Update, latest: int) -> None:
+        """Load the version; if the engine refuses it, report it to the channel as
+        refused.
+
+        :param latest: number of the channel's newest version.
+        :raises replicas.errors.SyncError: as :meth:`_load`.
+        """
         try:
             self._refuse_older(update.version, latest)
             self._load(update)
@@ -242,7 +277,8 @@ class Follower:
             self._refuse(update, error)
 
     def _refuse_older(self, version: int, latest: int) -> None:
-        """:raises Refused: another program has loaded a newer version into the engine.
+        """Raise Refused if the engine reports a newer version, which another program
+        has loaded.
 
         A server that has outlived its run reports a version number of that run. Before
         the first load a number above ``latest``, the newest of this run, is therefore
@@ -257,6 +293,8 @@ class Follower:
         """Pause, load, reset the caches, resume, open the gate.
 
         :raises Refused: the server continues with the previous version.
+        :raises replicas.errors.ReplicasError: any other failure; the gate is shut then,
+            and the server left paused.
         """
         engine, gate, mode, began = self._engine, self._gate, self._plan.mode, time.monotonic()
         limit_s = self._load_timeout_s
@@ -290,7 +328,13 @@ class Follower:
         )
 
     def _replace(self, update: Update, limit_s: float) -> None:
-        """Load the version and verify it; on a failure, once more."""
+        """Load the version and verify it; after a failure, shut the gate and do both
+        once more.
+
+        :raises Refused: the first load was refused: the model is unchanged.
+        :raises replicas.errors.SyncError: the second attempt failed, too, or the engine
+            is gone.
+        """
         try:
             self._engine.load(update, limit_s)
             self._prove(update, limit_s)
@@ -308,8 +352,11 @@ class Follower:
             self._prove(update, limit_s)
 
     def _prove(self, update: Update, limit_s: float) -> None:
-        """:raises replicas.errors.SyncError: the engine's tensors differ from the
-        version's."""
+        """Compare the engine's tensors with the version if ``verify_load`` asks for it.
+        An engine that cannot compare is only logged.
+
+        :raises replicas.errors.SyncError: they differ.
+        """
         when, manifest = self._plan.verify_load, update.manifest.hash
         if when == "never" or (when == "first" and manifest == self._proven):
             return
@@ -326,7 +373,8 @@ class Follower:
             logger.info("%s cannot compare its tensors with version %d: unverified", self._engine.name, update.version)
 
     def _open_gate(self, version: int) -> None:
-        """Let requests in; before the first version, warm the engine up."""
+        """Open the gate with this version, if there is a gate; warm the engine up
+        before its first version."""
         gate = self._gate
         if gate is None:
             return
@@ -336,4 +384,5 @@ class Follower:
 
 
 def _lost(reason: str) -> errors.SyncError:
+    """Return a SyncError with this reason, for a server that is gone; raise nothing."""
     return errors.SyncError(reason, phase="load", hint="see the server's own log")

@@ -47,16 +47,19 @@ class GateLike(Protocol):
 
     @property
     def version(self) -> int:
-        """The version of the last :meth:`open`, or 0 before the first."""
+        """The version of the last :meth:`open`, also after a :meth:`shut`; 0 before the
+        first."""
 
     def open(self, version: int) -> None:
-        """Admit requests; the server answers with this version."""
+        """Admit requests, and record this version as the one with which the server
+        answers."""
 
     def shut(self) -> None:
-        """Admit no request."""
+        """Admit no more requests, until the next :meth:`open`."""
 
     def paused(self, seconds: float) -> None:
-        """Record that a load paused the server for ``seconds``."""
+        """Add to the gate's total the ``seconds`` for which one load has paused the
+        server."""
 
 
 class Engine(Protocol):
@@ -69,7 +72,6 @@ class Engine(Protocol):
     ``timeout_s`` is the number of seconds after which a verb that hangs has to raise;
     an engine that knows that its server is at work may wait longer. A verb that fails
     raises :class:`replicas.errors.SyncError`.
-    :class:`replicas.errors.SyncError`.
 
     :ivar name: for errors and logs, such as "vLLM 0.32.0"; known when it is up.
     :ivar url: the server's address for routers, shown as ``info["url"]``.
@@ -86,7 +88,8 @@ class Engine(Protocol):
     pauses: bool = True
 
     def wait_until_up(self, timeout_s: float) -> None:
-        """Wait until the server answers, and start to watch its health.
+        """Wait until the server answers, and start to watch its health. The default
+        does nothing.
 
         :raises replicas.errors.SyncError: the server is gone, or not up in time.
         :raises replicas.errors.UsageError: the server cannot be followed, such as an
@@ -95,30 +98,39 @@ class Engine(Protocol):
         return
 
     def attach(self, identity: Identity, timeout_s: float) -> None:
-        """Have the server's workers join the channel, as ranks 1 to ``workers``."""
+        """Have the server's workers join the channel, as ranks 1 to ``workers``. The
+        default, for a server without workers, does nothing."""
         return
 
     def check(self, update: Update, timeout_s: float) -> str:
         """Return why the version does not fit the model, or an empty text if it fits or
         the engine cannot tell.
 
-        Nothing is loaded, and the server keeps serving. Called when names, shapes or
-        dtypes differ from those of the last version that fitted.
+        Nothing is loaded, and the server keeps serving. The default is an empty text.
+        Called when names, shapes or dtypes differ from those of the last version that
+        fitted.
         """
         return ""
 
     def drop(self, update: Update, reason: str, timeout_s: float) -> None:
         """Release what :meth:`check` has opened: the version is not loaded, as another
-        target of a channel with ``adopt_together`` cannot load it."""
+        target of a channel with ``adopt_together`` cannot load it. The default does
+        nothing."""
         return
 
     @abstractmethod
     def pause(self, mode: PauseMode, timeout_s: float) -> None:
-        """Stop the server's computation until :meth:`resume`."""
+        """Stop the server's computation until :meth:`resume`; return when it is
+        stopped.
+
+        :param mode: before, keep the requests in flight frozen (``"keep"``), wait for
+            them to end (``"wait"``), or abort them (``"abort"``).
+        """
 
     @abstractmethod
     def load(self, update: Update, timeout_s: float) -> None:
-        """Load the version as a whole, whatever state an earlier load has left.
+        """Load the version as a whole, whatever state an earlier load has left; return
+        when it is loaded.
 
         Called once more after a failure. ``update.path`` is the version as a
         safetensors file, ``update.load_into(model)`` copies it.
@@ -129,23 +141,26 @@ class Engine(Protocol):
 
     @abstractmethod
     def reset_caches(self, timeout_s: float) -> None:
-        """Forget everything computed with the previous version: prefixes, keys and
-        values of kept requests, outputs of encoders, external stores.
+        """Have the server forget everything computed with the previous version:
+        prefixes, keys and values of kept requests, outputs of encoders, external
+        stores.
 
         :raises replicas.errors.SyncError: a cache cannot be reset.
         """
 
     @abstractmethod
     def resume(self, timeout_s: float) -> None:
-        """Let the server compute again."""
+        """Let the server compute again, first the requests that :meth:`pause` has
+        kept."""
 
     def warm_up(self, timeout_s: float) -> None:
-        """Have the server compute an answer, before its gate opens for the first
-        time."""
+        """Have the server compute an answer, before its gate opens for the first time.
+        The default does nothing."""
         return
 
     def version(self) -> int | None:
-        """Return the version that the server reports, or None if it reports none."""
+        """Return the number of the version that the server itself reports, or None if
+        it reports none."""
         return None
 
     def checksum(self, update: Update, timeout_s: float) -> str | None:
@@ -162,7 +177,8 @@ class Engine(Protocol):
         return ""
 
     def abort(self, reason: str) -> None:
-        """Make the current verb and every later one fail; called on any thread."""
+        """Make the current verb and every later one fail; called on any thread. The
+        default does nothing."""
         return
 
     def close(self) -> None:

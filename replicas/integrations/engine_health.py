@@ -18,11 +18,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
 
 from replicas.common.patience import PauseClock
+from replicas.common.reason import Reason
 from replicas.integrations.engine_server import API, Answer, EngineServer
 from replicas.linux.processes import command_line, descendants, start_time, stat_fields
 from replicas.linux.sockets import listeners
 
-__all__ = ["EngineHealth", "Spent", "Vigil", "needed_processes", "processor_time", "serving_process"]
+__all__ = ["EngineHealth", "LivenessWatch", "ProcessorTime", "processor_time", "serving_process", "watch_processes"]
 
 EVERY_S = 1.0
 AT_WORK = 0.05
@@ -33,19 +34,20 @@ DEAD_LOOKS = 2
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
-class Spent(NamedTuple):
+class ProcessorTime(NamedTuple):
     """Seconds of processor time of the API process, and of the processes below it."""
 
     api_s: float
     engine_s: float
 
 
-def processor_time(api: int) -> Spent | None:
-    """Return the processor time that the processes of a server have used, or None if
-    the server is gone or hidden.
+def processor_time(api: int) -> ProcessorTime | None:
+    """Return the processor time that the processes of a server have used since their
+    start, or None if the server is gone or hidden.
 
-    If one process is stopped (SIGSTOP), the engine counts as frozen, whatever the
-    others of its tree use.
+    If a process below ``api`` is stopped (SIGSTOP), the engine's time is 0: frozen.
+
+    :param api: pid of the server's API process.
     """
     try:
         own = stat_fields(api)
@@ -53,29 +55,34 @@ def processor_time(api: int) -> Spent | None:
     except OSError:  # also when this process has no file descriptor left
         return None
     used = [sum(map(int, fields[11:15])) / _TICKS_PER_S for fields in below]  # with children that have ended
-    return Spent(sum(map(int, own[11:13])) / _TICKS_PER_S, 0.0 if any(one[0] in "Tt" for one in below) else sum(used))
+    return ProcessorTime(
+        sum(map(int, own[11:13])) / _TICKS_PER_S, 0.0 if any(one[0] in "Tt" for one in below) else sum(used)
+    )
 
 
-def needed_processes(api: int, title: str) -> Callable[[], str]:
-    """Return a function that reports, as text, a process below ``api`` that has ended,
-    out of those whose titles begin with ``title`` now; the text is empty if none
-    has."""
+def watch_processes(api: int, title: str) -> Callable[[], Reason | None]:
+    """Return a function that names a process of the server that has ended, or returns
+    None.
+
+    :param api: pid of the server's API process.
+    :param title: only processes below it count whose titles begin so at this call.
+    """
     found = {pid: (start_time(pid), command_line(pid)) for pid in descendants(api)}
     needed = {pid: (began, name) for pid, (began, name) in found.items() if name.startswith(title)}
 
-    def ended() -> str:
+    def ended() -> Reason | None:
         with contextlib.suppress(OSError):  # without file descriptors nothing can be seen
             for pid, (began, name) in needed.items():
                 if start_time(pid) != began:
                     return f"its process {pid} ({name}) has ended"
-        return ""
+        return None
 
     return ended
 
 
 def serving_process(port: int) -> int | None:
-    """Return the oldest process of this machine that listens on a TCP port, or None if
-    none is visible."""
+    """Return the pid of the oldest process of this machine that listens on a TCP port,
+    or None if none is visible."""
     targets = {f"socket:[{found.inode}]" for found, _ in listeners() if found.port == port}
     holders = []
     for name in filter(str.isdigit, os.listdir("/proc")):  # noqa: PTH208  # names are enough
@@ -91,7 +98,7 @@ class _Call(NamedTuple):
     patience_s: float
 
 
-class Vigil:
+class LivenessWatch:
     """Decides by a server's answers and processor time whether to give it up. Times are
     of a monotonic clock, in seconds.
 
@@ -116,28 +123,32 @@ class Vigil:
         self._answered = dict.fromkeys(watched, now)
         self._refused = dict.fromkeys(watched, 0)
         self._lived = {True: now, False: now}
-        self._spent: Spent | None = None
+        self._spent: ProcessorTime | None = None
         self._clock = PauseClock(now + EVERY_S)
         self._looked = now
         self.call: _Call | None = None
         self.is_loading = False
 
-    def heard(self, path: str, answer: Answer, now: float) -> None:
-        """Record the outcome of a request to this path."""
+    def record_answer(self, path: str, answer: Answer, now: float) -> None:
+        """Record whether a request to this path was answered, at the time ``now``."""
         if answer == "good":
             self._answered[path], self._refused[path] = now, 0
         elif answer == "dead":
             self._refused[path] += 1
 
-    def reason_to_give_up(self, spent: Spent | None, now: float, scan_s: float = 0.0) -> str:
-        """Return why to give the server up, or an empty text.
+    def reason_to_give_up(self, spent: ProcessorTime | None, now: float, scan_s: float = 0.0) -> Reason | None:
+        """Return why to give the server up, or None; call it about once a second.
+        Silences start again if this process was suspended.
 
-        :param scan_s: how long the measurement of ``spent`` took, until now.
+        :param spent: processor time used so far; None: the processes cannot be seen.
+        :param scan_s: how many seconds the measurement of ``spent`` took, until now.
         """
-        if self._clock.pause_at(now - min(scan_s, SCAN_MAX_S)):  # this process was suspended, perhaps with the server
-            self._begin_anew(now)
+        if self._clock.measure_pause(
+            now - min(scan_s, SCAN_MAX_S)
+        ):  # this process was suspended, perhaps with the server
+            self._restart_timers(now)
         self._clock.due = now + EVERY_S
-        self._note_work(spent, now)
+        self._record_work(spent, now)
         for path, patience_s in self._watched.items():
             if self.is_loading and path not in self._while_loading:
                 self._answered[path] = now
@@ -148,14 +159,17 @@ class Vigil:
         call = self.call
         if call is not None and (silent_s := self._silent_s(False, call.began, call.patience_s, now)):
             return f"no answer to {call.path} within {silent_s:.0f} s"
-        return ""
+        return None
 
-    def _begin_anew(self, now: float) -> None:
+    def _restart_timers(self, now: float) -> None:
+        """Count every silence from ``now`` on, as after a pause."""
         self._answered = dict.fromkeys(self._answered, now)
         if self.call is not None:
             self.call = self.call._replace(began=now)
 
-    def _note_work(self, spent: Spent | None, now: float) -> None:
+    def _record_work(self, spent: ProcessorTime | None, now: float) -> None:
+        """Record ``now`` for the API process and the engine if they have used processor
+        time since the last call."""
         before, elapsed_s = self._spent, now - self._looked
         self._spent, self._looked = spent, now
         if spent is None or before is None:
@@ -165,7 +179,11 @@ class Vigil:
                 self._lived[is_api] = now
 
     def _silent_s(self, is_api: bool, since: float, patience_s: float, now: float) -> float:
-        """Return the length of the silence if it is too long, else 0."""
+        """Return the seconds since ``since`` if that silence is too long, else 0.
+
+        :param is_api: whether the API process must answer, or else the engine.
+        :param patience_s: allowed while the processes are idle.
+        """
         idle_since = max(since, self._lived[is_api]) if self._spent is not None else now
         return now - since if now - idle_since > patience_s or now - since > max(patience_s, self._limit_s) else 0.0
 
@@ -174,46 +192,48 @@ class EngineHealth:
     """Context manager: threads watch a server, and give it up when it is gone or
     frozen.
 
-    :param is_gone: returns why the server is gone, or an empty text.
+    :param is_gone: returns why the server is gone, or None.
     :param spent: returns the processor time of its processes, or None if hidden.
     :ivar reason: why the server was given up; empty: it was not.
 
-    The other parameters are those of :class:`Vigil`.
+    The other parameters are those of :class:`LivenessWatch`.
     """
 
     def __init__(
         self,
         server: EngineServer,
-        is_gone: Callable[[], str],
+        is_gone: Callable[[], Reason | None],
         watched: Mapping[str, float],
         *,
         while_loading: Collection[str],
         limit_s: float,
-        spent: Callable[[], Spent | None] = lambda: None,
+        spent: Callable[[], ProcessorTime | None] = lambda: None,
     ) -> None:
         self._server, self._is_gone, self._spent = server, is_gone, spent
-        self._vigil = Vigil(watched, limit_s, time.monotonic(), while_loading=while_loading, api=server.api)
+        self._vigil = LivenessWatch(watched, limit_s, time.monotonic(), while_loading=while_loading, api=server.api)
         self._over = threading.Event()
         self.reason = ""
         asks = [threading.Thread(target=self._ask, args=(path,), name="replicas-engine-ask") for path in watched]
         self._threads = [*asks, threading.Thread(target=self._watch, name="replicas-engine-health")]
 
     def __enter__(self) -> EngineHealth:
+        """Start the threads: one for each path, and the watch."""
         for thread in self._threads:
             thread.daemon = True
             thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Break the pending requests, and end the threads."""
         self._over.set()
-        self._server.hang_up()
+        self._server.break_health_requests()
         for thread in self._threads:
             thread.join(2 * EVERY_S)
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Mark a load as under way in the block: the engine does not answer its
-        paths."""
+        """Context manager: a load is under way, so the engine's paths may go
+        unanswered."""
         self._vigil.is_loading = True
         try:
             yield
@@ -222,7 +242,8 @@ class EngineHealth:
 
     @contextlib.contextmanager
     def calling(self, path: str, patience_s: float) -> Iterator[None]:
-        """Mark a call as under way: the engine may be idle for ``patience_s``."""
+        """Context manager: a call of ``path`` is under way. If it lasts too long, the
+        server is given up: the engine may be idle for ``patience_s`` seconds."""
         self._vigil.call = _Call(path, time.monotonic(), patience_s)
         try:
             yield
@@ -230,11 +251,14 @@ class EngineHealth:
             self._vigil.call = None
 
     def _ask(self, path: str) -> None:
+        """Request a path every second until the end, and record how it is answered."""
         while not self._over.wait(EVERY_S):
-            answer = self._server.ask(path)
-            self._vigil.heard(path, answer, time.monotonic())
+            answer = self._server.check_path(path)
+            self._vigil.record_answer(path, answer, time.monotonic())
 
     def _watch(self) -> None:
+        """Judge the server every second until the end; for a reason give it up, and
+        return."""
         while not self._over.wait(EVERY_S):
             began = time.monotonic()
             spent = self._spent()

@@ -12,7 +12,7 @@ from urllib.parse import urlencode, urlsplit
 from replicas import errors
 from replicas.integrations.gate import HEADER
 
-__all__ = ["API", "Answer", "EngineServer", "NotDone", "host_and_port"]
+__all__ = ["API", "Answer", "EngineServer", "RequestRefused", "host_and_port"]
 
 ASK_TIMEOUT_S = 5.0
 API = "/health"
@@ -23,13 +23,13 @@ Answer = Literal["good", "none", "dead"]
 dead."""
 
 
-class NotDone(errors.SyncError):
+class RequestRefused(errors.SyncError):
     """The server refused the request: it answered with another status than 200."""
 
 
 def host_and_port(url: str) -> tuple[str, int]:
-    """Return host and port of ``http://HOST:PORT``. :raises UsageError: the URL has
-    another form."""
+    """Return host and port of ``http://HOST:PORT``, by default 80. :raises UsageError:
+    the URL has another form."""
     try:
         parts = urlsplit(url)
         if parts.scheme == "http" and parts.hostname:
@@ -53,6 +53,7 @@ class EngineServer:
     """
 
     def __init__(self, url: str, secret: str = "", api_key: str = "", api: str = API) -> None:
+        """Check the URL; connect to nothing."""
         self.url = url.rstrip("/")
         self.api = api
         self._address = host_and_port(url)
@@ -73,11 +74,12 @@ class EngineServer:
     def call(
         self, method: str, path: str, body: Any = None, *, query: dict[str, str] | None = None, timeout_s: float = 60.0
     ) -> Any:
-        """Send one request; return the decoded answer: JSON, or text.
+        """Send one request and wait; return the decoded answer: JSON, or text.
 
-        :raises NotDone: the status is not 200.
+        :param query: parameters to append to the path. :param body: sent as JSON.
+        :raises RequestRefused: the status is not 200.
         :raises replicas.errors.SyncError: no answer, or a malformed one. After a
-            timeout the server is given up.
+            timeout the server is given up: every later call raises.
         """
         if self.broken:
             raise self._failure(method, path, self.broken)
@@ -100,7 +102,7 @@ class EngineServer:
             connection.close()
             self._connection = None
         if response.status != 200:
-            raise self._failure(method, path, f"{response.status} {_message(content)}", NotDone)
+            raise self._failure(method, path, f"{response.status} {_message(content)}", RequestRefused)
         if "json" not in response.getheader("content-type", ""):
             return content.decode(errors="replace")
         try:
@@ -109,11 +111,13 @@ class EngineServer:
             raise self._failure(method, path, f"not JSON: {_message(content)}") from error
 
     def answers(self, path: str) -> bool:
-        """Return True if ``GET path`` answers with 200 in time."""
-        return self.ask(path) == "good"
+        """Return True if ``GET path`` answers with 200 within 5 s."""
+        return self.check_path(path) == "good"
 
-    def ask(self, path: str) -> Answer:
-        """Return how the server answers ``GET path``, within a few seconds."""
+    def check_path(self, path: str) -> Answer:
+        """Request ``GET path``; return "good" for 200, "dead" for a refused connection
+        or a 503 of the path :attr:`api`, "none" for any other answer or none within 5
+        s."""
         connection = http.client.HTTPConnection(*self._address, timeout=ASK_TIMEOUT_S)
         self._asking.add(connection)
         try:
@@ -128,23 +132,28 @@ class EngineServer:
             connection.close()
         return "good" if status == 200 else "dead" if status == 503 and path == self.api else "none"
 
-    def hang_up(self) -> None:
-        """Break the pending :meth:`ask` requests; called on any thread."""
+    def break_health_requests(self) -> None:
+        """Break the connections of pending :meth:`check_path` calls: they return
+        "none". Called on any thread."""
         for connection in list(self._asking):
             _break(connection)
 
     def give_up(self, reason: str) -> None:
-        """Break the current call and every later one; called on any thread."""
+        """Break the connection of the current call; it and every later :meth:`call`
+        raise SyncError with the first reason. Called on any thread."""
         self.broken = self.broken or reason
         _break(self._connection)
 
     def _failure(
         self, method: str, path: str, why: str, kind: type[errors.SyncError] = errors.SyncError
     ) -> errors.SyncError:
+        """Return the error of a failed request, of class ``kind``."""
         return kind(f"{self.url} {method} {path}: {why}", phase="load", hint="see the server's own log")
 
 
 def _break(connection: http.client.HTTPConnection | None) -> None:
+    """Shut a connection's socket down, so that its pending request fails; ignore
+    None."""
     sock = None if connection is None else connection.sock
     if sock is not None:
         with contextlib.suppress(OSError):  # it has just ended
@@ -152,6 +161,8 @@ def _break(connection: http.client.HTTPConnection | None) -> None:
 
 
 def _message(content: bytes) -> str:
+    """Return the error text in a server's answer, shortened; the answer itself if it is
+    not JSON."""
     try:
         found = json.loads(content)
         if isinstance(found, dict):

@@ -69,7 +69,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 def owner_of(path: str) -> int:
-    """Return the pid of the follower whose page is at ``path``."""
+    """Return the pid of the follower whose page is at ``path``: ``/proc/PID/fd/N``."""
     return int(path.split("/")[2])
 
 
@@ -82,7 +82,7 @@ class GatePage:
 
     @classmethod
     def create(cls) -> GatePage:
-        """Create a page, closed, with a new secret."""
+        """Create the page as a memfd, shut, with a new secret and version 0; map it."""
         fd = os.memfd_create("replicas-gate")
         os.ftruncate(fd, _NBYTES)
         page = cls(mmap.mmap(fd, _NBYTES), fd)
@@ -91,7 +91,10 @@ class GatePage:
 
     @classmethod
     def attach(cls, path: str) -> GatePage:
-        """Map the page at ``path`` read-only. :raises OSError: the follower is gone."""
+        """Map another process's page read-only.
+
+        :param path: its :attr:`path`. :raises OSError: the follower is gone.
+        """
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             return cls(mmap.mmap(fd, _NBYTES, prot=mmap.PROT_READ))
@@ -105,15 +108,17 @@ class GatePage:
 
     @property
     def secret(self) -> str:
+        """The secret that control requests must carry."""
         return self._memory[16:48].decode()
 
     @property
     def is_open(self) -> bool:
+        """True while the gate is open."""
         return self._memory[0] == 1
 
     @property
     def version(self) -> int:
-        """The version that is served; 0: none."""
+        """The version that is served, also while the gate is shut; 0: none yet."""
         number: int = struct.unpack_from("<Q", self._memory, 8)[0]
         return number
 
@@ -124,17 +129,21 @@ class GatePage:
         return seconds
 
     def paused(self, seconds: float) -> None:
+        """Add to the total of seconds for which loads have paused the server."""
         struct.pack_into("<d", self._memory, 48, self.paused_s + seconds)
 
     def open(self, version: int) -> None:
+        """Set the version that is served, and open the gate in all processes of the
+        server."""
         struct.pack_into("<Q", self._memory, 8, version)
         self._memory[0] = 1
 
     def shut(self) -> None:
+        """Shut the gate in all processes of the server, until the next :meth:`open`."""
         self._memory[0] = 0
 
     def close(self) -> None:
-        """Release the memory."""
+        """Unmap the page; other processes keep theirs."""
         self._memory.close()
         if self._fd is not None:
             os.close(self._fd)
@@ -162,6 +171,7 @@ class Gate:
         always: Collection[str] = ALWAYS,
         reads: bool = True,
     ) -> None:
+        """Map the page and prepare the paths. Raises OSError if the page is gone."""
         self._app = app
         self._page = GatePage.attach(os.environ[GATE]) if page is None else page
         self._control = [_route(path) for path in control]
@@ -171,6 +181,9 @@ class Gate:
         self._kind = functools.lru_cache(_PATHS)(self._find_kind)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request to the server, or answer it here: ``/readyz``; 403 for a
+        control route without the secret; 503 while the gate is shut; 400 for an odd
+        path."""
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
@@ -188,8 +201,8 @@ class Gate:
             await _refuse(scope, send, 503, SHUT)
 
     def _find_kind(self, path: str, root_path: str) -> str:
-        """Return the kind of route that Starlette finds for this path, or an empty
-        text."""
+        """Return "control", "readyz" or "always" by the route that Starlette finds for
+        this path, "odd" for one with control characters, or an empty text."""
         if any(ord(character) < 32 or ord(character) == 127 for character in path):
             return "odd"
         for kind, routes in (("control", self._control), ("readyz", self._readyz), ("always", self._always)):
@@ -200,15 +213,19 @@ class Gate:
         return ""
 
     def _may_control(self, scope: Scope) -> bool:
+        """Return True if the request carries the page's secret."""
         given = next((value for name, value in scope["headers"] if name == HEADER.encode()), b"")
         return hmac.compare_digest(given, self._page.secret.encode())
 
 
 def _route(path: str) -> Route:
+    """Return a route only for matching: of the path, or after a slash of all paths
+    below it."""
     return Route(f"{path}{{below:path}}" if path.endswith("/") else path, _refuse)
 
 
 async def _refuse(scope: Scope, send: Send, status: int, why: str) -> None:
+    """Answer a request with this status and an error as JSON, or close a websocket."""
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1013 if status == 503 else 1008, "reason": why})
         return
@@ -217,6 +234,7 @@ async def _refuse(scope: Scope, send: Send, status: int, why: str) -> None:
 
 
 async def _answer(send: Send, status: int, body: bytes, *more: tuple[bytes, bytes]) -> None:
+    """Send a response of JSON, with ``more`` headers."""
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *more]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -14,10 +14,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from replicas import errors
+from replicas.common.reason import Reason
 from replicas.engine import Engine
 from replicas.integrations import engine_health
-from replicas.integrations.engine_health import EngineHealth, Spent
-from replicas.integrations.engine_server import API, EngineServer, NotDone
+from replicas.integrations.engine_health import EngineHealth, ProcessorTime
+from replicas.integrations.engine_server import API, EngineServer, RequestRefused
 from replicas.integrations.gate import READYZ, SHUT
 
 __all__ = ["ENGINE_TIMEOUT_S", "HttpEngine"]
@@ -34,7 +35,7 @@ class HttpEngine(Engine):
     :param secret: the gate's secret, if the server has one.
     :param api_key: the server's API key, if it has one.
     :param public_url: the server's address for routers; default: ``url``.
-    :param is_gone: returns why the server is gone, or an empty text.
+    :param is_gone: returns why the server is gone, or None.
     :param engine_timeout_s: how long the engine may stay silent while its processes are
         at work (it compiles), or cannot be seen from here.
     :param process: the pid of the server's API process; None: the process that listens
@@ -57,10 +58,12 @@ class HttpEngine(Engine):
         secret: str = "",
         api_key: str = "",
         public_url: str | None = None,
-        is_gone: Callable[[], str] = lambda: "",
+        is_gone: Callable[[], Reason | None] = lambda: None,
         engine_timeout_s: float = ENGINE_TIMEOUT_S,
         process: int | None = None,
     ) -> None:
+        """Store the server's address and secrets; send nothing before
+        :meth:`wait_until_up`."""
         if not engine_timeout_s > 0:
             text = f"follow: engine_timeout must be above 0, not {engine_timeout_s}"
             raise errors.UsageError(text, hint="seconds for which a busy engine may stay silent")
@@ -71,29 +74,35 @@ class HttpEngine(Engine):
         self._health: EngineHealth | None = None
 
     def wait_until_up(self, timeout_s: float) -> None:
+        """Wait until the server answers, check its gate, read its identity, and start
+        the threads that watch its health.
+
+        :raises replicas.errors.SyncError: it is gone, or does not answer within
+            ``timeout_s``.
+        :raises replicas.errors.UsageError: it has no gate in place, or cannot be
+            followed.
+        """
         until = time.monotonic() + timeout_s
         while not self.server.answers(self.api):
             if reason := self.health():
-                raise self.lost(reason)
+                raise self.server_lost_error(reason)
             if time.monotonic() > until:
-                raise self.lost(f"{self.server.url} was not healthy within {timeout_s:.0f} s")
+                raise self.server_lost_error(f"{self.server.url} was not healthy within {timeout_s:.0f} s")
             time.sleep(START_BEAT_S)
         if self.has_gate:
             self._prove_gate()
-        self.look_up()
+        self.read_identity()
         process = self._process
         if process is None and self.server.local_port is not None:
             process = engine_health.serving_process(self.server.local_port)
 
-        def spent() -> Spent | None:
+        def spent() -> ProcessorTime | None:
             return None if process is None else engine_health.processor_time(process)
 
-        ended: Callable[[], str] = str  # no process is known by its title: always empty
-        if process is not None and self.titles:
-            ended = engine_health.needed_processes(process, self.titles)
+        ended = engine_health.watch_processes(process, self.titles) if process and self.titles else None
 
-        def is_gone() -> str:
-            return self._is_gone() or ended()
+        def is_gone() -> Reason | None:
+            return self._is_gone() or (ended() if ended is not None else None)
 
         limit_s = self._engine_timeout_s
         self._health = EngineHealth(
@@ -102,14 +111,14 @@ class HttpEngine(Engine):
         self._health.__enter__()
 
     def _prove_gate(self) -> None:
-        """Check that the gate is in place: a request without the secret must be
-        refused. A new release may start a front end without the gate.
+        """Send a request without the secret, and check that the shut gate refuses it. A
+        new release may start a front end without the gate.
 
         :raises replicas.errors.UsageError: the answer is not that of the shut gate.
         """
         try:
             EngineServer(self.server.url).call("GET", READYZ)
-        except NotDone as refused:
+        except RequestRefused as refused:
             if SHUT in refused.message:
                 return
         raise errors.UsageError(
@@ -117,20 +126,26 @@ class HttpEngine(Engine):
             hint="start a release of the server that this package knows, with its front end in Python",
         )
 
-    def look_up(self) -> None:
-        """Read the server's name and number of workers.
+    def read_identity(self) -> None:
+        """Read the server's ``name`` and number of ``workers`` from the server. The
+        default, for a subclass to replace, does nothing.
 
         :raises replicas.errors.UsageError: the server cannot be followed.
         """
 
     def health(self) -> str:
+        """Return why the server is gone, or an empty text while it is not. Returns
+        immediately."""
         watched = "" if self._health is None else self._health.reason
-        return watched or self.server.broken or ("" if self._health else self._is_gone())
+        return watched or self.server.broken or ((not self._health and self._is_gone()) or "")
 
     def abort(self, reason: str) -> None:
+        """Break the connection of the current call; it and every later call raise
+        SyncError."""
         self.server.give_up(reason)
 
     def close(self) -> None:
+        """Stop the health watch; the server keeps running."""
         if self._health is not None:
             self._health.__exit__(None, None, None)
 
@@ -143,11 +158,14 @@ class HttpEngine(Engine):
         timeout_s: float,
         serving: bool = False,
     ) -> Any:
-        """Send one control request; return the decoded answer.
+        """Send one control request by POST; wait, and return the decoded answer: JSON,
+        or text.
 
-        :param timeout_s: how long the engine may be idle before it answers.
-        :param serving: whether the engine answers other requests meanwhile.
-        :raises NotDone: the server answered with an error.
+        :param timeout_s: seconds for which the engine may be idle before it answers;
+            one at work gets :meth:`longest_s`.
+        :param serving: whether the engine answers other requests meanwhile; False: the
+            health watch expects no answers from it.
+        :raises RequestRefused: the server answered with an error.
         :raises replicas.errors.SyncError: the server is gone, or was given up.
         """
         with contextlib.ExitStack() as stack:
@@ -158,20 +176,24 @@ class HttpEngine(Engine):
             return self.server.call("POST", path, body, query=query, timeout_s=self.longest_s(timeout_s))
 
     def longest_s(self, timeout_s: float = 0.0) -> float:
-        """Return the seconds after which a call of a server at work is given up."""
+        """Return the seconds after which a call is given up even if the server is at
+        work."""
         return max(timeout_s, self._engine_timeout_s) + BACKSTOP_S
 
     def raise_if_dying(self) -> None:
-        """Wait until the server is healthy after a refused request. :raises
-        replicas.errors.SyncError: it refused because its engine is dead, which it may
-        report for a moment only."""
-        while (answer := self.server.ask(self.api)) != "good":
+        """After a refused request wait until the server is healthy again, and return.
+
+        :raises replicas.errors.SyncError: it refused because its engine is dead, which
+            it may report for a moment only.
+        """
+        while (answer := self.server.check_path(self.api)) != "good":
             if reason := self.health():
-                raise self.lost(reason)
+                raise self.server_lost_error(reason)
             if answer == "dead":
-                raise self.lost("the server died while it checked a new version")
+                raise self.server_lost_error("the server died while it checked a new version")
             time.sleep(START_BEAT_S)
 
-    def lost(self, reason: str) -> errors.SyncError:
-        """Return the error for a server that is gone."""
+    def server_lost_error(self, reason: str) -> errors.SyncError:
+        """Return a SyncError with this reason, for a server that is gone; raise
+        nothing."""
         return errors.SyncError(reason, phase="load", hint="see the server's own log")

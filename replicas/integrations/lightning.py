@@ -76,28 +76,33 @@ class PublishCallback(Callback):
 
     @property
     def channel(self) -> replicas.Channel | None:
-        """The channel, during training."""
+        """The channel during training, else None."""
         return self._sync.channel
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Join the channel, and publish the first weights."""
+        """Join the channel, and publish the first weights, or with ``first=False`` only
+        reserve memory."""
         self._sync.begin_training(trainer.global_step, pl_module)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Publish if ``every`` steps have passed; log the figures."""
+        """Publish if ``every`` optimizer steps have passed, and wait as ``wait`` says;
+        log the figures of the syncs that have ended."""
         self._sync.step(trainer.global_step, pl_module)
         _log(trainer, self._sync.figures())
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Publish the last step, wait for open publishes, and leave the channel."""
+        """Publish the last step unless that is done, wait for open publishes, and leave
+        the channel; log their figures."""
         self._sync.end(trainer.global_step, pl_module)
         _log(trainer, [*self._sync.figures(), *self._sync.leave()])
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave the channel without waiting: training was interrupted."""
+        """Leave the channel without waiting for open publishes, and log the figures so
+        far: training was interrupted."""
         _log(trainer, [*self._sync.figures(), *self._sync.leave(wait=False)])
 
 
 def _log(trainer: Any, figures: list[dict[str, float]]) -> None:
+    """Give the newest value of each figure to the trainer's loggers."""
     for logger in trainer.loggers if figures else ():
         logger.log_metrics(newest(figures), step=trainer.global_step)

@@ -56,19 +56,29 @@ class LmdeployEngine(HttpEngine):
         super().__init__(url, **more)
         self._specs = ModelSpecs(model, complete=complete)
 
-    def look_up(self) -> None:
+    def read_identity(self) -> None:
+        """Ask the server; raise UsageError if it is not LMDeploy's."""
         self._sleeps()
 
     def _sleeps(self) -> bool:
+        """Ask the server; return True if it sleeps. Raises UsageError for another
+        answer."""
         answer = self.server.call("GET", "/is_sleeping")
         if not isinstance(answer, dict) or not isinstance(answer.get("is_sleeping"), bool):
             raise errors.UsageError(f"{self.server.url} is not an LMDeploy server", hint="check its /is_sleeping")
         return bool(answer["is_sleeping"])
 
     def check(self, update: Update, timeout_s: float) -> str:
-        return self._specs.misfit(update)
+        """Compare names, shapes and dtypes with the model's; return why the version
+        does not fit, or an empty text. The server is not asked."""
+        return self._specs.misfit(update) or ""
 
     def pause(self, mode: PauseMode, timeout_s: float) -> None:
+        """Put the server to sleep, which aborts its requests, then wake its weights
+        only.
+
+        :raises replicas.errors.UsageError: the mode is not ``"abort"``.
+        """
         if mode != "abort":
             text = f"{self.name} cannot {mode} requests: it aborts them when it sleeps, to take weights"
             raise errors.UsageError(text, hint='follow it with mode "abort"')
@@ -77,7 +87,8 @@ class LmdeployEngine(HttpEngine):
         self.post("/wakeup", {}, query={"tags": "weights"}, timeout_s=timeout_s)
 
     def load(self, update: Update, timeout_s: float) -> None:
-        """Send one request for each layer, as some engines of LMDeploy require."""
+        """Have the server read the version's memory: one request for each layer, as
+        some engines of LMDeploy require."""
         parts = [list(part) for _, part in groupby(_calls(update), key=lambda call: _layer(call[0]))]
         for number, part in enumerate(parts, 1):
             stream = io.BytesIO()
@@ -91,19 +102,23 @@ class LmdeployEngine(HttpEngine):
         """Do nothing: the sleep has freed the cache, and waking makes an empty one."""
 
     def resume(self, timeout_s: float) -> None:
+        """Wake the server, with an empty cache. Raises SyncError if it still sleeps."""
         self.post("/wakeup", {}, query={"tags": "kv_cache"}, timeout_s=timeout_s)
         if self._sleeps():
-            raise self.lost(f"{self.name} still sleeps: {self.server.url} has refused to wake")
+            raise self.server_lost_error(f"{self.name} still sleeps: {self.server.url} has refused to wake")
 
 
 def _layer(name: str) -> str:
+    """Return the part of a tensor's name up to its layer's number, such as
+    ``model.layers.3.``, or an empty text."""
     found = LAYER.search(name)
     return name[: found.end()] if found else ""
 
 
 def _calls(update: Update) -> Iterator[tuple[str, tuple[Any, tuple[Any, ...]]]]:
-    """Yield name and call of each tensor: tensors of a layer in a row, tied ones under
-    each name."""
+    """Yield (name, call) of each tensor, for the server to make: call is
+    (:func:`read_tensor`, its arguments). Tensors of a layer follow each other; tied
+    ones come under each name."""
     manifest, path, start = update.manifest, update.path, update.manifest.data_offset
     places = {spec.name: (spec, offset) for spec, offset in zip(manifest.tensors, manifest.offsets, strict=True)}
     named = {**{name: name for name in places}, **dict(manifest.aliases)}

@@ -23,7 +23,14 @@ from typing import Any, Literal
 import torch
 
 from replicas import errors
-from replicas.integrations.shared.refit import DEADLINE_S, Place, Refit, channel_settings, first_sync, seats
+from replicas.integrations.shared.refit import (
+    DEADLINE_S,
+    CoordinatorAddress,
+    Refit,
+    channel_settings,
+    first_sync,
+    seats,
+)
 
 __all__ = ["CheckpointEngine"]
 
@@ -61,6 +68,7 @@ class CheckpointEngine:
         deadline: float = DEADLINE_S,
         **options: Any,
     ) -> None:
+        """Check the arguments; join nothing yet."""
         self._bucket_nbytes = bucket_size
         self._refit = Refit(
             channel=channel, ranks=ranks, dtype=dtype, deadline=deadline, options=options, loaded_at_end=True
@@ -69,9 +77,11 @@ class CheckpointEngine:
         self._offer: _Offer | None = None
 
     def prepare(self) -> dict[str, Any]:
-        """Begin a sync; return the metadata that this worker sends to all others."""
+        """Begin a sync; return the metadata that this worker sends to all others. The
+        first call also chooses port and token of a coordinator that this process could
+        start."""
         if self._offer is None:
-            self._offer = _Offer.made()
+            self._offer = _Offer.create()
         return {**self._refit.prepare(), "offer": None if self._offer is None else self._offer.place}
 
     def get_target_weight_layout(self) -> dict[str, Any] | None:
@@ -81,7 +91,13 @@ class CheckpointEngine:
     def init_policy_process_group(
         self, *, worker_rank: int, train_world_size: int, rollout_world_size: int, metadata: Sequence[dict[str, Any]]
     ) -> None:
-        """Join the channel unless joined; worker 0 starts the coordinator before."""
+        """Join the channel as a trainer, unless joined; worker 0 first starts the
+        coordinator, unless it runs or the environment names one.
+
+        :param metadata: of all workers, the policy workers first.
+        :raises replicas.errors.UsageError: worker 0 can start no coordinator, and the
+            environment names none.
+        """
         if worker_rank == 0 and not metadata[0]["outside"] and self._offer is not None and self._coordinator is None:
             self._coordinator = self._offer.started(channel_settings(metadata))
         self._join(worker_rank, train_world_size, metadata)
@@ -89,15 +105,23 @@ class CheckpointEngine:
     def init_rollout_process_group(
         self, *, rollout_rank: int, train_world_size: int, rollout_world_size: int, metadata: Sequence[dict[str, Any]]
     ) -> None:
-        """Join the channel unless joined."""
+        """Join the channel as a rollout, unless joined.
+
+        :param metadata: of all workers, the policy workers first.
+        :raises replicas.errors.UsageError: worker 0 can start no coordinator, and the
+            environment names none.
+        """
         self._join(train_world_size + rollout_rank, train_world_size, metadata)
 
     async def send_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Publish; return when all live rollouts have the bytes."""
+        """Publish if this worker is a publisher; return when all live rollouts have the
+        bytes. The weights are iterated to their end in any case."""
         await self._refit.send_weights(weights)
 
     async def receive_weight_batches(self) -> AsyncIterator[list[tuple[str, torch.Tensor]]]:
-        """Yield the tensors of this refit's version, ``bucket_size`` at a time."""
+        """Wait for this refit's version; yield its (name, tensor) pairs in lists of
+        about ``bucket_size`` bytes, one tensor at least. After the last one it counts
+        as loaded."""
         batch: list[tuple[str, torch.Tensor]] = []
         nbytes = 0
         async for name, tensor in self._refit.receive_weights():
@@ -114,11 +138,17 @@ class CheckpointEngine:
         the channel."""
 
     def _join(self, number: int, policies: int, metadata: Sequence[dict[str, Any]]) -> None:
+        """Join the channel in the seat of worker ``number``, unless joined.
+
+        :param policies: number of policy workers.
+        :raises replicas.errors.UsageError: worker 0 can start no coordinator, and the
+            environment names none.
+        """
         offer = metadata[0]["offer"]
         if offer is None and not metadata[0]["outside"]:
             text = "no coordinator: policy worker 0 is not a Ray actor, and REPLICAS_ENDPOINT is not set"
             raise errors.UsageError(text, hint="start one, and give the workers its address (docs/nemo-rl.md)")
-        place = None if metadata[0]["outside"] else Place(*offer)
+        place = None if metadata[0]["outside"] else CoordinatorAddress(*offer)
         seat, sync = seats(metadata, policies)[number], first_sync(metadata)
         self._refit.init_process_group(seat=seat, place=place, sync=sync)
 
@@ -126,12 +156,13 @@ class CheckpointEngine:
 class _Offer:
     """A coordinator that this process could start, with its future address."""
 
-    def __init__(self, place: Place, port: int, secret: str, pem: bytes) -> None:
+    def __init__(self, place: CoordinatorAddress, port: int, secret: str, pem: bytes) -> None:
         self.place, self._port, self._secret, self._pem = place, port, secret, pem
 
     @classmethod
-    def made(cls) -> _Offer | None:
-        """Return an offer, or None if this process is not a Ray worker."""
+    def create(cls) -> _Offer | None:
+        """Make the key, token and free port of a coordinator, without starting it;
+        return None if this process is not a Ray worker."""
         try:
             import ray
         except ImportError:
@@ -144,11 +175,11 @@ class _Offer:
 
         pem, secret, port = make_pem(), new_secret(), free_port()
         token = str(JoinToken(PortKey.of_pem(pem).hash, secret))
-        return cls(Place(f"{ray.util.get_node_ip_address()}:{port}", token, NAME), port, secret, pem)
+        return cls(CoordinatorAddress(f"{ray.util.get_node_ip_address()}:{port}", token, NAME), port, secret, pem)
 
     def started(self, channels: dict[str, Any]) -> Any:
-        """Start the coordinator; return its handle, without which Ray ends the
-        actor."""
+        """Start the coordinator of these channels, as offered; return its handle,
+        without which Ray ends the actor."""
         from replicas.integrations.ray import coordinator
 
         name = f"{NAME}-{secrets.token_hex(4)}"  # the actor of a dead worker may still exist

@@ -69,7 +69,8 @@ class Handle:
     run: str
 
     def close(self) -> None:
-        """Stop the coordinator cleanly, before the Ray job ends."""
+        """Stop the coordinator cleanly, then kill its actor, before the Ray job ends.
+        Waits 20 s at most."""
         try:
             ray.get(self.actor.close.remote(), timeout=_CLOSE_TIMEOUT_S)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
@@ -82,6 +83,7 @@ class CoordinatorActor:
     """The actor's class: one :class:`replicas.Coordinator` on its own event loop."""
 
     def __init__(self, settings: Mapping[str, Any], pem: bytes) -> None:
+        """Store the settings and the key; after a restart by Ray also :meth:`start`."""
         self._settings, self._pem = settings, pem
         self._running = contextlib.ExitStack()
         # Ray's policy is uvloop, which notices the end of children in the main thread
@@ -93,7 +95,8 @@ class CoordinatorActor:
                 self.start()  # the caller does not call start() again
 
     def start(self) -> tuple[str, str, str]:
-        """Open the port, once; return endpoint, token and the name of the run."""
+        """Start the coordinator unless it runs; return its endpoint, token and run's
+        name."""
         if self._address is None:
             host = ray.util.get_node_ip_address()
             with tempfile.NamedTemporaryFile(prefix="replicas-") as certificate:  # mode 0600; read within the block
@@ -107,7 +110,7 @@ class CoordinatorActor:
         return self._address
 
     def close(self) -> None:
-        """Stop the coordinator: disconnect the members, and end the store."""
+        """Stop the coordinator: disconnect the members, and end the store's process."""
         self._running.close()
 
 
@@ -163,8 +166,10 @@ def coordinator(
 
 
 def find(name: str = NAME, *, namespace: str | None = None) -> Handle:
-    """Return the coordinator that another part of the program has started.
+    """Return the coordinator that another part of the program has started; start it
+    again if it does not run.
 
+    :param namespace: Ray namespace of its actor; default: this program's.
     :raises replicas.errors.UsageError: no actor has this name in the namespace.
     """
     _must_be_connected("find")
@@ -187,7 +192,8 @@ def options(
     token_file: str | None = None,
     runtime_env: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return options for an actor (or task) with the identity of one rank.
+    """Return options for an actor (or task) with the identity of one rank, in
+    environment variables; start nothing.
 
     :param replica: index of its replica; ``"auto"``: the lowest index that is free when
         it joins, also after a restart of the actor.
@@ -214,11 +220,18 @@ def options(
 
 
 def _must_be_connected(what: str) -> None:
+    """Raise UsageError if this process is not connected to Ray; ``what``: the caller's
+    name."""
     if not ray.is_initialized():
         raise errors.UsageError(f"{what}: this process is not connected to Ray", hint="call ray.init() first")
 
 
 def _handle(actor: Any) -> Handle:
+    """Start the actor's coordinator unless it runs; wait for 60 s at most, and return
+    the handle.
+
+    :raises replicas.errors.WorldError: the actor did not start it.
+    """
     try:
         endpoint, token, run = ray.get(actor.start.remote(), timeout=_START_TIMEOUT_S)
     except errors.ReplicasError:  # Ray keeps the type, and adds the actor's traceback
@@ -232,6 +245,7 @@ def _handle(actor: Any) -> Handle:
 
 
 def free_port() -> int:
+    """Return a port of :data:`_PORTS` that is free now; it is not reserved."""
     for port in random.sample(_PORTS, 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from replicas.errors import ReplicasError
-from replicas.linux.helpers import apart, python_module
+from replicas.linux.helpers import popen_arguments, python_module
 from replicas.linux.processes import die_with_parent
 
 __all__ = ["RayAgent", "main"]
@@ -26,22 +26,28 @@ class RayAgent:
     """The actor: runs one agent as its child."""
 
     def serve(self, join: str, name: str, labels: Mapping[str, str], folder: str) -> int:
-        """Run an agent to its end; return its exit code.
+        """Run an agent, the process that starts a node's replicas, to its end; return
+        its exit code.
 
         :param join: ``TOKEN@HOST:PORT`` of the supervisor, a secret.
-        :param folder: for its logs and state.
+        :param name: the node's name, to which a part of Ray's node id is added.
+        :param folder: parent of the folder for the agent's logs and state.
         """
         import ray
 
         node = f"{name}-{ray.get_runtime_context().get_node_id()[:8]}"
         words = [f"{name}={value}" for name, value in labels.items()]
         command = python_module(__name__, str(os.getpid()), node, str(Path(folder, node).absolute()), *words)
-        return subprocess.run(command, **apart({**os.environ, "REPLICAS_JOIN": join}), check=False).returncode
+        return subprocess.run(command, **popen_arguments({**os.environ, "REPLICAS_JOIN": join}), check=False).returncode
 
 
 def main(parent: str, node: str, folder: str, *labels: str) -> int:
-    """Run the agent in the child process; it ends with its parent. Return the exit
-    code."""
+    """Run the agent in the child process; it gets SIGTERM when its parent ends. Return
+    the exit code.
+
+    :param parent: pid of the actor's process. :param labels: ``NAME=VALUE`` of the
+        node.
+    """
     from replicas.supervisor.agent.remote import Invitation, serve_node
 
     die_with_parent(int(parent), signal.SIGTERM)

@@ -43,7 +43,7 @@ from replicas.supervisor.scheduler_hooks import SchedulerHooks, invitation, on_c
 from replicas.supervisor.supervisor import Supervisor
 from replicas.telemetry.events import Reloaded, Scaled
 
-__all__ = ["adapted", "bundle", "run", "slots"]
+__all__ = ["adapt_config", "bundle", "run", "slots"]
 
 log = logging.getLogger("replicas.integrations.ray")
 
@@ -70,14 +70,18 @@ def run(config: Config, *, address: str | None = None) -> int:
             bundles.append(_Bundles(supervisor))
             bundles[0].request_bundles()
 
-        surroundings = SchedulerHooks(adapt=lambda one: adapted(one, host), opened=opened, nodes=slots(config))
+        surroundings = SchedulerHooks(adapt=lambda one: adapt_config(one, host), opened=opened, nodes=slots(config))
         return supervise(config, surroundings)
     finally:
         ray.shutdown()  # also ends all actors and placement groups
 
 
 def _connect(address: str) -> None:
-    """Connect to a cluster. With a wrong token Ray finds no cluster, after 20 s."""
+    """Connect this process to a cluster. With a wrong token Ray finds no cluster, after
+    20 s.
+
+    :raises replicas.errors.UsageError: no cluster is found, or it refuses this process.
+    """
     try:
         ray.init(address=address, configure_logging=False)
     except ConnectionError as error:
@@ -97,19 +101,23 @@ def _words(error: Exception, lines: int | None = None) -> str:
     return one_line("\n".join(str(error).strip().splitlines()[:lines])) or type(error).__name__
 
 
-def adapted(config: Config, host: str) -> Config:
-    """Return the config as it runs on Ray: each node of a replica on its own agent."""
+def adapt_config(config: Config, host: str) -> Config:
+    """Return a copy of the config for Ray: each node of a replica runs on an agent of
+    its own, and agents connect to ``host``."""
     groups = {name: _in_bundles(group) for name, group in config.groups.items()}
     return on_cluster(replace(config, groups=groups), host, len(slots(config)))
 
 
 def slots(config: Config) -> tuple[str, ...]:
-    """Return the names of the bundles with which a run begins."""
+    """Return the names of the bundles (resources of one node) with which a run begins:
+    ``GROUP-0``, ``GROUP-1``, one for each node of each replica."""
     ours = [group for group in config.groups.values() if not group.external]
     return tuple(f"{group.name}-{number}" for group in ours for number in range(group.replicas * group.nnodes))
 
 
 def _in_bundles(group: GroupConfig) -> GroupConfig:
+    """Return a copy of the group's config for Ray: each node of a replica on an agent
+    of its own, with the group's label."""
     if group.external:
         return group
     placement = group.placement
@@ -119,7 +127,8 @@ def _in_bundles(group: GroupConfig) -> GroupConfig:
 
 
 def bundle(group: GroupConfig) -> dict[str, float]:
-    """Return the resources that one node of a replica requests from Ray."""
+    """Return the resources that one node of a replica requests from Ray: number of CPUs
+    and GPUs, and ``memory`` in bytes."""
     resources, ranks = group.resources, group.nproc_per_node
     wanted: dict[str, float] = {"CPU": float(ranks * (resources.cpu_threads or 1))}
     if resources.gpus:
@@ -129,13 +138,13 @@ def bundle(group: GroupConfig) -> dict[str, float]:
     return wanted
 
 
-def _asks(group: GroupConfig) -> tuple[dict[str, float], dict[str, str]]:
+def _bundle_request(group: GroupConfig) -> tuple[dict[str, float], dict[str, str]]:
     """Return the resources and labels of a group's bundles; if they change, all its
     bundles are replaced."""
     return bundle(group), dict(group.placement.labels)
 
 
-class _Slot:
+class _Bundle:
     """A bundle of a placement group, and the task that keeps an agent in it."""
 
     def __init__(self, place: Any, index: int, name: str, group: GroupConfig) -> None:
@@ -145,6 +154,7 @@ class _Slot:
         """Set when its group needs other bundles: no more agents are started here."""
 
     def holds(self, node: str) -> bool:
+        """Return True if the node of this name was started in the bundle."""
         return node.rpartition("-")[0] == self.name
 
 
@@ -153,38 +163,43 @@ class _Bundles:
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
-        self._slots: dict[str, list[_Slot]] = defaultdict(list)
+        self._slots: dict[str, list[_Bundle]] = defaultdict(list)
         self._numbers: dict[str, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._has_groups = False
 
     def request_bundles(self) -> None:
-        """Request the bundles of the config, before groups exist; then follow the
-        groups."""
+        """Request the config's bundles from Ray, without a wait, and start the task
+        that adjusts them to the groups."""
         for group in self._supervisor.config.groups.values():
             if not group.external and group.replicas:
                 self._add(group, group.replicas * group.nnodes)
         self._spawn(self._follow())
 
     def _spawn(self, work: Any) -> asyncio.Task[None]:
+        """Run a coroutine as a task that this object keeps; return the task."""
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
+        """Forget a task that has ended; log its error, if any."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("no longer adjusting the bundles of the run (a bug)", exc_info=error)
 
     async def _follow(self) -> None:
-        """Adjust the bundles at each change of the groups."""
+        """Adjust the bundles at each change of a group or replica, to the end of the
+        events."""
         async for record in self._supervisor.events(self._supervisor.last_event):
             if isinstance(record.event, Scaled | Reloaded | Transition):  # a replica that has ended leaves its bundle
                 self._has_groups = True
                 self._adjust()
 
     def _adjust(self) -> None:
+        """Request, retire or drain bundles until each group has the number and kind it
+        needs; do nothing while the run drains. Never waits."""
         supervisor = self._supervisor
         if not self._has_groups or supervisor.fleet.draining or supervisor.fleet.over.is_set():
             return
@@ -195,15 +210,22 @@ class _Bundles:
             external = group is not None and group.external
             wanted = 0 if group is None or external else sizes.get(name, 0) * group.nnodes
             if group is not None:
-                self._retire([one for one in self._slots[name] if not one.retired and _asks(one.group) != _asks(group)])
+                self._retire(
+                    [
+                        one
+                        for one in self._slots[name]
+                        if not one.retired and _bundle_request(one.group) != _bundle_request(group)
+                    ]
+                )
             slots = [one for one in self._slots[name] if not one.retired]
             if group is not None and len(slots) < wanted:
                 self._add(group, wanted - len(slots))
             elif len(slots) > wanted:
                 self._shrink(slots, len(slots) - wanted)
 
-    def _retire(self, slots: list[_Slot]) -> None:
-        """Drain the nodes of these bundles, and drop bundles without a node."""
+    def _retire(self, slots: list[_Bundle]) -> None:
+        """Start no more agents in these bundles: drain their nodes, and drop bundles
+        without a node."""
         nodes = [one.name for one in self._supervisor.status().nodes if one.state in ("up", "away", "draining")]
         for slot in slots:
             slot.retired = True
@@ -215,12 +237,15 @@ class _Bundles:
                 self._drop(slot)
 
     async def _drain(self, node: str) -> None:
+        """Drain a node: its replicas end, then its agent. An error is only reported."""
         try:
             await self._supervisor.drain_node(node)
         except errors.ReplicasError as error:  # the drain was undone, or the node has a new agent
             self._supervisor.say(str(error))
 
     def _add(self, group: GroupConfig, count: int) -> None:
+        """Request ``count`` more bundles for the group in one new placement group, and
+        start the tasks that keep an agent in each; do not wait for resources."""
         labels = {name: value for name, value in group.placement.labels.items() if name != GROUP_LABEL}
         place = placement_group(
             [bundle(group)] * count,
@@ -230,13 +255,13 @@ class _Bundles:
         for index in range(count):
             number = self._numbers.get(group.name, 0)
             self._numbers[group.name] = number + 1
-            slot = _Slot(place, index, f"{group.name}-{number}", group)
+            slot = _Bundle(place, index, f"{group.name}-{number}", group)
             self._slots[group.name].append(slot)
             slot.keeper = self._spawn(self._keep(slot))
 
-    async def _keep(self, slot: _Slot) -> None:
-        """Run an agent in the bundle, restart a failed one; return when one ends with
-        0."""
+    async def _keep(self, slot: _Bundle) -> None:
+        """Run an agent in the bundle, and restart one that fails; when one ends with 0
+        or the bundle is retired, drop the bundle and return."""
         supervisor, group = self._supervisor, slot.group
         wanted = bundle(group)
         strategy = PlacementGroupSchedulingStrategy(slot.place, placement_group_bundle_index=slot.index)
@@ -267,14 +292,15 @@ class _Bundles:
         self._drop(slot)
         self._adjust()  # its group may still need a bundle
 
-    def _drop(self, slot: _Slot) -> None:
-        """Forget a bundle; remove its placement group with its last bundle."""
+    def _drop(self, slot: _Bundle) -> None:
+        """Forget a bundle; with its last bundle remove the placement group from Ray."""
         self._slots[slot.group.name].remove(slot)
         if not any(one.place is slot.place for slots in self._slots.values() for one in slots):
             remove_placement_group(slot.place)
 
-    def _shrink(self, slots: list[_Slot], surplus: int) -> None:
-        """Drain up to ``surplus`` bundles in which no replica is left."""
+    def _shrink(self, slots: list[_Bundle], surplus: int) -> None:
+        """Drain up to ``surplus`` nodes in these bundles, those without a replica;
+        nodes that drain already count."""
         nodes = [one for one in self._supervisor.status().nodes if any(slot.holds(one.name) for slot in slots)]
         surplus -= sum(one.state == "draining" for one in nodes)
         idle = [one.name for one in nodes if one.state == "up" and not one.replicas]

@@ -34,7 +34,8 @@ from collections.abc import Callable, Sequence
 from urllib.parse import quote
 
 from replicas import environ, errors
-from replicas.cli.client import Client
+from replicas.common.reason import Reason
+from replicas.control.client import Client
 from replicas.integrations.engine_server import host_and_port
 from replicas.linux.processes import die_with_parent
 from replicas.linux.scarce import naming_limits
@@ -51,7 +52,8 @@ STOP_TIMEOUT_S = 6.0
 
 
 def ready_urls(status: RunStatus, channel: str) -> frozenset[str]:
-    """Return the URLs of the replicas that answer with a version of the channel.
+    """Return the URLs of the replicas that answer with a version of the channel, from
+    ``info["url"]`` of each target's live rank 0.
 
     :raises replicas.errors.UnknownChannel: the run has no such channel.
     """
@@ -76,7 +78,8 @@ class WorkerList:
         self._address = host_and_port(url)
 
     def bring_to(self, wanted: frozenset[str]) -> None:
-        """Add and remove workers until the router has exactly ``wanted``.
+        """Have the router remove and add workers until it has exactly the URLs
+        ``wanted``.
 
         :raises OSError: the router does not answer.
         """
@@ -100,6 +103,8 @@ class WorkerList:
             raise ConnectionError(f"GET /list_workers gave no list: {answer[:200].decode(errors='replace')}") from error
 
     def _request(self, method: str, path: str) -> bytes:
+        """Send a request and wait 5 s at most; return the body of the router's answer.
+        Raises OSError unless its status is 200."""
         connection = http.client.HTTPConnection(*self._address, timeout=TIMEOUT_S)
         try:
             connection.request(method, path)
@@ -120,7 +125,7 @@ def keep(
     *,
     endpoint: str | None = None,
     stop: threading.Event | None = None,
-    is_gone: Callable[[], str] = lambda: "",
+    is_gone: Callable[[], Reason | None] = lambda: None,
 ) -> None:
     """Keep a router's worker list in step with a channel until ``stop`` is set.
 
@@ -129,7 +134,7 @@ def keep(
 
     :param router_url: ``http://HOST:PORT`` of the router.
     :param endpoint: ``host:port`` of the run's control port (``REPLICAS_ENDPOINT``).
-    :param is_gone: returns why to stop with an error, or an empty text.
+    :param is_gone: returns why to stop with an error, or None.
     :raises replicas.errors.UsageError: no endpoint is known, or it is not on loopback
         and ``REPLICAS_TOKEN_FILE`` does not identify it.
     :raises replicas.errors.UnknownChannel: the run has no such channel.
@@ -156,7 +161,12 @@ def keep(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Start vllm-router and keep its list; return the exit code."""
+    """Start vllm-router as a child, and keep its list until SIGTERM or SIGINT or its
+    end; end it, and return the exit code.
+
+    :param arguments: of the command line; default: those of this process. Unknown ones
+        are vllm-router's.
+    """
     parser = argparse.ArgumentParser(prog="python -m replicas.integrations.router", allow_abbrev=False)
     parser.add_argument("--channel", default="policy", help="the channel whose targets are the workers")
     parser.add_argument("--endpoint", help="host:port of the run (default: REPLICAS_ENDPOINT)")
@@ -172,9 +182,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with naming_limits():
         process = subprocess.Popen([*command, *rest], preexec_fn=lambda: die_with_parent(parent))
 
-    def is_gone() -> str:
+    def is_gone() -> Reason | None:
         code = process.poll()
-        return "" if code is None else f"vllm-router ended with {code}"
+        return None if code is None else f"vllm-router ended with {code}"
 
     try:
         host = "127.0.0.1" if options.host == "0.0.0.0" else options.host

@@ -42,19 +42,20 @@ class SyncCallback(TrainerCallback):
 
     @property
     def channel(self) -> replicas.Channel | None:
-        """The channel, during training."""
+        """The channel during training, else None."""
         return self._sync.channel
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
-        """Add the figures to the entry that the trainer has just made: the newest of
-        each, failures counted."""
+        """Add figures to the entry that the trainer has just made, and to ``logs``: the
+        newest of each for the syncs that have ended since, failures counted."""
         figures = newest(self._sync.figures())
         if logs is not None:
             logs.update(figures)
         state.log_history[-1].update(figures)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Wait for open publishes, leave the channel, and log the last figures."""
+        """Wait for open publishes, leave the channel, and add their figures to the
+        trainer's log."""
         figures = newest([*self._sync.figures(), *self._sync.leave()])
         if figures:
             state.log_history.append({**figures, "step": state.global_step})
@@ -103,14 +104,17 @@ class PublishCallback(SyncCallback):
         super().__init__(self._steps)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Join the channel, and publish the first weights."""
+        """Join the channel, and publish the first weights, or with ``first=False`` only
+        reserve memory."""
         self._steps.begin_training(state.global_step, model)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Publish if ``every`` steps have passed."""
+        """Publish if ``every`` optimizer steps have passed, and wait as ``wait``
+        says."""
         self._steps.step(state.global_step, model)
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Publish the last step, and leave as :class:`SyncCallback` does."""
+        """Publish the last step unless that is done, or the best model that was loaded;
+        then leave as :class:`SyncCallback` does."""
         self._steps.end(state.global_step, model, changed=args.load_best_model_at_end)
         super().on_train_end(args, state, control)

@@ -64,6 +64,7 @@ class WeightTransfer:
     def __init__(
         self, channel: str = "policy", *, wait: Wait = None, deadline: float | None = None, **join: Any
     ) -> None:
+        """Check TRL's release and the arguments; join nothing yet."""
         releases.check("trl")
         self._sync = WeightSync(channel, wait, deadline, join)
         self._logs: dict[str, list[float]] | None = None
@@ -71,7 +72,8 @@ class WeightTransfer:
 
     @property
     def channel(self) -> replicas.Channel | None:
-        """The channel, once training has begun."""
+        """The channel, from :meth:`init_weight_transfer` to :meth:`destroy`, else
+        None."""
         return self._sync.channel
 
     def init_weight_transfer(self) -> None:
@@ -101,17 +103,18 @@ class WeightTransfer:
         self._log(self._sync.figures())
 
     def resume(self) -> None:
-        """Wait as ``wait`` says."""
+        """Wait for the last publish as ``wait`` says; no server was paused. A failure
+        is logged."""
         self._sync.wait_for_last()
         self._log(self._sync.figures())
 
     def destroy(self) -> None:
-        """Leave the channel."""
+        """Wait for open publishes, log their figures, and leave the channel."""
         self._log(self._sync.leave())
 
     def _log(self, figures: list[dict[str, float]]) -> None:
-        """Add the newest value of each figure, and the count of failures: TRL logs the
-        mean of a list."""
+        """Put figures into the trainer's logs, if they are known: the newest value of
+        each, and the count of failures, as TRL logs the mean of a list."""
         logs = self._logs
         if logs is not None:
             known = {name: logs[name][-1] for name in logs if name.startswith("replicas/") and logs[name]}
@@ -119,8 +122,11 @@ class WeightTransfer:
 
 
 def _logs_of(iterator: object, depth: int = WRAPPED) -> dict[str, list[float]] | None:
-    """Return the metric lists of the trainer whose generator method this is, or wraps;
-    None if no trainer of TRL is found."""
+    """Return the trainer's metric lists by name, if ``iterator`` is a generator method
+    of a trainer of TRL, or wraps one; else None.
+
+    :param depth: number of generators to look into.
+    """
     frame = getattr(iterator, "gi_frame", None)
     if frame is None or not depth:
         return None
@@ -131,7 +137,7 @@ def _logs_of(iterator: object, depth: int = WRAPPED) -> dict[str, list[float]] |
     return next((found for found in inner if found is not None), None)
 
 
-class _Announced:
+class _StreamWithMetadata:
     """A stream of tensors whose names, dtypes and shapes are known."""
 
     def __init__(self, metadata: list[tuple[str, str, list[int]]], tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -139,9 +145,11 @@ class _Announced:
         self._tensors = tensors
 
     def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """Return name, dtype and shape of each tensor, as TRL has told them."""
         return [(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in self._metadata]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return the iterator of (name, tensor): it can be used once."""
         return self._tensors
 
 
@@ -189,6 +197,11 @@ def server_mode(
 
 
 def _client(theirs: type, sync: WeightSync, first: torch.nn.Module | None, dtype: torch.dtype | None) -> type:
+    """Return a subclass of TRL's client of a vLLM server that publishes by ``sync``.
+
+    :param theirs: TRL's class. :param first, dtype: as for :func:`server_mode`.
+    """
+
     class ChannelClient(theirs):  # type: ignore[misc]  # a class of TRL's
         """TRL's client of vLLM's server, whose weights go over a channel."""
 
@@ -207,6 +220,7 @@ def _client(theirs: type, sync: WeightSync, first: torch.nn.Module | None, dtype
                 time.sleep(retry_interval)
 
         def _has_server(self) -> bool:
+            """Return True if a server is ready at the URL."""
             try:
                 return bool(self.session.get(f"{self.base_url}/v1/models").status_code == 200)
             except OSError:  # raised by requests
@@ -226,18 +240,21 @@ def _client(theirs: type, sync: WeightSync, first: torch.nn.Module | None, dtype
                 self.base_url = mine
 
         def init_communicator(self, device: Any = 0) -> None:
+            """Join the channel."""
             sync.join()
 
         def update_named_params(
             self, metadata: list[tuple[str, str, list[int]]], named_params: Iterator[tuple[str, torch.Tensor]]
         ) -> None:
-            sync.publish(_Announced(metadata, named_params), dtype=dtype)
+            """Publish the parameters, and wait as ``wait`` says."""
+            sync.publish(_StreamWithMetadata(metadata, named_params), dtype=dtype)
             sync.wait_for_last()
 
         def reset_prefix_cache(self) -> None:
             """Do nothing: each server resets its own cache with each load."""
 
         def close_communicator(self) -> None:
+            """Leave the channel."""
             sync.leave()
 
     return ChannelClient

@@ -25,7 +25,14 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from replicas import errors
 from replicas.integrations.ray import Handle, coordinator, find
 from replicas.integrations.shared import releases
-from replicas.integrations.shared.refit import DEADLINE_S, Place, Refit, channel_settings, first_sync, seats
+from replicas.integrations.shared.refit import (
+    DEADLINE_S,
+    CoordinatorAddress,
+    Refit,
+    channel_settings,
+    first_sync,
+    seats,
+)
 
 __all__ = ["ReplicasCheckpointEngine"]
 
@@ -72,7 +79,14 @@ class ReplicasCheckpointEngine(Refit, CheckpointEngine):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: Sequence[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """On the manager: start or find the coordinator, and assign the seats."""
+        """On the manager: start or find the coordinator, and assign each worker its
+        seat.
+
+        :param metadata: of all workers, the trainers first, from their ``prepare``.
+        :returns: for trainers and for rollouts, lists by worker of the arguments of
+            ``init_process_group``: ``seat``, ``place`` (the coordinator's address;
+            None: the environment has it) and ``sync``.
+        """
         place = None if metadata[0]["outside"] else _place(channel_settings(metadata))
         count, sync = len(metadata), first_sync(metadata)
         whole: dict[str, list[Any]] = {
@@ -84,9 +98,9 @@ class ReplicasCheckpointEngine(Refit, CheckpointEngine):
         return actors, {key: values[actor_wg_world_size:] for key, values in whole.items()}
 
 
-def _place(channels: dict[str, Any]) -> Place:
+def _place(channels: dict[str, Any]) -> CoordinatorAddress:
     """Return the address of the coordinator of these channels in this Ray job; start
-    one if there is none."""
+    its actor if there is none."""
     name = "-".join([NAME, *channels])
     key = ray.get_runtime_context().get_job_id(), name
     if key not in _HANDLES:
@@ -95,4 +109,4 @@ def _place(channels: dict[str, Any]) -> Place:
         except errors.UsageError:
             _HANDLES[key] = coordinator(channels, name=name)
     handle = _HANDLES[key]
-    return Place(handle.endpoint, handle.token, handle.run)
+    return CoordinatorAddress(handle.endpoint, handle.token, handle.run)

@@ -52,7 +52,7 @@ from replicas.integrations.shared.serving import (
     Child,
     add_following,
     child,
-    held_port,
+    reserve_port,
     scratch_folder,
     stopped_by_signals,
     url_of,
@@ -75,7 +75,8 @@ QUIET = (0, 32)
 
 def register() -> None:
     """Register the backend ``"replicas"`` with vLLM (entry point
-    ``vllm.general_plugins``)."""
+    ``vllm.general_plugins``). In a server of ``serve``, also let this process end with
+    the follower."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     with contextlib.suppress(ValueError):  # already registered: plugins are loaded more than once
@@ -88,12 +89,13 @@ def register() -> None:
 
 @functools.cache
 def _end_with(follower: int) -> None:
-    """Let this process of vLLM die with its follower, even if SIGKILL ends the
-    follower.
+    """Let SIGKILL end this process of vLLM when its follower ends, for any reason.
 
     Otherwise vLLM's engine and workers would stay behind and keep their GPUs. (The
     kernel's parent-death signal is bound to the thread that started a process, so a
     thread watches the follower's pidfd instead.)
+
+    :param follower: its pid.
     """
     try:
         pidfd = os.pidfd_open(follower)
@@ -187,7 +189,8 @@ def follow(
 
 
 def _engine(url: str, adapters: Path | None, *, complete: bool, patches: bool, **more: Any) -> VllmServer:
-    """Return the verbs for a server of weights, or of adapters, written to a folder."""
+    """Return the verbs for a server of adapters, which are written to the folder
+    ``adapters``, or of weights if that is None."""
     if adapters is not None:
         return VllmAdapters(url, adapters, **more)
     return VllmEngine(url, complete=complete, patches=patches, **more)
@@ -197,8 +200,11 @@ def _engine(url: str, adapters: Path | None, *, complete: bool, patches: bool, *
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``python -m replicas.integrations.vllm serve MODEL ...``; return the exit
-    code."""
+    """Run ``python -m replicas.integrations.vllm serve MODEL ...`` until SIGTERM or
+    SIGINT; return the exit code.
+
+    :param arguments: of the command line; default: those of this process.
+    """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] != ["serve"]:
         print("usage: python -m replicas.integrations.vllm serve MODEL [options of vllm serve]", file=sys.stderr)
@@ -213,6 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser of our own options of ``serve``; the rest are vLLM's."""
     parser = argparse.ArgumentParser(prog="python -m replicas.integrations.vllm serve", allow_abbrev=False)
     add_following(parser, ENGINE_TIMEOUT_S)
     parser.add_argument("--lora", action="store_true", help="its versions are LoRA adapters")
@@ -228,7 +235,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _api_key(rest: Sequence[str]) -> str:
-    """Return the first key among vLLM's own options, or that of the environment."""
+    """Return the first API key among vLLM's own options, or the environment's
+    ``VLLM_API_KEY``, or an empty text."""
     for option, value in itertools.zip_longest(rest, rest[1:], fillvalue=""):
         name, given, key = option.partition("=")
         if name in ("--api-key", "--api_key"):
@@ -237,8 +245,10 @@ def _api_key(rest: Sequence[str]) -> str:
 
 
 def _refuse_odd_addresses(rest: Sequence[str]) -> None:
-    """:raises UsageError: with these options the server would listen where the follower
-    or the gate cannot reach it."""
+    """Raise UsageError for options by which the server would listen elsewhere.
+
+    The follower or the gate could not reach it there.
+    """
     if os.environ.get(RUST_FRONT_END, "0") not in ("", "0"):
         raise errors.UsageError(
             f"serve: {RUST_FRONT_END} is set, and the gate runs in vLLM's front end in Python alone",
@@ -259,6 +269,11 @@ def _refuse_odd_addresses(rest: Sequence[str]) -> None:
 
 
 def _serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Start vLLM behind the gate and follow the channel until stopped; return the exit
+    code.
+
+    :param rest: options for vLLM's own command.
+    """
     _refuse_odd_addresses(rest)
     releases.check("vllm")
     gate, stop = GatePage.create(), stopped_by_signals()
@@ -267,7 +282,7 @@ def _serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
         if not any(option.startswith(("--api-server-count", "--api_server_count")) for option in rest):
             rest = [*rest, "--api-server-count", "1"]  # with several, vLLM loads no adapters at run time
     with (
-        held_port(options.host, options.port) as port,
+        reserve_port(options.host, options.port) as port,
         scratch_folder("vllm", _remove) as scratch,
         _vllm(options.host, port, rest, gate, scratch) as server,
     ):
@@ -278,7 +293,7 @@ def _serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
             patches=options.patches,
             secret=gate.secret,
             api_key=_api_key(rest),
-            is_gone=server.is_gone,
+            is_gone=server.reason_gone,
             engine_timeout_s=options.engine_timeout,
             process=server.pid,
         )
@@ -326,7 +341,8 @@ def _user() -> str:
 
 @contextlib.contextmanager
 def _vllm(host: str, port: int, rest: Sequence[str], gate: GatePage, scratch: Path) -> Iterator[Child]:
-    """Run vLLM's own server in the block, behind the gate."""
+    """Context manager: run vLLM's own server with these options, behind the gate; end
+    it and shut the gate on leaving."""
     release = release_of(_installed())
     if release >= QUIET and not any(option.replace("_", "-").startswith(QUIET_OPTION) for option in rest):
         rest = [*rest, QUIET_OPTION, ",".join(VllmServer.watched)]  # else they fill half of its log

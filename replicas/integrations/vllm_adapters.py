@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from replicas import errors
 from replicas.engine import PauseMode, Refused
-from replicas.integrations.engine_server import NotDone
+from replicas.integrations.engine_server import RequestRefused
 from replicas.integrations.vllm_verbs import VllmServer
 
 if TYPE_CHECKING:
@@ -46,9 +46,15 @@ class VllmAdapters(VllmServer):
         self._loaded: list[tuple[str, Path]] = []
 
     def pause(self, mode: PauseMode, timeout_s: float) -> None:
-        pass
+        """Do nothing: the server computes on during a load."""
 
     def load(self, update: Update, timeout_s: float) -> None:
+        """Write the adapter to a new folder, and have the server load it as
+        ``NAME@VERSION``.
+
+        :raises Refused: the version is not an adapter, or the server does not accept
+            it.
+        """
         name = f"{update.meta.get('adapter')}@{update.version}"
         if not self._loaded:
             self._take_over(str(update.meta.get("adapter")), name, timeout_s)
@@ -57,15 +63,15 @@ class VllmAdapters(VllmServer):
             self.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, timeout_s=timeout_s)
         except errors.SyncError as error:
             shutil.rmtree(folder)
-            if isinstance(error, NotDone):
+            if isinstance(error, RequestRefused):
                 self.raise_if_dying()
                 raise Refused(error.message, phase="load", hint=error.hint) from error
             raise
         self._loaded.append((name, folder))
 
     def _take_over(self, adapter: str, name: str, timeout_s: float) -> None:
-        """Take over the versions that an earlier follower has loaded, whose files are
-        gone; unload ``name``, so that it can be loaded again."""
+        """Record the versions of this adapter that an earlier follower has loaded, to
+        unload them later; unload ``name``, so that it can be loaded again."""
         for found in self.server.call("GET", "/v1/models")["data"]:
             left = str(found["id"])
             if left == name:
@@ -74,7 +80,8 @@ class VllmAdapters(VllmServer):
                 self._loaded.append((left, self._folder / left))
 
     def _write(self, update: Update, name: str) -> Path:
-        """Write the adapter as PEFT saves it; return its folder.
+        """Write the adapter as PEFT saves it, to a folder named ``name``; return the
+        folder.
 
         :raises Refused: the version is not an adapter.
         """
@@ -92,26 +99,26 @@ class VllmAdapters(VllmServer):
         return folder
 
     def reset_caches(self, timeout_s: float) -> None:
-        """Unload the previous version, by whose name its caches are kept; remove unused
-        folders."""
+        """Have the server unload the previous version, by whose name its caches are
+        kept; remove the folders of older versions that no request in flight uses."""
         for name, _ in self._loaded[:-1][-1:]:
             self.post("/v1/unload_lora_adapter", {"lora_name": name}, timeout_s=timeout_s, serving=True)
         older, newest = self._loaded[:-2], self._loaded[-2:]
         if not older:
             return
-        used = self._used()
+        used = self._adapters_in_flight()
         kept = older[-KEPT_UNSEEN:] if used is None else [one for one in older if one[0] in used]
         for one in older:
             if one not in kept and one[1].exists():
                 shutil.rmtree(one[1])
         self._loaded = [*kept, *newest]
 
-    def _used(self) -> set[str] | None:
+    def _adapters_in_flight(self) -> set[str] | None:
         """Return the names of the adapters that requests in flight use, or None if the
         server does not report them."""
         try:
             told = str(self.server.call("GET", "/metrics"))
-        except NotDone:
+        except RequestRefused:
             return None
         if f"# TYPE {IN_FLIGHT} " not in told:  # --disable-log-stats
             return None
@@ -121,7 +128,8 @@ class VllmAdapters(VllmServer):
         return {name for names in found for name in names.split(",")}
 
     def resume(self, timeout_s: float) -> None:
-        pass
+        """Do nothing, as :meth:`pause`."""
 
     def model(self) -> str:
+        """Return the name of the newest loaded adapter."""
         return self._loaded[-1][0]

@@ -33,17 +33,24 @@ class VllmGate(Gate):
     adapters."""
 
     def __init__(self, app: object) -> None:
+        """Put the gate in front of ``app``, and register the version's metrics with
+        Prometheus.
+
+        :raises RuntimeError: this release of vLLM has its control routes elsewhere.
+        """
         super().__init__(app, frozenset(_control_paths()), always=_ALWAYS)  # type: ignore[arg-type]  # an ASGI app
         REGISTRY.register(ServedVersion(self._page))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass or refuse a request, as :class:`Gate`. A POST for an adapter's plain
+        name is sent on with the name of its newest version."""
         if scope["type"] == "http" and scope["method"] == "POST" and (newest := _newest_adapters(scope)):
             receive = _renamed(receive, newest)
         await super().__call__(scope, receive, send)
 
 
 def _newest_adapters(scope: Scope) -> dict[str, str]:
-    """Return the full name of the newest loaded version of each adapter."""
+    """Return {adapter's name: ``NAME@VERSION``}, of its newest loaded version."""
     newest: dict[str, int] = {}
     models = getattr(scope["app"].state, "openai_serving_models", None)
     for full in list(getattr(models, "lora_requests", {})):
@@ -54,8 +61,8 @@ def _newest_adapters(scope: Scope) -> dict[str, str]:
 
 
 def _renamed(receive: Receive, newest: dict[str, str]) -> Receive:
-    """Return a ``receive`` that yields the body as one message, with the full name of
-    the newest version of an adapter."""
+    """Return a ``receive`` that yields the body as one message, in which the model, if
+    it is a key of ``newest``, is replaced by its value."""
     was_read = False
 
     async def read() -> MutableMapping[str, Any]:
@@ -77,6 +84,8 @@ def _renamed(receive: Receive, newest: dict[str, str]) -> Receive:
 
 
 def _with_full_name(body: bytes, newest: dict[str, str]) -> bytes:
+    """Return a request's body with its model replaced as :func:`_renamed` says; other
+    bodies are returned unchanged."""
     try:
         asked = json.loads(body)
     except ValueError:  # vLLM reports it itself
@@ -93,6 +102,8 @@ class ServedVersion(Collector):
         self._page = page
 
     def collect(self) -> Iterable[Metric]:
+        """Yield version, paused seconds and readiness, read from the gate's page
+        now."""
         yield GaugeMetricFamily(
             "replicas_engine_version",
             "Version of the weights that this server answers with; 0: none yet.",
@@ -108,7 +119,7 @@ class ServedVersion(Collector):
 
 
 def _control_paths() -> Iterator[str]:
-    """Yield the paths of vLLM's control routers, found in the installed release.
+    """Import the installed vLLM's control routers; yield the paths of their routes.
 
     :raises RuntimeError: no paths were found, so vLLM must have moved them.
     """
@@ -126,6 +137,8 @@ def _control_paths() -> Iterator[str]:
 
 
 def _routes_of(package: str) -> Iterator[str]:
+    """Import the modules ``*api_router`` of a package; yield the paths of their
+    routes."""
     root = importlib.import_module(package)
     for module in pkgutil.walk_packages(root.__path__, f"{package}."):
         if module.name.endswith("api_router"):

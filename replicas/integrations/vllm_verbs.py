@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from replicas import errors
 from replicas.engine import Identity, PauseMode
-from replicas.integrations.engine_server import API, NotDone
+from replicas.integrations.engine_server import API, RequestRefused
 from replicas.integrations.http_engine import HttpEngine
 
 if TYPE_CHECKING:
@@ -53,23 +53,28 @@ class VllmServer(HttpEngine):
 
     watched = {API: 15.0, "/is_paused": 30.0}
 
-    def look_up(self) -> None:
+    def read_identity(self) -> None:
+        """Read vLLM's release from the server, into ``name``. Raises UsageError for one
+        that is too old."""
         answer = self.server.call("GET", "/version")
         version = str(answer.get("version", "")) if isinstance(answer, dict) else ""
         release_of(version)
         self.name = f"vLLM {version}".strip()
 
     def warm_up(self, timeout_s: float) -> None:
-        """Send a first request, so that the server compiles what requests need."""
+        """Send a request and wait for the answer, so that the server compiles what
+        requests need. A server that refuses it is only logged; SyncError is raised if
+        it is gone."""
         try:
             self.post("/v1/completions", {"model": self.model(), **WARM_UP}, timeout_s=timeout_s, serving=True)
         except (errors.SyncError, KeyError, IndexError, TypeError) as error:
             if reason := self.health():
-                raise self.lost(reason) from error
+                raise self.server_lost_error(reason) from error
             logger.info("starting without a warm-up (the server may not serve completions): %s", error)
 
     def model(self) -> str:
-        """Return the name by which requests select the served model."""
+        """Return the name, read from the server, by which requests select the served
+        model."""
         return str(self.server.call("GET", "/v1/models")["data"][0]["id"])
 
 
@@ -87,11 +92,14 @@ class VllmEngine(VllmServer):
         self._open = False
         self._version = 0
 
-    def look_up(self) -> None:
-        super().look_up()
+    def read_identity(self) -> None:
+        """Read vLLM's release and the number of its workers from the server."""
+        super().read_identity()
         self.workers = self.server.call("GET", "/get_world_size")["world_size"]
 
     def attach(self, identity: Identity, timeout_s: float) -> None:
+        """Have the server's workers join the channel with this identity, as ranks from
+        1; first end an update that an earlier follower left open."""
         info = {"channel": identity.channel, "world_size": identity.world_size, "complete": self._complete}
         if self._patches:
             info["patches"] = True
@@ -101,6 +109,13 @@ class VllmEngine(VllmServer):
         self.post("/init_weight_transfer_engine", info, timeout_s=timeout_s)
 
     def check(self, update: Update, timeout_s: float) -> str:
+        """Have the only worker try the version; return why it does not fit the model,
+        or an empty text. With several workers return an empty text: their load finds a
+        misfit.
+
+        A version that does not fit is refused by the worker; one that fits stays open
+        there.
+        """
         if self.workers > 1:
             # After an error vLLM does not read the replies of other workers, and takes
             # them for those to its next calls. With several workers the load itself
@@ -109,7 +124,7 @@ class VllmEngine(VllmServer):
         self.post("/start_weight_update", timeout_s=timeout_s)
         try:
             self._update(update.version, timeout_s, check=True)
-        except NotDone as error:
+        except RequestRefused as error:
             self.raise_if_dying()
             self._end_open_update(timeout_s, refuse="it does not fit another worker of the server")
             return error.message
@@ -117,13 +132,17 @@ class VllmEngine(VllmServer):
         return ""
 
     def drop(self, update: Update, reason: str, timeout_s: float) -> None:
+        """Have the worker refuse the version that :meth:`check` has opened there."""
         if self.workers == 1:  # as for check
             self._end_open_update(timeout_s, refuse=reason)
 
     def pause(self, mode: PauseMode, timeout_s: float) -> None:
+        """Pause the server in this mode of vLLM."""
         self.post("/pause", query={"mode": mode}, timeout_s=timeout_s, serving=True)
 
     def load(self, update: Update, timeout_s: float) -> None:
+        """Have the workers receive and load the version; :meth:`reset_caches` ends the
+        update."""
         if self._open:
             self._end_open_update(timeout_s)
         self._open = True
@@ -132,21 +151,32 @@ class VllmEngine(VllmServer):
         self._version = update.version
 
     def checksum(self, update: Update, timeout_s: float) -> str | None:
-        """Have the workers compare a sample; their logs say how much could be
+        """Have each worker compare a sample of its tensors with the version; return why
+        they differ, or an empty text. The workers' logs say how much could be
         compared."""
         try:
             self._update(update.version, timeout_s, prove=True)
-        except NotDone as error:
+        except RequestRefused as error:
             self.raise_if_dying()
             return error.message
         return ""
 
     def _update(self, version: int, timeout_s: float, **more: Any) -> None:
+        """Have the workers receive and load the version.
+
+        :param more: ``check``, ``prove`` or ``refuse`` of :class:`.UpdateInfo`, to
+            check, compare or refuse instead.
+        """
         info = {"version": version, "timeout_s": timeout_s / 2, **more}
         self.post("/update_weights", {"update_info": info}, timeout_s=timeout_s)
 
     def _end_open_update(self, timeout_s: float, refuse: str = "") -> None:
-        """End an update that an earlier call, or a dead follower, left open."""
+        """End an update that an earlier call, or a dead follower, left open in the
+        workers; do nothing if none is.
+
+        :param refuse: reason to report the version as refused; empty: keep it for a
+            load.
+        """
         with contextlib.suppress(errors.SyncError):  # the answer is always an error: ended, or none open
             self._update(0, timeout_s, refuse=refuse)
 
@@ -164,14 +194,16 @@ class VllmEngine(VllmServer):
             answer = self.post("/reset_prefix_cache", query=query, timeout_s=timeout_s)
             if isinstance(answer, dict) and answer.get("success"):
                 return
-        raise self.lost("the prefix cache of the old version could not be reset")
+        raise self.server_lost_error("the prefix cache of the old version could not be reset")
 
     def resume(self, timeout_s: float) -> None:
+        """Let the server compute again."""
         self.post("/resume", timeout_s=timeout_s)
 
     def version(self) -> int | None:
+        """Return the version that the server reports, or None if it reports none."""
         try:
             said = self.server.call("GET", "/weight_info", timeout_s=self.longest_s())["weight_version"]
-        except (NotDone, KeyError, TypeError):
+        except (RequestRefused, KeyError, TypeError):
             return None
         return int(said) if str(said).isdigit() else None

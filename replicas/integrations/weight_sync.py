@@ -63,7 +63,7 @@ class WeightSync:
         self.channel: replicas.Channel | None = None
 
     def join(self) -> replicas.Channel:
-        """Join the channel, once; return it.
+        """Join the channel unless that is done; return it.
 
         :raises replicas.errors.UsageError: this group is not a source of the channel.
         :raises replicas.errors.ReplicasError: as :func:`replicas.join`.
@@ -79,11 +79,12 @@ class WeightSync:
         return channel
 
     def publish(self, weights: object, **options: Any) -> None:
-        """Publish; return when the weights are copied. A failure is logged.
+        """Join if need be, and publish; return when the weights are copied. Any other
+        failure is logged, and counted in the figures.
 
         :param options: of :meth:`replicas.Channel.publish`.
         :raises replicas.errors.UsageError: no publish has worked yet, and this one is
-            wrong, as every later one would be.
+            wrong, as every later one would be; the channel is left.
         """
         channel = self.join()
         began = time.monotonic()
@@ -101,8 +102,8 @@ class WeightSync:
         self._open.append(self._last)
 
     def wait_for_last(self) -> None:
-        """Wait for the last publish as ``wait`` says, at most for the deadline of each
-        part."""
+        """Wait for the last publish to commit or to be loaded, as ``wait`` says, at
+        most for the deadline of each. A failure is logged, not raised."""
         if self.channel is None or self._last is None or self._wait is None:
             return
         began = time.monotonic()
@@ -117,15 +118,16 @@ class WeightSync:
         last.figures["replicas/waited_seconds"] = time.monotonic() - began
 
     def figures(self) -> list[dict[str, float]]:
-        """Return the figures, by name, of each sync that has ended since the last
-        call."""
+        """Return the figures (metrics by name) of each sync that has ended since the
+        last call; do not wait."""
         for sync in [sync for sync in self._open if sync.pending.done()]:
             self._receipt(sync)
         found, self._figures = self._figures, []
         return found
 
     def leave(self, *, wait: bool = True) -> list[dict[str, float]]:
-        """Leave the channel; return the unreported figures.
+        """Leave the channel; return the unreported figures. Another :meth:`join` joins
+        again.
 
         :param wait: first wait for open publishes, by their own deadlines.
         """
@@ -139,8 +141,8 @@ class WeightSync:
         return self.figures()
 
     def _receipt(self, sync: _Sync) -> replicas.Receipt | None:
-        """Wait for the end of a sync, and keep its figures. Return None if it
-        failed."""
+        """Wait for the end of a sync; keep its figures, and return its receipt. Return
+        None if it failed, which is logged."""
         try:
             receipt = sync.pending.wait()
         except errors.ReplicasError as error:
@@ -156,6 +158,7 @@ class WeightSync:
         return receipt
 
     def _failed(self, error: errors.ReplicasError) -> None:
+        """Log a failed publish, and add it to the figures."""
         logger.warning("training goes on after a failed publish: %s", error)
         self._figures.append({"replicas/failed": 1.0})
 
@@ -197,10 +200,12 @@ class StepSync(WeightSync):
         self._begun = 0
 
     def begin_training(self, step: int, model: Any) -> None:
-        """Join, and publish or reserve memory: training begins or resumes at this step.
+        """Join, and publish the model (``first``) or reserve its memory: training
+        begins or resumes at this step.
 
         :raises replicas.errors.UsageError: the model cannot be published as it is; the
             hint has the ``weights`` that would work, if any.
+        :raises replicas.errors.ReplicasError: as :meth:`join`.
         """
         self.join()
         self._begun, self._published = step, -1
@@ -215,7 +220,8 @@ class StepSync(WeightSync):
             raise
 
     def _reserve(self, model: Any) -> None:
-        """Reserve the memory of the channel while the first step is computed."""
+        """Reserve the channel's memory for weights like these, without a wait, so that
+        the first publish is faster; raise only UsageError."""
         channel, weights = self.join(), self._weights(model)
         if not isinstance(weights, (torch.nn.Module, Mapping)) and not hasattr(weights, "metadata"):
             return  # a stream has no metadata
@@ -227,27 +233,30 @@ class StepSync(WeightSync):
             logger.info("not reserving memory before the first publish: %s", error)
 
     def step(self, step: int, model: Any) -> None:
-        """Publish if ``every`` steps have passed; a repeated call for a step does
-        nothing."""
+        """Publish the model if a multiple of ``every`` has been reached since the last
+        publish, and wait as ``wait`` says; a repeated call for a step does nothing."""
         if step // self._every > max(self._published, self._begun) // self._every:
             self._sync(step, model)
 
     def end(self, step: int, model: Any, *, changed: bool = False) -> None:
-        """Publish the last step unless it was published: training has ended.
+        """Publish the last step unless it was published: training has ended. Stay on
+        the channel.
 
-        :param changed: the model has changed since the last step.
+        :param changed: the model has changed since the last step: publish in any case.
         """
         if self.channel is not None and (changed or step != self._published):
             self._sync(step, model)
 
     def _sync(self, step: int, model: Any) -> None:
+        """Publish the model with ``meta["step"]`` = ``step``, and wait as ``wait``
+        says."""
         self.publish(self._weights(model), dtype=self._dtype, meta={"step": step})
         self._published = step
         self.wait_for_last()
 
 
 def newest(all_figures: list[dict[str, float]]) -> dict[str, float]:
-    """Return the newest value of each figure, and the total of failures."""
+    """Return the newest value of each figure; of ``replicas/failed`` the total."""
     found: dict[str, float] = {}
     for figures in all_figures:
         found.update(figures)

@@ -49,7 +49,10 @@ A later run in this process starts from the original.
 
 
 def find_own(process: Path = Path("/proc/self")) -> Path:
-    """Return :func:`own_group`. Raises OSError if groups cannot be created in it."""
+    """Return the path of :func:`own_group` if this process may create groups in it.
+
+    :raises OSError: it may not, or there is no cgroup v2.
+    """
     folder = own_group(process)
     if not (os.access(folder, os.W_OK) and os.access(folder / "cgroup.procs", os.W_OK)):
         raise OSError(errno.EACCES, f"no permission to make control groups in {folder}")
@@ -57,7 +60,10 @@ def find_own(process: Path = Path("/proc/self")) -> Path:
 
 
 def own_group(process: Path = Path("/proc/self")) -> Path:
-    """Return this process's own group. Raises OSError, with the reason, without one."""
+    """Return the folder of a process's own cgroup v2; default: of this process.
+
+    :raises OSError: there is none, or it is not visible; the text has the reason.
+    """
     own = next((line[3:] for line in kernel_lines(process / "cgroup") if line.startswith("0::")), None)
     if own is None:
         raise OSError(errno.ENOENT, "this kernel has no cgroup v2")
@@ -89,12 +95,15 @@ def members(group: Path) -> list[int]:
 
 
 def enter(group: Path, pid: int) -> None:
-    """Move a process into the group; its later children start there."""
+    """Move a process into the group; its later children start there.
+
+    May raise OSError.
+    """
     _write(group / "cgroup.procs", str(pid))
 
 
 def kill(group: Path) -> None:
-    """SIGKILL every process in the group and below it."""
+    """SIGKILL every process in the group and below it; do not wait for their ends."""
     if not (pids := members(group)):
         return
     try:
@@ -135,13 +144,13 @@ def leave(group: Path, *, run: bool = False) -> None:
 
 
 class RunCgroups:
-    """The groups of one run, removed by :meth:`close`.
+    """The groups of one run: made in the constructor, removed by :meth:`close`.
 
     :param root: the group in which they are made; default: this process's own.
     :param limited: True if memory and processes will be limited.
     :ivar path: path of the run's group; None if it cannot be made.
     :ivar limits: controllers that the groups have.
-    :ivar refused: why memory and processes cannot be limited; empty if they can.
+    :ivar refused: why the groups, or their limits, cannot be made; empty if they can.
     """
 
     def __init__(self, run: str, root: Path | None = None, *, limited: bool) -> None:
@@ -157,10 +166,11 @@ class RunCgroups:
             self.refused = f"{missing} cannot be delegated by the control group of this process"
 
     def _make(self, run: str, own: Path, *, limited: bool) -> None:
+        """Create the run's group with its controllers; remove groups of dead runs."""
         own = _left.get(own, own)
         self.limits = _delegate_controllers(own) if limited else frozenset()
         _remove_those_of_the_dead(own)
-        self.path = own / f"replicas-{run}-{os.getpid()}-{start_time(os.getpid())}-{_here()}"
+        self.path = own / f"replicas-{run}-{os.getpid()}-{start_time(os.getpid())}-{namespace('pid')}"
         self.path.mkdir(exist_ok=True)  # an embedder may end a run and start it again
         if self.limits:
             _write(self.path / "cgroup.subtree_control", " ".join(f"+{name}" for name in sorted(self.limits)))
@@ -168,7 +178,13 @@ class RunCgroups:
     def add(
         self, name: str, node: int = 0, *, memory_nbytes: int | None = None, max_processes: int | None = None
     ) -> Path:
-        """Create a node's group of generation ``name``. Raises OSError."""
+        """Create a node's group of generation ``name``; return its path.
+
+        The limits are those of the whole generation: of all its nodes' groups together.
+
+        :param node: the node's number within the generation.
+        :raises OSError: the group exists, or it or a limit cannot be made.
+        """
         if self.path is None:
             raise OSError(f"limits of memory and processes need control groups: {self.refused}")
         generation = self.path / name
@@ -190,6 +206,7 @@ class RunCgroups:
         return group
 
     def _limit(self, group: Path, controller: str, file: str, value: int) -> None:
+        """Write a limit of a group. Raises OSError without the controller."""
         if controller not in self.limits:
             raise OSError(errno.EOPNOTSUPP, f"the controller {controller} of cgroup v2 cannot be used in {self.path}")
         _write(group / file, str(value))
@@ -206,13 +223,12 @@ class RunCgroups:
         return removed
 
 
-def _here() -> str:
-    """Return the pid namespace: containers may share groups, but not pids."""
-    return str(namespace("pid"))
-
-
 def _remove_those_of_the_dead(own: Path) -> None:
-    for other in own.glob(f"replicas-*-*-*-{_here()}"):
+    """Remove the groups in ``own`` of runs whose supervisor is dead.
+
+    Only those of this pid namespace: containers may share groups, but not pids.
+    """
+    for other in own.glob(f"replicas-*-*-*-{namespace('pid')}"):
         pid, start = other.name.split("-")[-3:-1]
         if pid.isdigit() and start.isdigit() and start_time(int(pid)) != int(start):
             with contextlib.suppress(OSError):  # another user's
@@ -222,8 +238,9 @@ def _remove_those_of_the_dead(own: Path) -> None:
 def prepare(*, limited: bool) -> Path:
     """Return the group in which a run's groups can be made. To be called before forks.
 
-    With ``limited``, this process may move to a group below it, because a group that
-    delegates controllers may have no process. Raises OSError without control groups.
+    It creates no run's group. With ``limited``, this process may move to a group below
+    it, because a group that delegates controllers may have no process. Raises OSError
+    without control groups.
     """
     own = find_own()
     own = _left.get(own, own)
@@ -233,7 +250,10 @@ def prepare(*, limited: bool) -> Path:
 
 
 def _delegate_controllers(own: Path) -> frozenset[str]:
-    """Delegate the limits' controllers to groups below ``own``, where possible."""
+    """Delegate the limits' controllers below ``own``; return those that are delegated.
+
+    May move this process into a group below ``own``. Empty if the kernel refuses.
+    """
     there = set((own / "cgroup.controllers").read_text().split())
     control = own / "cgroup.subtree_control"
     wanted = there & set(LIMITS)
@@ -254,6 +274,7 @@ def _delegate_controllers(own: Path) -> frozenset[str]:
 
 
 def _write(path: Path, value: str) -> None:
+    """Write a value to an existing file of the kernel, such as ``cgroup.procs``."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.write(descriptor, value.encode())

@@ -8,6 +8,7 @@ from pathlib import Path
 
 
 def reopen(fd: int, flags: int = os.O_RDONLY) -> int:
+    """Return a new descriptor of the same file, with its own open file description."""
     return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
 
 
@@ -23,8 +24,12 @@ def kernel_lines(path: Path) -> list[str]:
 
 
 def open_plain(pid: int, fd: int, *, inode: int | None = None, nbytes: int | None = None) -> int:
-    """Open a regular file that a process has open. Other kinds of files may block.
+    """Return a new descriptor, for reading, of a regular file that a process has open.
 
+    Other kinds of files may block.
+
+    :param inode: the inode that the file must have; None allows any. Likewise
+        ``nbytes``, its size.
     :raises FileNotFoundError: the descriptor is closed, or is now another file's.
     :raises ProcessLookupError: the process is gone.
     """

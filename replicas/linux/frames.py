@@ -29,14 +29,15 @@ encode = msgspec.msgpack.encode
 
 
 def decoder(kind: Any) -> Callable[[bytes], Any]:
-    """Return a decoder of a union of messages; it raises ConnectionError for others.
+    """Return a function that decodes bytes to one message of a union.
 
-    To be called at import: msgspec must not see a struct type for the first time in two
-    threads.
+    It raises ConnectionError for all other bytes. To be called at import: msgspec must
+    not see a struct type for the first time in two threads.
     """
     decoder = msgspec.msgpack.Decoder(kind)
 
     def decode(data: bytes) -> Any:
+        """Return the message; raise ConnectionError for malformed bytes."""
         try:
             return decoder.decode(data)
         except MALFORMED as error:
@@ -46,11 +47,21 @@ def decoder(kind: Any) -> Callable[[bytes], Any]:
 
 
 def write_packet(sock: socket.socket, message: msgspec.Struct, fds: Sequence[int] = ()) -> None:
+    """Send one message as a packet, with duplicates of the descriptors.
+
+    Keep ours open.
+    """
     socket.send_fds(sock, [encode(message)], list(fds))
 
 
 def read_packet(sock: socket.socket) -> tuple[bytes, list[int]]:
-    """Return one packet and its descriptors, or empty bytes at the connection's end."""
+    """Receive one packet.
+
+    Return its encoded bytes, and descriptors that the caller owns. The bytes are empty
+    at the connection's end. Waits as the socket does.
+
+    :raises ConnectionError: the packet was too large.
+    """
     data, fds, flags = _receive(sock, MAX_PACKET_NBYTES, socket.MSG_CMSG_CLOEXEC)
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
         close_all(fds)
@@ -59,7 +70,10 @@ def read_packet(sock: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def _receive(sock: socket.socket, nbytes: int, flags: int) -> tuple[bytes, list[int], int]:
-    """Receive as :func:`socket.recv_fds`, which in Python 3.11 ignores its flags."""
+    """Receive once; return the bytes, their descriptors and the flags.
+
+    :func:`socket.recv_fds` of Python 3.11 ignores its flags.
+    """
     fds = array.array("i")
     data, ancillary, flags, _ = sock.recvmsg(nbytes, socket.CMSG_SPACE(_MAX_FDS * fds.itemsize), flags)
     for level, kind, content in ancillary:
@@ -69,6 +83,7 @@ def _receive(sock: socket.socket, nbytes: int, flags: int) -> tuple[bytes, list[
 
 
 def frame_head(body: bytes, fds: Sequence[int]) -> bytes:
+    """Return the head of a frame: length of the body, number of descriptors."""
     return _HEAD.pack(len(body), len(fds))
 
 
@@ -87,7 +102,12 @@ class FrameReader:
         self._fds: list[int] = []
 
     def receive(self) -> list[tuple[bytes, list[int]]] | None:
-        """Return complete frames with descriptors, or None at the connection's end."""
+        """Receive, without waiting; return the frames that are now complete.
+
+        :returns: ``(encoded body, descriptors that the caller owns)`` each; None at the
+            connection's end.
+        :raises ConnectionError: a frame is larger than allowed.
+        """
         flags = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
         try:
             data, fds, _ = _receive(self._sock, _CHUNK_NBYTES, flags)
@@ -101,6 +121,7 @@ class FrameReader:
         return list(iter(self._next, None))
 
     def _next(self) -> tuple[bytes, list[int]] | None:
+        """Remove and return the next complete frame with its descriptors, or None."""
         if len(self._data) < _HEAD.size:
             return None
         length, count = _HEAD.unpack_from(self._data)
@@ -118,5 +139,6 @@ class FrameReader:
 
 
 def close_all(fds: Sequence[int]) -> None:
+    """Close these descriptors of this process."""
     for fd in fds:
         os.close(fd)

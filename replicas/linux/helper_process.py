@@ -20,7 +20,7 @@ import signal
 import socket
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -54,8 +54,8 @@ class HelperDied(RuntimeError):
     kind = "helper"
 
 
-class Pulse:
-    """The pings of one helper: its owner calls :meth:`look` at intervals.
+class Pulse(Silence):
+    """The pings of one helper: its owner calls :meth:`next_action` at intervals.
 
     ``now`` is in seconds of any steady clock.
 
@@ -63,29 +63,42 @@ class Pulse:
     """
 
     def __init__(self, now: float) -> None:
-        self._silence = Silence(now, LATE_S)
+        super().__init__(now, LATE_S)
         self.busy = False
 
-    @property
-    def asked(self) -> bool:
-        return self._silence.asked
-
     def interval_s(self, now: float, *, busy: bool) -> float:
-        """Return the delay until the next look, and record when it is due."""
+        """Return the delay in seconds until the next look, and record when that is due.
+
+        :param busy: True if a request is pending: the delay is then shorter.
+        """
         self.busy = busy
         delay = INTERVAL_S if busy or self.asked else IDLE_S
-        self._silence.due = now + delay
+        self.due = now + delay
         return delay
 
     def next_action(self, now: float) -> Literal["ping", "wait", "frozen"]:
-        """Return the action: send a ping (counts as sent), wait, or kill the helper."""
-        if not self.asked:
-            self._silence.ask(now)
-            return "ping"
-        return "frozen" if self._silence.lasts(now) >= SILENCE_S - _ROUNDING_S else "wait"
+        """Return the owner's next action; ``frozen``: kill the helper.
 
-    def answered(self) -> None:
-        self._silence.answered()
+        ``ping``: send a ping, which counts as sent from now on. ``wait``: do nothing.
+        """
+        if not self.asked:
+            self.ask(now)
+            return "ping"
+        return "frozen" if self.measure_silence(now) >= SILENCE_S - _ROUNDING_S else "wait"
+
+
+class HelperMemory(Protocol):
+    """Memory that helpers map. ``watchers``: objects to notify when it is closed."""
+
+    @property
+    def fd(self) -> int:
+        """Descriptor of the memory's file; -1 once it is closed."""
+
+    @property
+    def key(self) -> int:
+        """Number that is unique among the memories of this process."""
+
+    watchers: Any
 
 
 class HelperProcess:
@@ -96,6 +109,8 @@ class HelperProcess:
     :cvar died: the error of pending requests when the helper dies.
     :cvar decode: decodes the body of a frame to a reply.
     :cvar ping: makes a ping with a number.
+    :cvar lend: makes the message with which a memory is sent.
+    :cvar forget: makes the message to unmap the memory of a key.
     :ivar on_exit: called on the loop, once, with a reason, when it ends without
         :meth:`kill`.
     """
@@ -103,6 +118,8 @@ class HelperProcess:
     died: type[HelperDied] = HelperDied
     decode: Callable[[bytes], Any]
     ping: Callable[[int], msgspec.Struct]
+    lend: Callable[[Any], msgspec.Struct]
+    forget: Callable[[int], msgspec.Struct]
 
     def __init__(self, pid: int, pidfd: int, sock: socket.socket) -> None:
         self.pid = pid
@@ -112,6 +129,7 @@ class HelperProcess:
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count(1)
         self._pending: dict[int, asyncio.Future[Any]] = {}
+        self._memories = _Memories(self)
         self._unsent: deque[tuple[memoryview, list[int]]] = deque()
         """Frames that are not sent yet, with their descriptors."""
         self._life = ChildLife(None)
@@ -127,36 +145,45 @@ class HelperProcess:
 
     @property
     def dead(self) -> bool:
+        """Whether the process has ended (not merely been killed)."""
         return self._life.state == "over"
 
     @property
     def usable(self) -> bool:
+        """Whether requests can be sent: the process is starting or up."""
         return self._life.state in ("starting", "up")
 
     @property
     def at_work(self) -> bool:
-        """Return True while a request is pending; it is then pinged more often."""
+        """Whether a request is pending; the helper is then pinged more often."""
         return bool(self._pending)
 
     def kill(self, reason: str = "killed") -> None:
-        """Kill it. Pending requests raise ``died``; ``on_exit`` is not called."""
+        """SIGKILL the helper: pending requests raise ``died``.
+
+        ``on_exit`` is not called. Does not wait for its end; see :meth:`wait_dead`.
+        """
         self.on_exit = None
         self._kill_and_fail(reason)
 
     async def wait_dead(self, timeout_s: float = 5.0) -> bool:
-        """Return True if the process ends within ``timeout_s`` and frees its memory."""
+        """Wait until the process has ended, and so has freed its memory.
+
+        Do not kill it. Return True if it has ended, False after ``timeout_s``.
+        """
         await is_set_within(self._gone, timeout_s)
         return self.dead
 
     @property
     def fds(self) -> set[int]:
-        """Return its descriptors. A forked child must close them."""
+        """The open descriptors of this object. A forked child must close them."""
         return {self._sock.fileno(), self._pidfd} - {-1}
 
-    async def _ask(self, request: Any, timeout_s: float, kind: type[_R], prepare: Callable[[], None]) -> _R:
-        """Call ``prepare``, which may send messages; send a request; return the reply.
+    async def _ask(self, request: Any, timeout_s: float, kind: type[_R], *memories: HelperMemory) -> _R:
+        """Send memories that the helper lacks, and a request; return its reply.
 
-        :raises HelperDied: it died, or was killed ``KILL_GRACE_S`` after the timeout.
+        :param kind: the type that the reply must have; for others :meth:`_failure`.
+        :raises HelperDied: it died, or was killed ``KILL_GRACE_S`` after ``timeout_s``.
         """
         if not self.usable:
             raise self.died(self._end_text())
@@ -164,7 +191,8 @@ class HelperProcess:
         self._pending[request.id] = future
         self._look_soon()
         try:
-            prepare()
+            for memory in memories:
+                self._memories.map(memory)
             self._send(request)
             async with asyncio.timeout(timeout_s + KILL_GRACE_S):
                 reply = await future
@@ -175,17 +203,29 @@ class HelperProcess:
             raise self.died(f"{self.died.kind} {self.pid} is gone: {self._reason or error}") from error
         finally:
             self._pending.pop(request.id, None)
-        return self._checked(reply, request, kind)
+        if not isinstance(reply, kind):
+            text = f"{self.died.kind} {self.pid} answered {type(request).__name__} with {type(reply).__name__}"
+            raise self._failure(reply, text)
+        return reply
 
-    def _checked(self, reply: Any, request: Any, kind: type[_R]) -> _R:
-        """Return the reply if it answers the request; else raise an error."""
+    def _failure(self, reply: Any, text: str) -> Exception:
+        """Return the error for a reply other than the expected one.
+
+        A subclass implements this and :meth:`_answers_ping`.
+
+        :param text: for a reply that is no error.
+        """
         raise NotImplementedError
 
     def _answers_ping(self, reply: Any) -> bool:
+        """Return True if the reply answers a ping."""
         raise NotImplementedError
 
     def _send(self, message: msgspec.Struct, *fds: int) -> None:
-        """Queue a frame, and send it as soon as the socket has room."""
+        """Queue a frame, with duplicates of ``fds``.
+
+        Send it as soon as the socket has room.
+        """
         body = frames.encode(message)
         owned = [os.dup(fd) for fd in fds]  # a buffer may be closed before it is sent
         self._unsent.append((memoryview(frames.frame_head(body, fds) + body), owned))
@@ -193,6 +233,7 @@ class HelperProcess:
             self._flush()
 
     def _flush(self) -> None:
+        """Send queued frames until the socket is full; continue once it has room."""
         try:
             while self._unsent:
                 data, fds = self._unsent[0]
@@ -209,15 +250,18 @@ class HelperProcess:
             self._loop.remove_writer(self._sock)
 
     def _next_look(self) -> asyncio.TimerHandle:
+        """Schedule the next check; return its timer."""
         delay = self._pulse.interval_s(self._loop.time(), busy=self.at_work)
         return self._loop.call_later(delay, self._check_alive)
 
     def _look_soon(self) -> None:
+        """Schedule the check of an idle helper earlier, as it gets a request."""
         if not self._pulse.asked and not self._pulse.busy:
             self._timer.cancel()
             self._timer = self._next_look()
 
     def _check_alive(self) -> None:
+        """Send a ping or kill a frozen helper, and schedule the next check."""
         match self._pulse.next_action(self._loop.time()):
             case "frozen":
                 self._kill_and_fail(f"it gave no sign of life for {SILENCE_S:g} s and was killed")
@@ -227,6 +271,8 @@ class HelperProcess:
         self._timer = self._next_look()
 
     def _readable(self) -> None:
+        """Handle the replies that have come; at the connection's end, kill the
+        helper."""
         try:
             came = self._frames.receive()
             if came is None:
@@ -240,6 +286,7 @@ class HelperProcess:
             self._sock.close()
 
     def _handle_reply(self, reply: Any) -> None:
+        """Record the answer to a ping, or give a pending request its reply."""
         self._life.ready()
         if self._answers_ping(reply):
             self._pulse.answered()
@@ -249,7 +296,7 @@ class HelperProcess:
             future.set_result(reply)
 
     def _kill_and_fail(self, reason: str) -> None:
-        """Kill it if it still lives, and fail all pending requests."""
+        """Kill the helper if it still lives, and fail all pending requests."""
         self._reason = self._reason or reason
         if self.usable:
             self._life.give_up()
@@ -268,6 +315,7 @@ class HelperProcess:
                 future.set_exception(self.died(self._end_text()))
 
     def _ended(self) -> None:
+        """Record the end of the process, which its pidfd reports; call ``on_exit``."""
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
         self._pidfd = -1
@@ -278,4 +326,31 @@ class HelperProcess:
             self.on_exit(self._end_text())
 
     def _end_text(self) -> str:
+        """Return a text for an error: the kind of helper, its pid, and why it ended."""
         return f"{self.died.kind} {self.pid}: {self._reason or 'it died'}"
+
+
+class _Memories:
+    """The memories that a helper has; it is notified when one is closed here."""
+
+    def __init__(self, helper: HelperProcess) -> None:
+        self._helper = helper
+        self._mapped: set[int] = set()
+
+    def map(self, memory: HelperMemory) -> None:
+        """Send a memory's descriptor, once; raise OSError if it is closed."""
+        if memory.key not in self._mapped:
+            self._helper._send(self._helper.lend(memory), memory.fd)
+            self._mapped.add(memory.key)
+            memory.watchers.add(self)
+
+    def buffer_closed(self, key: int) -> None:
+        """Any thread: have the helper unmap memory ``key``, which was closed here."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so the helper has ended
+            self._helper._loop.call_soon_threadsafe(self._unmap, key)
+
+    def _unmap(self, key: int) -> None:
+        """Have the helper unmap memory ``key``, if it was sent that."""
+        if key in self._mapped and self._helper.usable:
+            self._mapped.discard(key)
+            self._helper._send(self._helper.forget(key))

@@ -46,12 +46,12 @@ def interpreter() -> str:
 
 
 def python_module(module: str, *arguments: str) -> list[str]:
-    """Return the command that runs ``module`` in this interpreter, with ``-P``."""
+    """Return the command line that runs ``module`` in this interpreter, with ``-P``."""
     return [interpreter(), "-P", "-m", module, *arguments]
 
 
-def apart(environment: Mapping[str, str], folder: str = "") -> dict[str, Any]:
-    """Return arguments of :class:`subprocess.Popen` for a helper.
+def popen_arguments(environment: Mapping[str, str], folder: str = "") -> dict[str, Any]:
+    """Return keyword arguments of :class:`subprocess.Popen` for a helper.
 
     :param environment: its environment, without the path of this package.
     :param folder: as for :func:`replicas.common.own_code.findable`.

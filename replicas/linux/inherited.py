@@ -14,7 +14,10 @@ from replicas import errors
 
 
 def put_in_order() -> None:
-    """Open the standard streams and reset the signals, first in the main thread."""
+    """Open closed standard streams, reset an ignored SIGCHLD and unblock all signals.
+
+    To be called first, in the main thread.
+    """
     open_streams()
     # With SIGCHLD ignored every exit code would be read as 0; a blocked signal would
     # never be delivered, neither here nor in child processes.

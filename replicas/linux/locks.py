@@ -36,22 +36,28 @@ _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence,
 
 
 def hold_shared(fd: int) -> bool:
-    """Take the shared lock, to hold the content. Return False during a fill."""
+    """Try to take the shared lock, to hold the content; return False during a fill.
+
+    Never waits. All these locks are of the open file description of ``fd``.
+    """
     return _flock(fd, fcntl.LOCK_SH)
 
 
 def hold_exclusive(fd: int) -> bool:
-    """Take the exclusive lock, to fill the file. Return False if another has a lock."""
+    """Try to take the exclusive lock, to fill the file, without waiting.
+
+    Return False if another description has either lock.
+    """
     return _flock(fd, fcntl.LOCK_EX)
 
 
 def unlock(fd: int) -> None:
-    """Release either lock, for all processes that share the description."""
+    """Release either lock, for all processes that share the description of ``fd``."""
     fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def flag(fd: int, byte: int) -> None:
-    """Flag ``byte``; any number of descriptions can."""
+    """Flag ``byte`` with a read lock, as any number of descriptions can at once."""
     _set_flag(fd, byte, fcntl.F_RDLCK)
 
 
@@ -61,6 +67,7 @@ def unflag(fd: int, byte: int) -> None:
 
 
 def _set_flag(fd: int, byte: int, kind: int) -> None:
+    """Add or remove a flag (``kind``); do nothing on a kernel without such locks."""
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
     except OSError as error:
@@ -81,10 +88,10 @@ def flagged(fd: int, byte: int) -> bool:
 
 
 def holders(inode: int) -> tuple[int, ...]:
-    """Return visible processes that hold a memfd's content, for error texts only.
+    """Return the pids of visible processes that hold a memfd's content.
 
-    Costs 10 to 30 ms, during which no process of the machine gets a lock: the kernel
-    waits for all processors.
+    For error texts only: costs 10 to 30 ms, during which no process of the machine gets
+    a lock, as the kernel waits for all processors.
     """
     pids: set[int] = set()
     try:
@@ -99,6 +106,7 @@ def holders(inode: int) -> tuple[int, ...]:
 
 
 def _flock(fd: int, kind: int) -> bool:
+    """Take a lock without waiting. Return False if another's lock prevents it."""
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:

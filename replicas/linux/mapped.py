@@ -6,13 +6,14 @@ import contextlib
 from collections.abc import Container, Iterable
 from pathlib import Path
 
-from replicas.linux.processes import processes
+from replicas.linux.processes import process_name, processes
 
 
 def mappers(inodes: Container[int]) -> dict[int, set[int]]:
-    """Return, by pid, which of these memfds visible processes of this user map.
+    """Return, by pid, which of these inodes of memfds the process has mapped.
 
-    Reads the list of mappings of each process: a millisecond for a large one.
+    Only processes that this user may look at. Reads the list of mappings of each
+    process: a millisecond for a large one.
     """
     found: dict[int, set[int]] = {}
     for pid in processes():
@@ -25,11 +26,5 @@ def mappers(inodes: Container[int]) -> dict[int, set[int]]:
 
 def named(pids: Iterable[int]) -> str:
     """Return a text such as "processes 12 (vllm), 34 (python3)"."""
-    texts = [f"{pid} ({name})" if (name := _name(pid)) else str(pid) for pid in sorted(pids)]
+    texts = [f"{pid} ({name})" if (name := process_name(pid)) else str(pid) for pid in sorted(pids)]
     return f"process{'' if len(texts) == 1 else 'es'} {', '.join(texts)}"
-
-
-def _name(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/comm").read_bytes().decode(errors="replace").strip()
-    return ""

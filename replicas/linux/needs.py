@@ -30,12 +30,9 @@ class Missing(NamedTuple):
     remedy: str
 
 
-def _open() -> int:
-    return os.pidfd_open(os.getpid())
-
-
 def _signal() -> int:
-    pidfd = _open()
+    """Return a new pidfd of this process, after sending signal 0 by it."""
+    pidfd = os.pidfd_open(os.getpid())
     try:
         signal.pidfd_send_signal(pidfd, 0)
     except BaseException:
@@ -45,7 +42,7 @@ def _signal() -> int:
 
 
 CALLS: dict[str, Callable[[], int]] = {
-    "pidfd_open": _open,
+    "pidfd_open": lambda: os.pidfd_open(os.getpid()),
     "pidfd_send_signal": _signal,
     "memfd_create": lambda: os.memfd_create("replicas-probe"),
 }

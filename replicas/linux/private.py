@@ -44,18 +44,36 @@ def folder(path: Path, *, make: bool = False) -> Iterator[int]:
     :raises NotPrivate: the folder, or a symbolic link on the way to it, belongs to
         another user, or others can write to the folder.
     """
-    descriptor = _walk(path, make=make)
-    try:
+    with _walked(path, make=make) as descriptor:
         _check_folder(descriptor, path)
         yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def make_folder(path: Path) -> None:
-    """Create the folder and its missing parents; accept an existing folder of ours."""
+    """Create the folder and its missing parents; accept an existing folder of ours.
+
+    :raises NotPrivate: an existing folder is not private; see :func:`folder`.
+    """
     with folder(path, make=True):
         pass
+
+
+def check_folder(path: Path, *, once_ours: str) -> None:
+    """Raise the OSError that :func:`make_folder` would raise; create nothing.
+
+    :param once_ours: as in :func:`close_to_others`, which would close the folder.
+    """
+    found = next(one for one in (path, *path.parents) if one.exists())
+    with _walked(found) as descriptor:
+        if found == path and not (path / once_ours).exists():
+            _check_folder(descriptor, path)
+        try:
+            os.close(os.open(".", os.O_TMPFILE | os.O_WRONLY, dir_fd=descriptor))  # a file without a name
+        except OSError as error:
+            # not all file systems have these; /proc and /sys have no new folders either
+            if error.errno != errno.EOPNOTSUPP or not os.fstatvfs(descriptor).f_blocks:
+                error.filename = str(path)
+                raise
 
 
 def close_to_others(path: Path, *, once_ours: str) -> None:
@@ -65,8 +83,7 @@ def close_to_others(path: Path, *, once_ours: str) -> None:
     folder without the file is left as it is, as its mode may be intended; opening it
     then raises :class:`NotPrivate`.
     """
-    descriptor = _walk(path, make=False)
-    try:
+    with _walked(path) as descriptor:
         found, us = os.fstat(descriptor), os.geteuid()
         if found.st_uid != us or not found.st_mode & _OTHERS_WRITE:
             return
@@ -76,6 +93,14 @@ def close_to_others(path: Path, *, once_ours: str) -> None:
                 return
             with contextlib.suppress(PermissionError):  # a file system without modes: opening it fails then
                 Path(f"/proc/self/fd/{descriptor}").chmod(stat.S_IMODE(found.st_mode) & ~_OTHERS_WRITE)
+
+
+@contextlib.contextmanager
+def _walked(path: Path, *, make: bool = False) -> Iterator[int]:
+    """Open the folder at ``path`` as :func:`_walk` does, for the block."""
+    descriptor = _walk(path, make=make)
+    try:
+        yield descriptor
     finally:
         os.close(descriptor)
 
@@ -119,8 +144,9 @@ def _step(descriptor: int, name: str, path: Path, *, make: bool) -> int:
 
 
 def _link(descriptor: int, name: str, path: Path) -> Path:
-    """Return the target of the link ``name``, unless another user made the link.
+    """Return the path to which the link ``name`` leads.
 
+    :raises NotPrivate: the link is of a user other than this one and root.
     :raises NotADirectoryError: it is not a link.
     """
     link = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=descriptor)
@@ -140,6 +166,7 @@ def _link(descriptor: int, name: str, path: Path) -> Path:
 
 
 def _check_folder(descriptor: int, path: Path) -> None:
+    """Raise NotPrivate if the folder is another user's, or others can write to it."""
     found, us = os.fstat(descriptor), os.geteuid()
     if found.st_uid not in (us, 0):
         raise NotPrivate(path, f"it belongs to user {found.st_uid}, and this is user {us}", "have it removed")
@@ -154,8 +181,9 @@ def _check_folder(descriptor: int, path: Path) -> None:
 def open_file(path: Path, flags: int, *, make_folder: bool = False) -> int:
     """Open a regular file of ours in a folder of ours, like :func:`os.open`.
 
-    A file that is opened for writing gets the mode 0600.
+    Return the new descriptor. A file that is opened for writing gets the mode 0600.
 
+    :param make_folder: create missing folders of the path.
     :raises NotPrivate: the file or its folder is another user's, or the file is a link.
     """
     with folder(path.parent, make=make_folder) as parent:
@@ -163,6 +191,7 @@ def open_file(path: Path, flags: int, *, make_folder: bool = False) -> int:
 
 
 def _open_in(parent: int, path: Path, flags: int) -> int:
+    """Open a file of ours in the folder ``parent``; return its descriptor."""
     # Truncate only after the check; a pipe in its place must not block.
     careful = flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
@@ -187,6 +216,10 @@ def _open_in(parent: int, path: Path, flags: int) -> int:
 
 
 def read(path: Path) -> bytes:
+    """Return the content of a file of ours.
+
+    Raises OSError as :func:`open_file` does.
+    """
     with os.fdopen(open_file(path, os.O_RDONLY), "rb") as file:
         return file.read()
 
@@ -197,20 +230,23 @@ def write(path: Path, data: bytes) -> None:
 
 
 def create(path: Path, data: bytes) -> None:
+    """Create a file of ours with this content; an existing file is removed first."""
     with folder(path.parent) as parent:
         _create_in(parent, path, data)
 
 
 def _create_in(parent: int, path: Path, data: bytes, *, sync: bool = False) -> None:
+    """Create the file in the folder ``parent``; an existing file is removed first."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path.name, dir_fd=parent)
     # O_EXCL: no other process has it open yet
     _fill(_open_in(parent, path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), data, sync=sync)
 
 
-def _fill(descriptor: int, data: bytes, *, sync: bool = False) -> None:
+def _fill(descriptor: int, data: bytes, offset: int = 0, *, sync: bool = False) -> None:
+    """Write all data at ``offset`` of a file, and close its descriptor."""
     try:
-        if os.write(descriptor, data) != len(data):
+        if os.pwrite(descriptor, data, offset) != len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if sync:
             os.fsync(descriptor)
@@ -238,15 +274,11 @@ def replace(path: Path, data: bytes, *, sync: bool = False) -> None:
 
 def overwrite(path: Path, data: bytes, offset: int) -> None:
     """Overwrite bytes of an existing file in place, which needs no room on the disk."""
-    descriptor = open_file(path, os.O_WRONLY)
-    try:
-        if os.pwrite(descriptor, data, offset) != len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    finally:
-        os.close(descriptor)
+    _fill(open_file(path, os.O_WRONLY), data, offset)
 
 
 def rename(path: Path, name: str) -> None:
+    """Rename a file within its folder; replace an existing file of that name."""
     with folder(path.parent) as parent:
         os.rename(path.name, name, src_dir_fd=parent, dst_dir_fd=parent)
 
@@ -258,7 +290,10 @@ def remove(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder of ours as far as possible; never raise OSError."""
+    """Remove a folder of ours with its content, as far as possible.
+
+    Never raise OSError.
+    """
     with contextlib.suppress(OSError), folder(path) as root:
         # Not os.walk, which works by paths; not shutil, which is slow to import.
         for _, folders, files, here in os.fwalk(".", topdown=False, dir_fd=root):

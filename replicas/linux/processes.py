@@ -37,6 +37,8 @@ SHIM = "replicas.supervisor.shim.shim"
 START_TIME = 19
 """Index in :func:`stat_fields` of the start time, in clock ticks from boot."""
 _DEAD = ("Z", "X", "x")
+_GONE = (FileNotFoundError, PermissionError, ProcessLookupError)
+"""Errors of files in ``/proc/PID``: the process is gone, or is another user's."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
@@ -52,11 +54,13 @@ class Child:
         self.code: int | None = None
 
     def ended(self, code: int) -> None:
+        """Record the exit code, and close the pidfd."""
         self.code = code
         self.popen.returncode = code  # reaped by us, not by Popen
         os.close(self.pidfd)
 
     def signal(self, signum: int) -> None:
+        """Send ``signum`` by the pidfd; do nothing after :meth:`ended`."""
         if self.code is None:
             send_signal(self.pidfd, signum)
 
@@ -101,7 +105,9 @@ def start_time(pid: int) -> int | None:
 
 
 def pid_of(pidfd: int) -> int:
-    """Return the pid of a pidfd, in this pid namespace; 0 or less if gone or hidden.
+    """Return the pid of the process of a pidfd, in this pid namespace.
+
+    Return 0 or less if the process is gone, or is in another pid namespace.
 
     :raises OSError: the pidfd is closed.
     """
@@ -110,32 +116,51 @@ def pid_of(pidfd: int) -> int:
 
 
 def is_stopped(pid: int) -> bool:
+    """Return True if the process is stopped, as by SIGSTOP; False if it is gone."""
     found = _stat(pid)
     return found is not None and found[0] == "T"
 
 
 def has_zombie(pid: int) -> bool:
+    """Return True if the process has a child that is a zombie."""
     stats = (_stat(child) for child in processes())
     return any(found is not None and found[1] == pid and found[0] in _DEAD for found in stats)
 
 
 def processes() -> Iterator[int]:
+    """Yield the pids of all processes that ``/proc`` shows."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             yield int(entry.name)
 
 
 def descriptors(pid: int) -> list[str]:
-    """Return the targets of the process's descriptors; none for other users'."""
+    """Return what the process's descriptors link to: ``socket:[123]``, a path.
+
+    Empty for a process of another user, or one that is gone.
+    """
     targets: list[str] = []
     try:
         with os.scandir(f"/proc/{pid}/fd") as entries:
             for entry in entries:
                 with contextlib.suppress(OSError):  # closed meanwhile
                     targets.append(os.readlink(entry.path))  # noqa: PTH115  # hundreds of them
-    except (FileNotFoundError, PermissionError, ProcessLookupError):
+    except _GONE:
         return targets
     return targets
+
+
+def _read(pid: int, name: str, errors: type[OSError] | tuple[type[OSError], ...] = _GONE) -> bytes:
+    """Return the content of ``/proc/PID/NAME``; b"" after one of ``errors``."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except errors:
+        return b""
+
+
+def process_name(pid: int) -> str:
+    """Return the name of a process, which may have any characters; "" if it is gone."""
+    return _read(pid, "comm", OSError).decode(errors="replace").strip()
 
 
 def command_line(pid: int, limit: int = 120) -> str:
@@ -143,11 +168,9 @@ def command_line(pid: int, limit: int = 120) -> str:
 
     For a dying process, return its name in brackets, as ``ps`` does; "" if it is gone.
     """
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes() or b"[%b]" % Path(f"/proc/{pid}/comm").read_bytes().strip()
-    except OSError:
-        return ""
-    text = words.replace(b"\0", b" ").decode(errors="replace").strip()
+    text = _read(pid, "cmdline", OSError).replace(b"\0", b" ").decode(errors="replace").strip()
+    if not text and (name := process_name(pid)):
+        text = f"[{name}]"
     return one_line(text, limit)
 
 
@@ -156,10 +179,7 @@ def is_resource_tracker(pid: int) -> bool:
 
     The answer may decide the order of kills, never whether to kill.
     """
-    try:
-        return b"from multiprocessing.resource_tracker import main" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False  # it is gone
+    return b"from multiprocessing.resource_tracker import main" in _read(pid, "cmdline", OSError)
 
 
 def descendants(root: int) -> list[int]:
@@ -180,6 +200,7 @@ def descendants(root: int) -> list[int]:
 
 
 def parents(pid: int) -> list[int]:
+    """Return the ancestors of a process, its parent first."""
     found: list[int] = []
     while (stat := _stat(pid)) is not None and stat[1] > 0:
         pid = stat[1]
@@ -188,6 +209,7 @@ def parents(pid: int) -> list[int]:
 
 
 def children(parent: int) -> list[int]:
+    """Return the living children of a process, without zombies."""
     found = ((pid, _stat(pid)) for pid in processes())
     return [pid for pid, stat in found if stat is not None and stat[1] == parent and stat[0] not in _DEAD]
 
@@ -201,33 +223,32 @@ def own_children() -> list[int]:
 
 
 def is_below(pid: int, root: int) -> bool:
+    """Return True if ``root`` is an ancestor of the process."""
     return root in parents(pid)
 
 
 def catches(pid: int, signum: int) -> bool:
     """Return True if the process has a handler for the signal; False if it is gone."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_bytes()
-    except (FileNotFoundError, PermissionError, ProcessLookupError):
-        return False
-    mask = next((line.split()[1] for line in status.splitlines() if line.startswith(b"SigCgt:")), b"0")
+    status = _read(pid, "status").splitlines()
+    mask = next((line.split()[1] for line in status if line.startswith(b"SigCgt:")), b"0")
     return bool(int(mask, 16) >> (signum - 1) & 1)
 
 
 def is_marked(pid: int, nonces: str | Iterable[str]) -> bool:
-    """Return True if the process's environment has one of these shim nonces."""
+    """Return True if the process's environment has one of these shim nonces.
+
+    False if it has ended, or is another user's.
+    """
     return _has_mark(pid, _entries(nonces))
 
 
 def _has_mark(pid: int, entries: frozenset[bytes]) -> bool:
-    try:
-        environment = Path(f"/proc/{pid}/environ").read_bytes()
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return False
-    return not entries.isdisjoint(environment.split(b"\0"))
+    """Return True if the process's environment has one of these entries."""
+    return not entries.isdisjoint(_read(pid, "environ").split(b"\0"))
 
 
 def _entries(nonces: str | Iterable[str]) -> frozenset[bytes]:
+    """Return the environment entries that mark processes of these shims."""
     return frozenset(f"{MARK}={nonce}".encode() for nonce in ([nonces] if isinstance(nonces, str) else nonces))
 
 
@@ -241,9 +262,9 @@ def send_signal(pidfd: int, signum: int) -> bool:
 
 
 def signal_each(pids: Iterable[int], signum: int, still: Callable[[int], bool]) -> list[int]:
-    """Signal, and return, each process that ``still`` confirms with its pidfd open.
+    """Signal each process that ``still`` confirms with its pidfd open.
 
-    Those that are gone or have become another user's are left out.
+    Return their pids. Those that are gone or have become another user's are left out.
     """
     signalled = []
     for pid in pids:
@@ -260,10 +281,12 @@ def signal_each(pids: Iterable[int], signum: int, still: Callable[[int], bool]) 
 
 
 def signal_own(signum: int, *, but: frozenset[int] = frozenset()) -> list[int]:
-    """Signal, and return, every living descendant of this single-threaded process.
+    """Signal every living descendant of this single-threaded process.
 
-    Includes children that ``/proc`` hides: with ``hidepid`` a child that cannot be
-    dumped (``ssh-agent``) is hidden, but the kernel lists it as a child.
+    Return their pids. Includes children that ``/proc`` hides: with ``hidepid`` a child
+    that cannot be dumped (``ssh-agent``) is hidden, but the kernel lists it as a child.
+
+    :param but: pids to leave out.
     """
     pids = dict.fromkeys((*descendants(os.getpid()), *own_children()))
     chosen = [pid for pid in pids if pid not in but]
@@ -271,13 +294,20 @@ def signal_own(signum: int, *, but: frozenset[int] = frozenset()) -> list[int]:
 
 
 def marked(nonces: str | Iterable[str]) -> list[int]:
-    """Return other living processes whose environment has one of these shim nonces."""
+    """Return the pids of other living processes with one of these shim nonces.
+
+    They are in the processes' environment.
+    """
     entries = _entries(nonces)
     me = os.getpid()
     return [pid for pid in processes() if pid != me and _has_mark(pid, entries) and start_time(pid) is not None]
 
 
 def signal_marked(nonces: str | Iterable[str], signum: int, *, but: frozenset[int] = frozenset()) -> list[int]:
+    """Signal each process that :func:`marked` finds, except ``but``.
+
+    Return their pids.
+    """
     entries = _entries(nonces)
     return signal_each([pid for pid in marked(nonces) if pid not in but], signum, lambda pid: _has_mark(pid, entries))
 
@@ -303,7 +333,7 @@ def name_process(name: str) -> None:
 
 
 def room_for_mark() -> dict[str, str]:
-    """Return variables that a process needs at its start for :func:`set_mark`."""
+    """Return the variables that a process must start with for :func:`set_mark`."""
     return {NO_MARK: _ROOM}
 
 
@@ -326,6 +356,7 @@ def set_mark(nonce: str) -> None:
 
 
 def _prctl(option: int, argument: int | bytes) -> None:
+    """Call ``prctl`` for this process or thread. Raises OSError if it fails."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, argument, 0, 0, 0) != 0:
         code = ctypes.get_errno()

@@ -1,11 +1,11 @@
 """Move a forked sidecar into its rank's environment, output and control group.
 
-A forkserver serves all ranks of its node. A sidecar that it forks gets the environment
-and the output of its rank, enters the rank's control group, so that it counts within
-the replica's limits, and gets the rank's mark, which identifies it even if its parents
-are dead or frozen. Variables that a process reads only while it starts
-(``LD_LIBRARY_PATH``) cannot be changed later: a node has a forkserver for each set of
-such variables (:func:`lasting`). Standard library only.
+A forkserver serves all ranks of its node, or the one that keeps it. A sidecar that it
+forks gets the environment and the output of its rank, enters the rank's control group,
+so that it counts within the replica's limits, and gets the rank's mark, which
+identifies it even if its parents are dead or frozen. Variables that a process reads
+only while it starts (``LD_LIBRARY_PATH``) cannot be changed later: a node has a
+forkserver for each set of such variables (:func:`lasting`). Standard library only.
 """
 
 from __future__ import annotations
@@ -23,30 +23,38 @@ _MAX_NBYTES = 16 << 20  # larger than any environment that the kernel accepts
 
 
 def lasting(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that the loader, Python or torch read only at start."""
+    """Return those variables that the loader, Python or torch read only once."""
     return {name: value for name, value in environment.items() if name.startswith(_LASTING)}
 
 
 def describe_own_place() -> list[int]:
-    """Return descriptors of this process's stderr and of a file of its environment."""
+    """Return three new descriptors of this process, for :func:`join_place`.
+
+    They are its pidfd, its stderr, and a memfd with a copy of its environment.
+    """
+    fds = [os.pidfd_open(os.getpid())]
     try:
-        output = os.dup(2)
-    except OSError:  # it is closed
-        output = os.open(os.devnull, os.O_WRONLY)
-    try:
-        environment = os.memfd_create("environment")
-    except OSError:
-        os.close(output)
+        try:
+            fds.append(os.dup(2))
+        except OSError:  # it is closed
+            fds.append(os.open(os.devnull, os.O_WRONLY))
+        fds.append(os.memfd_create("environment"))
+        with open(fds[-1], "wb", closefd=False) as file:  # a descriptor
+            file.write(b"\0".join(name + b"=" + value for name, value in os.environb.items()))
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
         raise
-    with open(environment, "wb", closefd=False) as file:  # a descriptor
-        file.write(b"\0".join(name + b"=" + value for name, value in os.environb.items()))
-    return [output, environment]
+    return fds
 
 
 def join_place(pidfd: int, output: int, environment: int) -> None:
-    """Take over the control group, output and environment of a rank.
+    """Enter a rank's control group, and take over its output and environment.
 
-    :param pidfd: the rank's process; the others are from :func:`describe_own_place`.
+    Replaces stdout, stderr and the environment of this process.
+
+    The arguments are those of :func:`describe_own_place` in the rank.
+
     :raises ValueError: the rank has a mark, and this process has no room for it.
     """
     _enter_group_of(pidfd)

@@ -15,11 +15,12 @@ SCARCE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 @contextmanager
 def naming_limits() -> Iterator[None]:
-    """Name the limit that a fork, or the start of a thread, has reached.
+    """Turn a failure to start a process or thread into an OSError with the limit.
 
-    A context manager and decorator around forks and starts of threads.
+    A context manager and decorator around forks and starts of threads. Other errors
+    pass.
 
-    :raises OSError: EAGAIN, with that limit and the remedy.
+    :raises OSError: EAGAIN, with the limit that was reached and the remedy.
     """
     try:
         yield
@@ -35,7 +36,7 @@ def lacks_threads(error: BaseException) -> bool:
 
 
 def no_process() -> str:
-    """Return why no process or thread can be started, and the remedy."""
+    """Return one text: why no process or thread can be started, and the remedy."""
     most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     user = "" if most == resource.RLIM_INFINITY else f"user {os.getuid()} may have {most} (ulimit -u), or "
     return (
@@ -44,13 +45,17 @@ def no_process() -> str:
     )
 
 
-def limit(error: OSError) -> tuple[str, str]:
-    """Return an error of :data:`SCARCE` as text with its limit, and the remedy."""
+def describe_limit(error: OSError) -> tuple[str, str]:
+    """Return two texts for an error of :data:`SCARCE`.
+
+    They are the error with the limit behind it, and the remedy.
+    """
     why, remedy = _limit(error)
     return f"{os.strerror(error.errno or 0)}: {why}", remedy
 
 
 def _limit(error: OSError) -> tuple[str, str]:
+    """Return two texts: the limit behind an error of :data:`SCARCE`, and the remedy."""
     if error.errno == errno.EMFILE:
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return f"this process may have {most} files open", "raise the limit of open files (ulimit -n)"
@@ -69,6 +74,7 @@ def _limit(error: OSError) -> tuple[str, str]:
 
 
 def _mappings() -> int:
+    """Return the number of this process's mappings, or 0 if unknown."""
     try:
         with Path("/proc/self/maps").open("rb") as lines:
             return sum(1 for _ in lines)
@@ -77,6 +83,7 @@ def _mappings() -> int:
 
 
 def _sysctl(name: str) -> str:
+    """Return a setting of the kernel, or "a limited number of" if it is hidden."""
     try:
         return Path(f"/proc/sys/{name}").read_bytes().decode(errors="replace").strip()
     except OSError:  # hidden in some containers

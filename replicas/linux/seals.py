@@ -21,22 +21,32 @@ _FINAL = _CLOSED | fcntl.F_SEAL_SEAL
 
 
 def is_closed_to_writers(fd: int) -> bool:
+    """Return True if no process can write to the memfd or map it writable from now on.
+
+    Writable mappings that exist keep working.
+    """
     return _has(fd, _FUTURE_WRITE)
 
 
 def is_final(fd: int) -> bool:
+    """Return True if :func:`make_final` was called for the memfd, in any process."""
     return _has(fd, fcntl.F_SEAL_SEAL)
 
 
 def close_to_writers(fd: int) -> None:
-    """Close a memfd of this process to new writers, where the kernel can."""
+    """Close a memfd of this process to new writers.
+
+    Do nothing where the kernel cannot.
+    """
     if not is_closed_to_writers(fd):
         with contextlib.suppress(OSError):  # then it is sealed before it is shared, or not shared
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _CLOSED)
 
 
 def make_final(fd: int) -> None:
-    """Close the memfd to new writers, for good; ``fd`` may be open for reading only.
+    """Close the memfd to new writers and mark it as never filled again.
+
+    ``fd`` may be open for reading only.
 
     :raises OSError: it belongs to another user, or the kernel cannot do it.
     """
@@ -53,4 +63,5 @@ def make_final(fd: int) -> None:
 
 
 def _has(fd: int, seal: int) -> bool:
+    """Return True if the memfd has this seal (an ``F_SEAL_`` bit)."""
     return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & seal)

@@ -19,8 +19,9 @@ _stuck: list[subprocess.Popen[str]] = []
 
 
 def gpu_processes(timeout_s: float) -> list[tuple[int, str, str, str]]:
-    """Return pid, GPU, MiB and command of each process that uses a GPU. Blocks.
+    """Ask nvidia-smi; return a row for each process that uses a GPU. Blocks.
 
+    :returns: ``(pid, UUID of the GPU, MiB as text, command)`` each.
     :raises OSError: there is no nvidia-smi.
     :raises subprocess.CalledProcessError: it failed.
     :raises subprocess.TimeoutExpired: it does not answer, or one started by an earlier
@@ -42,7 +43,11 @@ def gpu_processes(timeout_s: float) -> list[tuple[int, str, str, str]]:
 
 
 def ask(command: list[str], timeout_s: float) -> tuple[int, str]:
-    """Return exit code and output of a command. Raises TimeoutExpired if it hangs."""
+    """Run a command; return its exit code and output.
+
+    :raises subprocess.TimeoutExpired: it took longer than ``timeout_s``; it was sent
+        SIGKILL.
+    """
     null = subprocess.DEVNULL
     asked = subprocess.Popen(command, cwd="/", stdin=null, stdout=subprocess.PIPE, stderr=null, errors="replace")
     assert asked.stdout is not None
@@ -61,6 +66,7 @@ def ask(command: list[str], timeout_s: float) -> tuple[int, str]:
 
 
 def main() -> int:
+    """Print the number of GPUs, or NVML's error; return the exit code."""
     nvml = ctypes.CDLL(NVML)
     count = ctypes.c_uint()
     code = nvml.nvmlInit_v2()

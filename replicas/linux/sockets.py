@@ -33,13 +33,13 @@ others that it has not rejected yet. Equals the kernel's ``net.core.somaxconn``.
 
 
 def peer_uid(connection: socket.socket) -> int:
-    """Return the user of the process that connected or, for a client, listens."""
+    """Return the uid of the process that connected or, for a client, listens."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(credentials)[1])
 
 
 def tcp_socket(address: str) -> socket.socket:
-    """Return a new TCP socket of this address's family."""
+    """Return a new, unconnected TCP socket of this address's family."""
     return socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
 
 
@@ -53,7 +53,7 @@ def round_trip_s(connection: socket.socket) -> float:
 
 
 def listener_uids(connection: socket.socket) -> frozenset[int] | None:
-    """Return the users whose processes listen at this TCP connection's peer.
+    """Return the uids of the processes that listen at this TCP connection's peer.
 
     Return None if the peer is on another machine, and an empty set if no local process
     listens, as when the port is forwarded. To be called while the connection is open:
@@ -73,6 +73,7 @@ def listener_uids(connection: socket.socket) -> frozenset[int] | None:
 
 
 def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """Return the address without its zone, and an IPv4-mapped one as IPv4."""
     found = ipaddress.ip_address(text.partition("%")[0])
     return getattr(found, "ipv4_mapped", None) or found
 
@@ -86,7 +87,7 @@ class Listener(NamedTuple):
 
 
 def listeners() -> Iterator[tuple[Listener, int]]:
-    """Yield all TCP sockets that listen in this network namespace, with their users."""
+    """Yield TCP sockets that listen in this network namespace, with their uids."""
     for table in ("tcp", "tcp6"):
         try:
             with Path(f"/proc/self/net/{table}").open(encoding="ascii", errors="replace") as lines:
@@ -104,7 +105,10 @@ def listeners() -> Iterator[tuple[Listener, int]]:
 
 
 def holder(inode: int) -> str:
-    """Describe the first process found with this socket."""
+    """Return a text for the first process found with this socket: "process 12 (vllm)".
+
+    :param inode: the socket's inode; if no process is found, the text says so.
+    """
     for pid in processes():
         if f"socket:[{inode}]" in descriptors(pid):
             return f"process {pid} ({command_line(pid) or 'gone'})"
@@ -112,21 +116,25 @@ def holder(inode: int) -> str:
 
 
 def why_not(error: OSError, port: int) -> str:
-    """Describe the error of a bind, with the processes that have the port."""
+    """Return a text for the error of a bind, with the processes that have the port."""
     found = {holder(one.inode) for one, _ in listeners() if one.port == port} if error.errno == errno.EADDRINUSE else ()
     return f"{error.strerror}{' by ' if found else ''}{', '.join(sorted(found))}"
 
 
-def foreign(uids: frozenset[int] | None, owners: frozenset[int] | None) -> bool:
+def may_be_foreign(uids: frozenset[int] | None, owners: frozenset[int] | None) -> bool:
     """Return True if a port with these listeners may belong to others than ``owners``.
 
+    Also for a port of this machine on which no process listens; False for another
+    machine.
+
     :param uids: the result of :func:`listener_uids`.
-    :param owners: None allows all users.
+    :param owners: uids that are allowed; None allows all users.
     """
     return uids is not None and owners is not None and not (uids and uids <= owners)
 
 
-def whose(uids: frozenset[int] | None) -> str:
+def describe_owner(uids: frozenset[int] | None) -> str:
+    """Return a clause for an error, such as "is of user 1000"."""
     if not uids:
         return "is a port on which no process of this machine listens"
     return f"is of user {', '.join(map(str, sorted(uids)))}"
@@ -134,7 +142,7 @@ def whose(uids: frozenset[int] | None) -> str:
 
 @contextlib.contextmanager
 def reachable(path: Path) -> Iterator[str]:
-    """Context manager: yield a name of the socket ``path`` of at most 107 bytes."""
+    """Yield a name of the socket ``path`` of at most 107 bytes, for the block."""
     if len(os.fsencode(path)) <= _PATH_NBYTES:
         yield str(path)
         return
@@ -146,6 +154,10 @@ def reachable(path: Path) -> Iterator[str]:
 
 
 def is_own(path: Path) -> bool:
+    """Return True if the path is a Unix socket that belongs to this user.
+
+    :raises OSError: there is nothing at the path.
+    """
     found = path.lstat()
     return stat.S_ISSOCK(found.st_mode) and found.st_uid == os.geteuid()
 
@@ -182,6 +194,7 @@ class SocketAddress(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> SocketAddress:
+        """Return the address from its text, ``NAME`` or ``NAME:SECRET``."""
         name, _, secret = text.partition(":")
         return cls(name, secret)
 
@@ -189,7 +202,10 @@ class SocketAddress(NamedTuple):
         return f"{self.name}:{self.secret}" if self.secret else self.name
 
     def listen(self) -> socket.socket:
-        """Bind the address and listen; clients wait until they are accepted."""
+        """Return a new socket (SOCK_SEQPACKET) that listens at the address.
+
+        :raises OSError: the address cannot be bound.
+        """
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # keeps messages whole
         try:
             listener.bind("\0" + self.name)

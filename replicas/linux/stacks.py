@@ -28,6 +28,7 @@ _lock = threading.Lock()
 
 
 def _unlock_in_a_child() -> None:  # another thread of the parent may have held it at the fork
+    """Replace the lock in a forked child."""
     global _lock
     _lock = threading.Lock()
 
@@ -45,6 +46,10 @@ class Asked(NamedTuple):
 
 
 def folder(log_dir: Path) -> Path:
+    """Return the path of the folder of stack dumps beside these logs.
+
+    Do not create it.
+    """
     return log_dir / "stacks"
 
 
@@ -58,6 +63,7 @@ def register(log_dir: Path, rank: int, start: int) -> None:
 
 
 def _register(log_dir: Path, rank: int, start: int) -> None:
+    """Do as :func:`register`; the caller holds the lock."""
     pid = os.getpid()
     if pid in _open:
         return
@@ -73,7 +79,10 @@ def _register(log_dir: Path, rank: int, start: int) -> None:
 
 
 def parse(path: Path) -> Asked | None:
-    """Return the process that made this file, or None for a foreign name."""
+    """Return the process that made this file, by the file's name.
+
+    Return None if the name is not one that :func:`register` makes.
+    """
     words = path.name.split(".")
     if len(words) != 3 or not all(word.isdigit() for word in words):
         return None

@@ -7,17 +7,21 @@ CPU time and has page faults; a stopped process (SIGSTOP) has the state T.
 from __future__ import annotations
 
 from replicas.common.patience import Patience
+from replicas.common.reason import Reason
 from replicas.linux.processes import stat_fields
 
 LOOK_INTERVAL_S = 0.5
 STOPPED_S = 3.0
 """Give up a process stopped for longer; a debugger may stop it briefly."""
-STARTING_S = 20.0
-"""Give up a starting process that used no CPU time and no memory for this long."""
+IDLE_S = 20.0
+"""Give up an awaited process that used no CPU time and no memory for this long."""
 
 
-def work_of(pid: int) -> tuple[str, ...]:
-    """Return state letter, minor and major faults, user and system time, or ("X",)."""
+def _work_of(pid: int) -> tuple[str, ...]:
+    """Return texts that change while the process works, or ``("X",)`` if it is gone.
+
+    They are the state letter, minor and major faults, user and system time.
+    """
     try:
         fields = stat_fields(pid)
     except (PermissionError, ProcessLookupError):
@@ -33,11 +37,16 @@ class StallWatch:
         self._seen: tuple[str, ...] = ()
         self._stopped, self._idle = (Patience(now, LOOK_INTERVAL_S) for _ in range(2))
 
-    def reason_to_give_up(self, now: float, *, starting: bool) -> str:
-        """Return why to give it up, or "". It must not be idle while ``starting``."""
-        state, *done = work_of(self.pid)
+    def reason_to_give_up(self, now: float, *, awaited: bool) -> Reason | None:
+        """Look at the child once; return why to give it up, or None.
+
+        It signals nothing. A child that was stopped for ``STOPPED_S`` is given up;
+        while others wait for it (``awaited``), one that did nothing for ``IDLE_S``,
+        too. To be called every ``LOOK_INTERVAL_S``.
+        """
+        state, *done = _work_of(self.pid)
         seen, self._seen = self._seen, tuple(done)
-        idle_s = self._idle.update_duration(now, starting and state != "X" and seen == self._seen)
-        if self._stopped.update_duration(now, state == "T") >= STOPPED_S:
+        idle_s = self._idle.measure_duration(now, awaited and state != "X" and seen == self._seen)
+        if self._stopped.measure_duration(now, state == "T") >= STOPPED_S:
             return f"was stopped for {STOPPED_S:g} s"
-        return f"did nothing for {STARTING_S:g} s" if idle_s >= STARTING_S else ""
+        return f"did nothing for {IDLE_S:g} s" if idle_s >= IDLE_S else None

@@ -35,7 +35,8 @@ def own_process() -> ProcessIdentity:
 def own_beacon() -> Beacon:
     """Return this process's beacon, created on first use; a forked child gets its own.
 
-    Opens its door, too, if a socket and a thread can be had.
+    A beacon is a memfd with a nonce, which proves that its reader is on this host. Also
+    opens the process's door, if a socket and a thread can be had.
     """
     global _beacon  # one for all channels of the process
     if _beacon is None or _beacon.pid != os.getpid():
@@ -51,14 +52,14 @@ def own_beacon() -> Beacon:
 
 
 def own_door() -> str:
-    """Return the address of this process's door, or "" if it has none."""
+    """Return the address of this process's descriptor socket, or "" if it has none."""
     return _beacon.door if _beacon is not None and _beacon.pid == os.getpid() else ""
 
 
 def find(beacons: Sequence[Beacon]) -> int:
-    """Return the index of the first beacon that is readable and has its nonce, or -1.
+    """Return the index of the first beacon on this host; -1 if there is none.
 
-    Blocks for up to 4 s if doors must be tried, after ``/proc``.
+    Reads their nonces. Blocks for up to 4 s if doors must be tried, after ``/proc``.
     """
     until = time.monotonic() + _FIND_S - ANSWER_S
     for index, beacon in enumerate(beacons):

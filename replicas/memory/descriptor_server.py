@@ -59,7 +59,10 @@ _MESSAGE_NBYTES = 256
 
 
 class DescriptorServer:
-    """The door of this process, open until the process ends; a thread serves it."""
+    """This process's door: a socket at which other containers fetch descriptors.
+
+    A thread serves it until the process ends.
+    """
 
     def __init__(self) -> None:
         """Open the door. :raises OSError, RuntimeError: no socket or thread is left."""
@@ -84,6 +87,7 @@ class DescriptorServer:
         self._clients.clear()
 
     def _serve(self) -> None:
+        """Accept and answer clients for ever; drop those that send no request."""
         while True:
             waiting = [client.until for client in self._clients.values() if not client.served]
             limit = max(0.0, min(waiting) - time.monotonic()) if waiting else None
@@ -104,6 +108,7 @@ class DescriptorServer:
                 self._drop(one)
 
     def _admit(self) -> None:
+        """Accept one connection of this user and send it a challenge; close others."""
         one, _ = self._socket.accept()
         if len(self._clients) >= CLIENTS or peer_uid(one) != os.geteuid():
             one.close()
@@ -114,7 +119,11 @@ class DescriptorServer:
         one.send(client.challenge)
 
     def _answer(self, one: socket.socket, client: _Client) -> bool:
-        """Answer one request; return False if the connection is to be closed."""
+        """Answer one request with a descriptor, or that it is not there.
+
+        Returns False if the connection is to be closed: the request is malformed, or
+        does not prove the secret.
+        """
         message = one.recv(_MESSAGE_NBYTES)
         theirs, mac, request = _split(message)
         if len(request) != _REQUEST.size or not _proves(mac, self.address, b"ask", client.challenge, theirs, request):
@@ -135,6 +144,7 @@ class DescriptorServer:
         return True
 
     def _drop(self, one: socket.socket) -> None:
+        """Close a client's connection, and forget it."""
         del self._clients[one]
         self._selector.unregister(one)
         one.close()
@@ -142,7 +152,12 @@ class DescriptorServer:
 
 @dataclass(eq=False)
 class _Client:
-    """A client of a door. ``served``: it has proven that it knows the secret."""
+    """A connected client.
+
+    :ivar challenge: nonce that its request must include.
+    :ivar until: deadline of the first request, by ``time.monotonic()``.
+    :ivar served: it has proven that it knows the secret.
+    """
 
     challenge: bytes = field(default_factory=lambda: secrets.token_bytes(_CHALLENGE_NBYTES))
     until: float = field(default_factory=lambda: time.monotonic() + PATIENCE_S)
@@ -154,10 +169,12 @@ _lock = threading.Lock()
 
 
 def fetch(door: str, fd: int, *, inode: int = -1, nbytes: int = -1) -> int:
-    """Return a read-only descriptor of a file that the process at ``door`` has open.
+    """Return a new read-only descriptor of a file that another process has open.
 
-    Blocks for at most :data:`ANSWER_S`.
+    Blocks for at most :data:`ANSWER_S`, and keeps the connection for :func:`is_open`.
 
+    :param door: address and secret of that process's socket.
+    :param fd: the descriptor's number there; ``inode`` and ``nbytes``: of its file.
     :raises FileNotFoundError: the descriptor is closed, or now of another file.
     :raises ConnectionError: this network namespace has no such door, or the peer hung
         up.
@@ -193,7 +210,10 @@ def fetch(door: str, fd: int, *, inode: int = -1, nbytes: int = -1) -> int:
 
 
 def _within(one: socket.socket, deadline: float) -> socket.socket:
-    """Limit the socket's next call to the deadline; raise TimeoutError if past."""
+    """Return the socket, with its next call limited to the deadline.
+
+    :raises TimeoutError: the deadline has passed.
+    """
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError("the process with the memory does not answer in time")
@@ -202,7 +222,7 @@ def _within(one: socket.socket, deadline: float) -> socket.socket:
 
 
 def is_open(door: str) -> bool:
-    """Return True if this process has used the door, and the door's process lives."""
+    """Return True if :func:`fetch` has used this door, and its process still lives."""
     with _lock:
         one = _open.get(door)
         if one is None:
@@ -214,6 +234,7 @@ def is_open(door: str) -> bool:
 
 
 def _keep(door: str, one: int) -> None:
+    """Keep the connection ``one`` for :func:`is_open`; close ended, replaced ones."""
     with _lock:
         for known, other in list(_open.items()):
             if known == door or _has_ended(other):
@@ -222,12 +243,18 @@ def _keep(door: str, one: int) -> None:
 
 
 def _has_ended(one: int) -> bool:
+    """Return True if the peer of the connection ``one`` has closed it."""
     waiting = select.poll()
     waiting.register(one, select.POLLIN | select.POLLHUP)
     return bool(waiting.poll(0))
 
 
 def _check(address: SocketAddress, reply: bytes, ours: bytes, theirs: bytes, request: bytes) -> None:
+    """Check that the reply is the door's, by its MAC and the nonces of both ends.
+
+    :raises PermissionError: it is not.
+    :raises ConnectionResetError: the reply is empty.
+    """
     if not reply:
         raise ConnectionResetError("the process with the memory hung up")
     mac, status = reply[:_MAC_NBYTES], reply[_MAC_NBYTES:]
@@ -236,15 +263,18 @@ def _check(address: SocketAddress, reply: bytes, ours: bytes, theirs: bytes, req
 
 
 def _split(message: bytes) -> tuple[bytes, bytes, bytes]:
+    """Return the challenge, the MAC and the rest of a message."""
     end = _CHALLENGE_NBYTES + _MAC_NBYTES
     return message[:_CHALLENGE_NBYTES], message[_CHALLENGE_NBYTES:end], message[end:]
 
 
 def _mac(address: SocketAddress, *parts: bytes) -> bytes:
+    """Return the HMAC of these parts, by the door's secret."""
     return hmac.digest(address.secret.encode(), b"".join(parts), "sha256")
 
 
 def _proves(mac: bytes, address: SocketAddress, *parts: bytes) -> bool:
+    """Return True if ``mac`` is right for these parts, by the door's secret."""
     return hmac.compare_digest(mac, _mac(address, *parts))
 
 

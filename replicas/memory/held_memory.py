@@ -30,7 +30,7 @@ from replicas.common.logs import Log
 from replicas.errors import Gone, NoCapacity, ReplicasError, WorldError
 from replicas.linux import locks
 from replicas.linux.files import open_plain
-from replicas.linux.scarce import SCARCE, limit
+from replicas.linux.scarce import SCARCE, describe_limit
 from replicas.memory import descriptor_server
 from replicas.memory.beacon import own_door
 from replicas.messages import SlotPlace
@@ -41,7 +41,7 @@ log = Log("replicas.memory")
 
 
 def is_in_proc(place: SlotPlace) -> bool:
-    """Return True if ``/proc`` shows the file at this place: no door is needed."""
+    """Return True if this process can open the place's file through ``/proc``."""
     if place.door and place.pid == os.getpid() and place.door != own_door():
         return False  # a process of another container with this pid
     with contextlib.suppress(OSError):  # the process has ended, or its /proc cannot be read
@@ -50,19 +50,25 @@ def is_in_proc(place: SlotPlace) -> bool:
 
 
 def is_there(place: SlotPlace) -> bool:
-    """Return True if the memory is near, or the process behind its open door lives."""
+    """Return True if the memory at ``place`` still exists, as far as is known here.
+
+    Its file is in ``/proc``, or the connection to its process's door is open. Does not
+    wait.
+    """
     return is_in_proc(place) or (place.door not in ("", own_door()) and descriptor_server.is_open(place.door))
 
 
 def hold(place: SlotPlace, version: int, *, wait: bool = True, lock: bool = True) -> int:
     """Open and lock memory of another process on this host.
 
-    Returns a read-only descriptor; closing that ends the locks. The caller must have
-    proven that the pid is the process, owner or holder, that named the place.
+    The caller must have proven that the pid is the process, owner or holder, that named
+    the place.
 
+    :param version: for error texts only.
     :param wait: if ``/proc`` does not show the memory, ask at the process's door, for
         up to :data:`~replicas.memory.descriptor_server.ANSWER_S`.
     :param lock: take the locks; without them the owner may refill the memory.
+    :returns: a read-only descriptor; closing that ends the locks.
     :raises Gone: the process has ended, or the memory is gone or reused.
     :raises NoCapacity: this process has no descriptor or memory left at the moment.
     :raises WorldError: this process can never open the memory, though it may exist.
@@ -96,11 +102,13 @@ def hold(place: SlotPlace, version: int, *, wait: bool = True, lock: bool = True
 
 
 def _too_little(what: str, error: OSError, version: int) -> NoCapacity:
-    why, remedy = limit(error)
+    """Return the error for a limit of this process, which its hint names."""
+    why, remedy = describe_limit(error)
     return NoCapacity(f"{what}: {why}", version=version, hint=f"{remedy}; the version is fetched again automatically")
 
 
 def _open(place: SlotPlace, *, wait: bool) -> int:
+    """Return a descriptor by ``/proc``, else by the door; FileNotFoundError if gone."""
     try:
         return open_plain(place.pid, place.fd, inode=place.inode, nbytes=place.nbytes)
     except OSError as error:
@@ -135,7 +143,7 @@ class Living(Generic[T]):
             os.register_at_fork(after_in_child=lambda: [in_child(one) for one in self])
 
     def __iter__(self) -> Iterator[T]:
-        """The live objects, each once, in no order."""
+        """Iterate over the live objects, each once, in no order."""
         found = {id(one): one for known in list(self._known.values()) if (one := known()) is not None}
         return iter(found.values())
 
@@ -148,7 +156,7 @@ class Living(Generic[T]):
 
 
 class MemoryHolder:
-    """Memory that this process keeps alive for other processes, by key."""
+    """Keeps memory of other processes alive, by key, for further processes."""
 
     _living: Living[MemoryHolder] = Living(operator.methodcaller("close_after_fork"))
 
@@ -162,8 +170,8 @@ class MemoryHolder:
     def keep(self, key: object, place: SlotPlace, version: int) -> SlotPlace | None:
         """Hold the memory at ``place``; return the place where others can open it now.
 
-        Lets go of memory held under ``key`` first. Returns None if the memory cannot be
-        held.
+        That is in this process. Ends the hold under ``key`` first. Returns None if the
+        memory cannot be held.
         """
         self.let_go(key)
         if place.device:
@@ -177,7 +185,7 @@ class MemoryHolder:
         return SlotPlace(os.getpid(), fd, place.inode, place.nbytes, place.serial, place.part, door=own_door())
 
     def let_go(self, key: object) -> None:
-        """Stop holding the memory under ``key``, if any."""
+        """End the hold under ``key``, if any: the owner may refill the memory."""
         fd, serial = self._held.pop(key, (-1, 0))
         if fd >= 0:
             locks.unlock(fd)  # a child being started may share the file description a moment longer
@@ -185,6 +193,7 @@ class MemoryHolder:
             os.close(fd)
 
     def close(self) -> None:
+        """End all holds."""
         for key in list(self._held):
             self.let_go(key)
 

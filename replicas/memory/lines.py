@@ -25,6 +25,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def _load() -> Any:
+    """Load the compiled C library, and return it, or None without it."""
     try:
         library = ctypes.CDLL(str(LIBRARY))
         compare, changed, change = library.replicas_compare, library.replicas_changed, library.replicas_change
@@ -73,9 +74,9 @@ class Lines:
 def find_changed(
     run: Bytes, base: Bytes, words: npt.NDArray[np.uint64] | None, first: int, last: int, width: int, most: int
 ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[Any]] | None:
-    """Find the elements that differ in bytes ``first`` to ``last``: indices and xors.
+    """Return (indices, xors) of elements that differ in bytes ``first`` to ``last``.
 
-    Returns None if more than ``most`` differ. Indices count from ``first``.
+    Returns None if more than ``most`` differ. Indices count elements from ``first``.
 
     :param words: as :attr:`Lines.words`, to make the C code skip lines that are the
         same; None to compare all.
@@ -95,7 +96,10 @@ def find_changed(
 
 
 def apply_xors(run: Bytes, numbers: npt.NDArray[np.uint32], xors: npt.NDArray[Any]) -> None:
-    """Reverse :func:`changed`: xor these elements of ``run``, which must exist."""
+    """Change elements ``numbers`` of ``run``, in place, by xor with these values.
+
+    Reverses :func:`find_changed`. The elements must exist.
+    """
     if _library is None:
         run.view(xors.dtype)[numbers] ^= xors
     else:

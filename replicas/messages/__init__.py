@@ -19,19 +19,19 @@ and is never resent.
 :class:`Packed` or :class:`PackFailed` → ... → :class:`PublishEnd`, the same verdict for
 all ranks of the replica. In between the coordinator moves the version with *transfers*:
 
-* :class:`LaneForm` to each member of a lane → :class:`LaneFormed` or
-  :class:`LaneFailed`. A lane is one process group, with one sidecar for each of its
-  members; :class:`LaneDrop` kills the receiver's sidecar. While bytes move in it, each
-  member reports progress about once a second (:class:`LaneMoved`).
-* :class:`TransferOffer` to senders and receivers → :class:`TransferReady` (the slot is
-  pinned or reserved) or :class:`TransferFailed`. When all are ready and the lane has
-  formed: :class:`TransferGo` → :class:`TransferDone` with the digests, or
-  :class:`TransferFailed`. :class:`TransferCancel` withdraws it at any time.
+* Pulled: an offer with the role ``serve`` to a holder, and with ``pull`` to a leader →
+  :class:`TransferReady` (the slot is reserved) → :class:`TransferMoved` while bytes
+  come → :class:`TransferDone` with the digest, or :class:`TransferFailed`.
+  :class:`TransferCancel` withdraws a transfer at any time.
+* Broadcast: an offer with the role ``send`` or ``receive`` → :class:`TransferReady`
+  (the slot is full, or reserved). When all are ready, an operation without posts runs
+  on the slots (see below): its :class:`OperationGo` names the transfer. Each member
+  answers it, and then with :class:`TransferDone` or :class:`TransferFailed`.
 * On one host no bytes are sent. An offer with the role ``map`` names the place of a
   holder's slot → the others open the slot, lock it, check that it still has that
   version → :class:`TransferDone` or :class:`TransferFailed`. :class:`Released` tells
   the owner of memory that no member uses it for that version.
-* With several hosts, a publish whose weights are all available is sent while it is
+* With several hosts, a publish whose weights are all available is pulled while it is
   packed: ``Packed(streaming)`` as soon as its slot is reserved, :class:`Filled` when it
   is full. Only then is it mapped, compared and committed.
 * While all members are on one host no member has a sidecar; :class:`LaneAhead`
@@ -52,9 +52,13 @@ keep the slot. Then :class:`Loaded` or :class:`LoadFailed`. On a channel with
 same decision for all targets (:mod:`replicas.core.versions.lockstep`).
 
 **Operations** (collectives between peers). :class:`OperationPost` (``post`` numbers a
-member's own operations) → when all participants have posted, :class:`OperationGo` →
-sidecars run it → :class:`OperationDone` or :class:`OperationFailed` →
-:class:`OperationEnd`, the common verdict; only then are the caller's tensors written.
+member's own operations) → when all participants have posted and have a lane,
+:class:`OperationGo` → sidecars run it → :class:`OperationDone` or
+:class:`OperationFailed` → :class:`OperationEnd`, the common verdict; only then are the
+caller's tensors written. A lane is one process group, with one sidecar for each of its
+members: :class:`LaneForm` to each → :class:`LaneFormed` or :class:`LaneFailed`;
+:class:`LaneDrop` kills the receiver's sidecar. While bytes move in it, each member
+reports progress about once a second (:class:`LaneMoved`).
 
 **A new coordinator** has another term. Sessions and queues of the old coordinator are
 lost, the decision log may be. In Hello the member sends its knowledge: ``epoch``,
@@ -79,60 +83,53 @@ two clocks are compared.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from replicas.common.decoding import decoded
-from replicas.messages import carried, from_coordinator, from_member
-from replicas.messages.carried import *  # noqa: F403
-from replicas.messages.from_coordinator import *  # noqa: F403  # the names of their __all__
+from replicas.messages.bounds import NAME_LENGTH
+from replicas.messages.carried import *  # noqa: F403  # the names that these modules define
+from replicas.messages.from_coordinator import *  # noqa: F403
 from replicas.messages.from_coordinator import FromCoordinator
 from replicas.messages.from_member import *  # noqa: F403
 from replicas.messages.from_member import FromMember
-
-__all__ = [
-    *carried.__all__,
-    *from_member.__all__,
-    *from_coordinator.__all__,
-    "PROTOCOL",
-    "MemberFrame",
-    "ServerFrame",
-    "decode_member_frame",
-    "decode_server_frame",
-    "encode",
-    "encode_body",
-    "encode_frame",
-]
+from replicas.messages.hello import *  # noqa: F403
 
 PROTOCOL = 10
 """Version of this protocol; a Hello with another one is refused."""
 
 
 class MemberFrame(msgspec.Struct, frozen=True, array_like=True):
+    """A member's message with its number, and the highest number received (``ack``)."""
+
     seq: int
     ack: int
     body: FromMember
 
 
 class ServerFrame(msgspec.Struct, frozen=True, array_like=True):
+    """A coordinator's message with its number, and the highest number received."""
+
     seq: int
     ack: int
     body: FromCoordinator
 
 
-class _EncodedFrame(msgspec.Struct, frozen=True, array_like=True):
-    """A frame whose body is already encoded."""
+class _Tagged(msgspec.Struct):
+    """A message of which only the name is decoded."""
 
-    seq: int
-    ack: int
-    body: msgspec.Raw
+    type: Annotated[str, msgspec.Meta(max_length=NAME_LENGTH)]
 
 
 _encoder = msgspec.msgpack.Encoder()
 _member_decoder = msgspec.msgpack.Decoder(MemberFrame)
 _server_decoder = msgspec.msgpack.Decoder(ServerFrame)
+_tag_decoder = msgspec.msgpack.Decoder(tuple[int, int, _Tagged])
 
 
 def encode(frame: MemberFrame | ServerFrame) -> bytes:
+    """Encode a frame as MessagePack."""
     return _encoder.encode(frame)
 
 
@@ -143,12 +140,29 @@ def encode_body(body: FromCoordinator | FromMember) -> bytes:
 
 def encode_frame(seq: int, ack: int, body: bytes) -> bytes:
     """Encode the frame of a message that :func:`encode_body` has encoded."""
-    return _encoder.encode(_EncodedFrame(seq, ack, msgspec.Raw(body)))
+    return _encoder.encode((seq, ack, msgspec.Raw(body)))
 
 
 def decode_member_frame(data: bytes) -> MemberFrame:
-    return decoded(_member_decoder, data)
+    """Decode a frame from a member, and check its values (:mod:`bounds`).
+
+    :raises msgspec.DecodeError: it is malformed, or a value is out of range; the text
+        names the message, the field and the limit.
+    """
+    try:
+        return decoded(_member_decoder, data)
+    except msgspec.DecodeError as error:
+        raise msgspec.DecodeError(f"{_name_of(data)}{error}") from error
+
+
+def _name_of(data: bytes) -> str:
+    """Return the name of a frame's message and a colon, or "" if it shows none."""
+    try:
+        return f"{decoded(_tag_decoder, data)[2].type}: "
+    except msgspec.DecodeError:
+        return ""
 
 
 def decode_server_frame(data: bytes) -> ServerFrame:
+    """Decode a frame from the coordinator; raise msgspec.DecodeError if malformed."""
     return decoded(_server_decoder, data)

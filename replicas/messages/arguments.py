@@ -35,13 +35,15 @@ Word = TypeVar("Word", bound=str)
 
 
 def _refuse(text: str, hint: str = "", cause: BaseException | None = None) -> NoReturn:
+    """Raise UsageError with this text and hint."""
     raise errors.UsageError(text, hint=hint) from cause
 
 
-def named(api: type[Class]) -> type[Class]:
-    """Class decorator: public methods refuse unknown keywords, and name theirs.
+def refuse_unknown_keywords(api: type[Class]) -> type[Class]:
+    """Class decorator: make public methods raise UsageError for unknown keywords.
 
-    Some methods take a ``deadline``, others a ``timeout``.
+    The error names the known ones. (Some methods take a ``deadline``, others a
+    ``timeout``.) Changes and returns ``api``.
     """
     for name, method in [*vars(api).items()]:
         if inspect.isfunction(method) and not name.startswith("_"):
@@ -50,6 +52,11 @@ def named(api: type[Class]) -> type[Class]:
 
 
 def _named(what: str, method: Callable[..., Any], known: Sequence[str]) -> Callable[..., Any]:
+    """Return ``method`` wrapped: keywords not in ``known`` raise UsageError.
+
+    :param what: the method's name in the error.
+    """
+
     @functools.wraps(method)
     def checked(*given: object, **by_name: object) -> object:
         if wrong := by_name.keys() - known:
@@ -60,7 +67,7 @@ def _named(what: str, method: Callable[..., Any], known: Sequence[str]) -> Calla
 
 
 def integer(what: str, value: object, *, least: int = -bounds.INTEGER_MAX, most: int = bounds.INTEGER_MAX) -> int:
-    """Check an integer from ``least`` to ``most``."""
+    """Return an integer from ``least`` to ``most``, or raise UsageError."""
     found, cause = None, None
     if not isinstance(value, bool) and not _is_bool(value):
         try:
@@ -73,7 +80,7 @@ def integer(what: str, value: object, *, least: int = -bounds.INTEGER_MAX, most:
 
 
 def integers(what: str, value: object) -> tuple[int, ...]:
-    """Check a sequence of integers, such as a shape."""
+    """Return a tuple of integers, such as a shape, or raise UsageError."""
     try:
         found: tuple[object, ...] = tuple(value)  # type: ignore[arg-type]  # tested here
     except Exception as error:  # noqa: BLE001  # a foreign __iter__
@@ -82,7 +89,10 @@ def integers(what: str, value: object) -> tuple[int, ...]:
 
 
 def seconds(what: str, value: object, *, zero: bool = False, least: float = 0.0) -> float:
-    """Check a finite time above 0 (or 0 with ``zero``) of ``least`` to 1e9 seconds."""
+    """Return a number of seconds, at most 1e9, as a float, or raise UsageError.
+
+    It must be above 0 (or 0 with ``zero``), and at least ``least``.
+    """
     found = _float(value)
     if found is None or not (found > 0 or (zero and found == 0)) or not least <= found <= bounds.SECONDS_MAX:
         above = f"{least:g}" if least else "0" if zero else "above 0"
@@ -91,7 +101,10 @@ def seconds(what: str, value: object, *, zero: bool = False, least: float = 0.0)
 
 
 def patience(what: str, value: object) -> float | None:
-    """Check a timeout of at most 1e9 s. Below 0 becomes 0; None means no limit."""
+    """Return a timeout in seconds, at most 1e9, or raise UsageError.
+
+    Below 0 becomes 0; None (no limit) stays None.
+    """
     if value is None:
         return None
     found = _float(value)
@@ -104,9 +117,10 @@ def patience(what: str, value: object) -> float | None:
 
 
 def bound(what: str, value: object) -> tuple[int | float, str]:
-    """Check a lower bound: a version's number, or a pair of a meta key and a number.
+    """Return a lower bound as (number, key of ``meta`` or ""), or raise UsageError.
 
-    :return: the number, and the key or ""; ``(0, "")`` for None, no bound.
+    :param value: a version's number, a pair of a key and a number, or None: ``(0,
+        "")``.
     """
     if value is None:
         return 0, ""
@@ -122,6 +136,7 @@ def bound(what: str, value: object) -> tuple[int | float, str]:
 
 
 def _float(value: object) -> float | None:
+    """Return the value as a float, or None if it is not a real number."""
     if isinstance(value, (bool, str, bytes, bytearray)) or _is_bool(value) or getattr(value, "ndim", 0) != 0:
         return None
     if isinstance(value, numbers.Complex) and not isinstance(value, numbers.Real):
@@ -133,11 +148,12 @@ def _float(value: object) -> float | None:
 
 
 def _is_bool(value: object) -> bool:
+    """Return True if the value is a bool of numpy or torch."""
     return str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
 
 
 def flag(what: str, value: object) -> bool:
-    """Check a bool."""
+    """Return True or False, also for numpy's bools, 0 and 1, or raise UsageError."""
     if isinstance(value, bool):
         return value
     try:
@@ -149,21 +165,21 @@ def flag(what: str, value: object) -> bool:
 
 
 def text(what: str, value: object, *, most: int = bounds.INFO_LENGTH) -> str:
-    """Check a text of at most ``most`` characters that UTF-8 can encode."""
+    """Return a text of at most ``most`` characters in UTF-8, or raise UsageError."""
     if not isinstance(value, str) or len(value) > most or not encodable(value):
         _refuse(f"{what} must be a text of at most {most} characters that UTF-8 can encode, not {shown(value)}")
     return plain(value)
 
 
 def name(what: str, value: object) -> str:
-    """Check the name of a channel or a group."""
+    """Return the name of a channel or a group, or raise UsageError."""
     if not isinstance(value, str) or not is_name(value):
         _refuse(f"{what} must be a name of at most 128 visible characters without a slash, not {shown(value)}")
     return plain(value)
 
 
 def one_of(what: str, value: object, known: Sequence[Word]) -> Word:
-    """Check that the value is one of some words."""
+    """Return the word of ``known`` that equals the value, or raise UsageError."""
     for word in known:
         if isinstance(value, str) and value == word:
             return word
@@ -171,7 +187,7 @@ def one_of(what: str, value: object, known: Sequence[Word]) -> Word:
 
 
 def token(what: str, value: object) -> str:
-    """Check a run's token; no message shows it."""
+    """Return a run's token, or raise UsageError, which does not show it."""
     good = isinstance(value, str) and value.isascii() and value.isprintable() and value == value.strip()
     if not isinstance(value, str) or not good or not 0 < len(value) <= _TOKEN_LENGTH:
         _refuse(f"{what} must be a text of 1 to {_TOKEN_LENGTH} visible ASCII characters")
@@ -179,7 +195,7 @@ def token(what: str, value: object) -> str:
 
 
 def endpoint(what: str, value: object) -> str:
-    """Check ``host:port`` of a control port."""
+    """Return ``host:port`` of a control port, or raise UsageError."""
     if isinstance(value, str) and value.isprintable() and not set(value) & set(" /?#@\\") and encodable(value):
         try:
             found = urllib.parse.urlsplit(f"ws://{value}/")
@@ -191,7 +207,7 @@ def endpoint(what: str, value: object) -> str:
 
 
 def texts(what: str, value: object) -> dict[str, str]:
-    """Check a mapping of short texts to short texts."""
+    """Return a dict of short texts by short text, or raise UsageError."""
     try:
         found = dict(value)  # type: ignore[call-overload]  # tested here
     except Exception as error:  # noqa: BLE001  # a foreign mapping
@@ -199,17 +215,25 @@ def texts(what: str, value: object) -> dict[str, str]:
     if len(found) > bounds.INFO_ENTRIES:
         _refuse(f"{what} has {len(found)} entries, above the limit of {bounds.INFO_ENTRIES}")
     texts = {text(f"{what}: a key", key): text(f"{what}[{shown(key)}]", one) for key, one in found.items()}
-    nbytes = len(msgspec.msgpack.encode(texts))
-    if nbytes > bounds.INFO_NBYTES:
-        _refuse(f"{what} takes {nbytes:,} bytes, above the limit of {bounds.INFO_NBYTES:,}")
+    _check_size(what, texts, bounds.INFO_NBYTES)
     return texts
+
+
+def _check_size(what: str, found: object, most: int, hint: str = "") -> None:
+    """Raise UsageError if the encoded value has more than ``most`` bytes."""
+    nbytes = len(msgspec.msgpack.encode(found))
+    if nbytes > most:
+        _refuse(f"{what} takes {nbytes:,} bytes, above the limit of {most:,}", hint)
 
 
 _META_HINT = "pass scalars, lists and dicts of scalars"
 
 
 def meta(what: str, value: object) -> Meta:
-    """Check a publisher's ``meta``: scalars, lists or dicts of scalars; up to 1 MiB."""
+    """Return a publisher's ``meta`` as plain data, or raise UsageError.
+
+    It has scalars, and lists or dicts of scalars, up to 1 MiB; None gives {}.
+    """
     try:
         given = dict(value or {})  # type: ignore[call-overload]  # tested here
     except Exception as error:  # noqa: BLE001  # a foreign mapping
@@ -218,21 +242,19 @@ def meta(what: str, value: object) -> Meta:
     for key, one in given.items():
         here = f"{what}[{shown(key)}]"
         found[text(f"{what}: a key", key, most=bounds.META_NBYTES)] = _meta_value(here, one)
-    nbytes = len(msgspec.msgpack.encode(found))
-    if nbytes > bounds.META_NBYTES:
-        _refuse(
-            f"{what} takes {nbytes:,} bytes, above the limit of {bounds.META_NBYTES:,}",
-            "keep it in a file, and pass its path",
-        )
+    _check_size(what, found, bounds.META_NBYTES, "keep it in a file, and pass its path")
     return found
 
 
 def with_adapter(
     what: str, given: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None, adapter: object, weights: object
 ) -> Meta | Callable[[], Mapping[str, Any]]:
-    """Check a publisher's ``meta``, or a function that returns it later.
+    """Return a publisher's checked ``meta``, or the function that returns it later.
 
-    Add the name and the configuration of a LoRA adapter, if there is one.
+    :param given: the meta, or the user's function (not called here).
+    :param adapter: name of a LoRA adapter, added with the configuration that
+        ``weights`` has; None adds nothing.
+    :raises replicas.errors.UsageError: a value is not valid.
     """
     if adapter is None:
         return given if callable(given) else meta(f"{what}: meta", given)
@@ -247,10 +269,10 @@ def with_adapter(
 
 
 def with_trace(what: str, given: Meta | Callable[[], Mapping[str, Any]]) -> Meta | Callable[[], Mapping[str, Any]]:
-    """Add the W3C ``traceparent`` of the caller's span, if there is one.
+    """Add the W3C ``traceparent`` of the caller's OpenTelemetry span, if there is one.
 
-    A program that has not imported OpenTelemetry has no span. A publisher's own entry
-    takes precedence.
+    :param given: the meta, or a function that returns it (then wrapped). A publisher's
+        own ``traceparent`` stays.
     """
     tracing = sys.modules.get("opentelemetry.trace")
     caller = tracing.get_current_span().get_span_context() if tracing is not None else None
@@ -269,6 +291,10 @@ def with_trace(what: str, given: Meta | Callable[[], Mapping[str, Any]]) -> Meta
 
 
 def _meta_value(here: str, value: object) -> Any:
+    """Return a value of ``meta`` as a scalar, list or dict, or raise UsageError.
+
+    :param here: the value's name, for the error.
+    """
     if isinstance(value, Mapping):
         return {
             text(f"{here}: a key", key, most=bounds.META_NBYTES): _scalar(f"{here}[{shown(key)}]", one)
@@ -280,7 +306,7 @@ def _meta_value(here: str, value: object) -> Any:
 
 
 def _scalar(what: str, value: object) -> bool | int | float | str | None:
-    """Convert a scalar, numpy's and torch's too, to one that any process can decode."""
+    """Return a scalar, also numpy's or torch's, as plain data; or raise UsageError."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):

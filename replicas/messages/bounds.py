@@ -1,13 +1,17 @@
 """Limits of message contents, and texts made to fit into messages.
 
 Limits are checked in the call (:mod:`replicas.messages.arguments`), so the coordinator
-(:mod:`replicas.coordinator.limits`) gets no values beyond them from this library.
+gets no values beyond them from this library. From other programs it refuses them as it
+decodes a message: the fields have the types below. A text's length is in characters.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from typing import Annotated
+
+import msgspec
 
 from replicas.common.foreign import lines, one_line
 
@@ -37,8 +41,8 @@ REASON_LENGTH = 500
 """Characters of the text for one member or replica among many."""
 REASONS_MAX = 64
 """Such texts in one message, such as a receipt, which every rank of a source gets."""
-TEXT_NBYTES = 4 * TEXT_LENGTH + 256
-"""Bytes of an error's text in UTF-8, with the note about the cut."""
+ERROR_LENGTH = 4 * TEXT_LENGTH + 256
+"""Characters of an error's text that was sanitised, with the note about the cut."""
 CONTROL_PORT = 9477
 """The control port of a run whose config names none, if it is free."""
 CARRY_PORTS = 64
@@ -57,10 +61,24 @@ HELLO_NBYTES = 256 * 2**10
 OTHER_NBYTES = 2**20
 META_NBYTES = OTHER_NBYTES - 2**12
 """Encoded size of a publisher's ``meta``; the rest of its message is small."""
+MANY = 4096
+"""Texts of one kind in a message."""
+
+Number = Annotated[int, msgspec.Meta(ge=0, le=INTEGER_MAX)]
+Signed = Annotated[int, msgspec.Meta(ge=-INTEGER_MAX, le=INTEGER_MAX)]
+Pid = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=SECONDS_MAX)]
+"""A time, finite: no NaN is in a range."""
+Remaining = Annotated[float, msgspec.Meta(ge=-SECONDS_MAX, le=SECONDS_MAX)]
+"""The time until a deadline, negative if it has passed."""
+Digest = Annotated[str, msgspec.Meta(max_length=NAME_LENGTH)]
+"""Also a hash, a nonce or the address of a door."""
+Text = Annotated[str, msgspec.Meta(max_length=INFO_LENGTH)]
+ErrorText = Annotated[str, msgspec.Meta(max_length=ERROR_LENGTH)]
 
 
 def most_nbytes(kind: str) -> int:
-    """Return the maximum size of a member's message, by the name of its class."""
+    """Return the limit in bytes of an encoded message, by its class name ``kind``."""
     return OPERATION_NBYTES if kind == "OperationPost" else OTHER_NBYTES
 
 
@@ -79,7 +97,7 @@ def encodable(text: str) -> bool:
 
 
 def plain(text: str) -> str:
-    """Return a plain str of an instance of a subclass, such as numpy's."""
+    """Return ``text`` as a plain str, also if it is a subclass such as numpy's."""
     return str.__str__(text)
 
 
@@ -103,7 +121,10 @@ def text_of(value: object, most: int = TEXT_LENGTH) -> str:
 
 
 def texts_of(found: Mapping[str, str]) -> dict[str, str]:
-    """Return ``found``, texts by name, for a message: all names, the first texts."""
+    """Return all names with their texts, of which the first 64 stay as they are.
+
+    The other texts become a reference to the status and the log.
+    """
     return {
         name: text if index < REASONS_MAX else "see the status and the log of the coordinator"
         for index, (name, text) in enumerate(found.items())
@@ -111,6 +132,7 @@ def texts_of(found: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_tensor(value: object, depth: int = 3) -> bool:
+    """Return True for a tensor, or a container of one up to ``depth`` levels deep."""
     torch = sys.modules.get("torch")
     if torch is None or not depth:
         return False

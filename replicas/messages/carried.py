@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from replicas import errors
 from replicas.common.foreign import lines, one_line
-from replicas.messages.bounds import INFO_LENGTH, INTEGER_MAX, TEXT_LENGTH, text_of
+from replicas.messages.bounds import (
+    INFO_LENGTH,
+    INTEGER_MAX,
+    MANY,
+    TEXT_LENGTH,
+    Digest,
+    ErrorText,
+    Number,
+    text_of,
+)
 from replicas.messages.identity import Member
-
-__all__ = [
-    "Backend",
-    "Beacon",
-    "ChannelSettings",
-    "HeldVersion",
-    "HolderAddress",
-    "ManifestAsk",
-    "ManifestPiece",
-    "Meta",
-    "OperationKind",
-    "PartPull",
-    "Ranks",
-    "ReceiptData",
-    "ReduceOp",
-    "Scalar",
-    "Segment",
-    "SlotPlace",
-    "WireError",
-]
 
 Backend = Literal["gloo", "nccl"]
 Ranks = Literal["leader", "each", "all"]
@@ -51,18 +40,19 @@ Meta = dict[str, Scalar | list[Scalar] | dict[str, Scalar]]
 """User data of a version: scalars, and lists and dicts of scalars."""
 _MEMBERS = 128
 """Maximum number of members that an error names."""
+_DIMENSIONS = 64  # more than any model's tensors have
 
 
 class WireError(msgspec.Struct, frozen=True):
     """An error of :mod:`replicas.errors` as data, its texts bounded and sanitised."""
 
-    kind: str
-    message: str
-    channel: str | None = None
-    version: int | None = None
-    phase: str | None = None
-    members: tuple[str, ...] = ()
-    hint: str = ""
+    kind: ErrorText
+    message: ErrorText
+    channel: ErrorText | None = None
+    version: Number | None = None
+    phase: ErrorText | None = None
+    members: Annotated[tuple[ErrorText, ...], msgspec.Meta(max_length=MANY)] = ()
+    hint: ErrorText = ""
     unanimous: bool = False
 
     def __post_init__(self) -> None:
@@ -76,6 +66,7 @@ class WireError(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, error: errors.ReplicasError) -> WireError:
+        """Return ``error`` as data, its texts cut to their limits."""
         version = error.version
         return cls(
             kind=errors.kind_of(error),
@@ -89,6 +80,7 @@ class WireError(msgspec.Struct, frozen=True):
         )
 
     def exception(self) -> errors.ReplicasError:
+        """Return (do not raise) the exception; for an unknown kind InternalError."""
         return errors.error_class(self.kind)(
             self.message,
             channel=self.channel,
@@ -110,11 +102,11 @@ class Beacon(msgspec.Struct, frozen=True):
         other pid namespaces; may be empty.
     """
 
-    pid: int
-    fd: int
-    nonce: str
-    uid: int
-    door: str = ""
+    pid: Number
+    fd: Number
+    nonce: Digest
+    uid: Number
+    door: Digest = ""
 
 
 class SlotPlace(msgspec.Struct, frozen=True):
@@ -129,14 +121,14 @@ class SlotPlace(msgspec.Struct, frozen=True):
     :ivar door: socket of the process, as in its beacon.
     """
 
-    pid: int
-    fd: int
-    inode: int
-    nbytes: int
-    serial: int
-    part: int = 0
-    device: str = ""
-    door: str = ""
+    pid: Number
+    fd: Number
+    inode: Number
+    nbytes: Number
+    serial: Number
+    part: Number = 0
+    device: Digest = ""
+    door: Digest = ""
 
 
 class HolderAddress(msgspec.Struct, frozen=True):
@@ -171,9 +163,8 @@ class HeldVersion(msgspec.Struct, frozen=True):
     ``digest`` is empty if it was never computed (a source's own slot).
     """
 
-    version: int
-    digest: str
-    manifest_hash: str = ""
+    version: Number
+    digest: Digest
     place: SlotPlace | None = None
 
 
@@ -183,9 +174,9 @@ class ManifestAsk(msgspec.Struct, frozen=True, tag=True):
     Manifests are sent in pieces (:mod:`replicas.core.versions.fetching`).
     """
 
-    manifest_hash: str
-    offset: int
-    nbytes: int
+    manifest_hash: Digest
+    offset: Number
+    nbytes: Number
 
 
 class ManifestPiece(msgspec.Struct, frozen=True, tag=True):
@@ -195,9 +186,9 @@ class ManifestPiece(msgspec.Struct, frozen=True, tag=True):
     not have it.
     """
 
-    manifest_hash: str
-    offset: int
-    total_nbytes: int
+    manifest_hash: Digest
+    offset: Number
+    total_nbytes: Number
     data: bytes
 
 
@@ -209,7 +200,6 @@ class ChannelSettings(msgspec.Struct, frozen=True):
     slots: int
     source_ranks: Literal["leader", "all"]
     peer_ranks: Ranks
-    backend: Literal["auto", "gloo", "nccl"]
     heartbeat_interval_s: float
     staging: Literal["host", "device"] = "host"
     pulls: bool = False
@@ -251,5 +241,5 @@ class ReceiptData(msgspec.Struct, frozen=True):
 class Segment(msgspec.Struct, frozen=True):
     """One tensor of an operation. ``dtype`` is torch's name without ``torch.``."""
 
-    dtype: str
-    shape: tuple[int, ...]
+    dtype: Digest
+    shape: Annotated[tuple[Number, ...], msgspec.Meta(max_length=_DIMENSIONS)]

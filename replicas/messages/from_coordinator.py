@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias, Union
 
 import msgspec
 
@@ -20,34 +20,6 @@ from replicas.messages.carried import (
     WireError,
 )
 from replicas.messages.identity import Member
-
-__all__ = [
-    "Ack",
-    "Assigned",
-    "Commit",
-    "Describe",
-    "Discard",
-    "FromCoordinator",
-    "LaneAhead",
-    "LaneDrop",
-    "LaneForm",
-    "LoadDecided",
-    "Locate",
-    "OperationEnd",
-    "OperationGo",
-    "OperationSettled",
-    "PublishAdmitted",
-    "PublishEnd",
-    "ReceiveGrant",
-    "Refused",
-    "Released",
-    "TransferCancel",
-    "TransferGo",
-    "TransferOffer",
-    "View",
-    "WatchEnd",
-    "Welcome",
-]
 
 
 class _FromCoordinator(msgspec.Struct, frozen=True, tag=True):
@@ -122,8 +94,6 @@ class LaneForm(_FromCoordinator, frozen=True):
 
     :ivar addresses: IP address of each rank, in order (bind your own).
     :ivar names: names of the members, for messages.
-    :ivar probe: True for a group that only tests the links: exchange a few bytes with
-        each rank before you report that it has formed.
     :ivar secret: secret of the lane's members, which authenticates their entries in the
         store.
     """
@@ -138,7 +108,6 @@ class LaneForm(_FromCoordinator, frozen=True):
     addresses: tuple[str, ...]
     deadline_s: float
     names: tuple[str, ...] = ()
-    probe: bool = False
     secret: bytes = b""
 
 
@@ -155,8 +124,9 @@ class LaneDrop(_FromCoordinator, frozen=True):
 class TransferOffer(_FromCoordinator, frozen=True):
     """Get ready to send or receive ``version``, or map, serve or pull it now.
 
-    A receiver that lacks the manifest asks for it. A sender of mode ``"parts"`` sends
-    its own publish slot, in mode ``"image"`` a whole version that it holds. A mapper
+    A member that lacks the manifest asks for it. A sender or receiver answers
+    ``TransferReady`` when its slot is full, or reserved; the bytes are moved by an
+    operation (:class:`OperationGo`), after which it answers ``TransferDone``. A mapper
     opens ``place`` and answers ``TransferDone``. A server lets all members that know
     ``secret`` pull its ``part`` (-1 for the whole version), until the transfer is
     cancelled. A puller gets each of ``pulls`` from the first holder that works, serves
@@ -188,23 +158,6 @@ class TransferOffer(_FromCoordinator, frozen=True):
     places: tuple[SlotPlace, ...] = ()
     part: int = -1
     base: int = 0
-
-
-class TransferGo(_FromCoordinator, frozen=True):
-    """Move the bytes.
-
-    :ivar routes: for each part (one for mode ``"image"``) the lane ranks that it
-        passes, its owner first. Other ranks do not receive it; a route is empty if all
-        have the part by other means.
-    :ivar places: parts on the receiver's own host, which it copies.
-    :ivar lane: empty if all parts are on the receiver's host.
-    """
-
-    transfer: int
-    lane: str
-    routes: tuple[tuple[int, ...], ...]
-    deadline_s: float
-    places: tuple[SlotPlace, ...] = ()
 
 
 class Released(_FromCoordinator, frozen=True):
@@ -265,6 +218,9 @@ class WatchEnd(_FromCoordinator, frozen=True):
 class OperationGo(_FromCoordinator, frozen=True):
     """Run the operation, or rerun it on the posted inputs with the participants left.
 
+    :ivar transfer: number of the transfer whose slot of this member is broadcast, or
+        filled, in place of posted tensors; 0 for a posted operation.
+
     :ivar attempt: above 1 for a rerun.
     :ivar participants: in the order of lane ranks, as are ``segments``.
     :ivar places: index of each participant in the first attempt, by which ``scatter``
@@ -282,6 +238,7 @@ class OperationGo(_FromCoordinator, frozen=True):
     ref: str = ""
     attempt: int = 1
     places: tuple[int, ...] = ()
+    transfer: int = 0
 
 
 class OperationSettled(_FromCoordinator, frozen=True):
@@ -303,31 +260,7 @@ class OperationEnd(_FromCoordinator, frozen=True):
     error: WireError | None = None
 
 
-FromCoordinator: TypeAlias = (
-    Welcome
-    | Refused
-    | Ack
-    | Locate
-    | View
-    | PublishAdmitted
-    | PublishEnd
-    | LaneAhead
-    | LaneForm
-    | LaneDrop
-    | TransferOffer
-    | TransferGo
-    | TransferCancel
-    | Released
-    | Commit
-    | Discard
-    | Assigned
-    | ReceiveGrant
-    | LoadDecided
-    | WatchEnd
-    | OperationGo
-    | OperationEnd
-    | OperationSettled
-    | Describe
-    | ManifestAsk
-    | ManifestPiece
-)
+if TYPE_CHECKING:
+    FromCoordinator: TypeAlias = _FromCoordinator | ManifestAsk | ManifestPiece
+else:  # msgspec decodes to a closed set of types: those above
+    FromCoordinator = Union[(*_FromCoordinator.__subclasses__(), ManifestAsk, ManifestPiece)]

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import TYPE_CHECKING, Annotated, TypeAlias, Union
 
 import msgspec
 
+from replicas.messages.bounds import (
+    INTEGER_MAX,
+    MANY,
+    VERSION_MAX,
+    Digest,
+    Number,
+    Remaining,
+    Seconds,
+    Signed,
+    Text,
+)
 from replicas.messages.carried import (
-    Beacon,
-    HeldVersion,
     ManifestAsk,
     ManifestPiece,
     Meta,
@@ -18,104 +27,22 @@ from replicas.messages.carried import (
     SlotPlace,
     WireError,
 )
-from replicas.messages.identity import Member, ProcessIdentity
+from replicas.messages.hello import Hello
 
-__all__ = [
-    "Bye",
-    "CanLoad",
-    "CarrierUp",
-    "Described",
-    "Dropped",
-    "Filled",
-    "FromMember",
-    "Heartbeat",
-    "Hello",
-    "LaneFailed",
-    "LaneFormed",
-    "LaneMoved",
-    "LoadFailed",
-    "Loaded",
-    "Located",
-    "OperationDone",
-    "OperationFailed",
-    "OperationPost",
-    "PackFailed",
-    "Packed",
-    "Progress",
-    "PublishBegin",
-    "ReceiveAsk",
-    "ReceiveCancel",
-    "Resumed",
-    "TransferDone",
-    "TransferFailed",
-    "TransferMoved",
-    "TransferReady",
-    "WatchLoaded",
-]
+_HOLDERS = 64
+"""Limit of holders in a message; a member is given fewer."""
+_Texts = Annotated[tuple[Text, ...], msgspec.Meta(max_length=MANY)]
+_Holders = Annotated[dict[Text, Text], msgspec.Meta(max_length=_HOLDERS)]
 
 
 class _FromMember(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-class Hello(_FromMember, frozen=True):
-    """First message of a session.
-
-    :ivar resume_term: 0 for a new join, else the term whose session continues.
-    :ivar epoch: knowledge for a coordinator of another term, as are ``latest`` (with
-        its digest), ``assigned`` and ``publishes``.
-    :ivar nccl_env: the process's NCCL_* variables.
-    :ivar nccl_version: empty without NCCL.
-    :ivar lent: versions that this member no longer holds, but whose memory others may
-        still have mapped.
-    :ivar any_replica: True if the coordinator chooses the index of its replica.
-    :ivar proof: proves that the process runs under a shim of this generation
-        (:func:`~replicas.messages.identity.proof_of`); empty without a shim.
-    :ivar adopted: the newest version that it knows adopted; ``unadopted``: the newest
-        that it knows rejected, or has refused.
-    """
-
-    protocol: int
-    run: str
-    channel: str
-    group: str
-    replica: int
-    rank: int
-    world_size: int
-    incarnation: str
-    generation: int
-    process: ProcessIdentity
-    observe: bool = False
-    info: dict[str, str] = {}
-    torch_version: str = ""
-    nccl_version: str = ""
-    nccl_env: dict[str, str] = {}
-    cuda_devices: tuple[str, ...] = ()
-    resume_term: int = 0
-    received: int = 0
-    held: tuple[HeldVersion, ...] = ()
-    loaded: int = 0
-    epoch: int = 0
-    latest: int = 0
-    latest_digest: str = ""
-    assigned: int = 0
-    publishes: int = 0
-    beacon: Beacon | None = None
-    lent: tuple[int, ...] = ()
-    any_replica: bool = False
-    proof: str = ""
-    adopted: int = 0
-    unadopted: int = 0
-
-    @property
-    def member(self) -> Member:
-        return Member(self.group, self.replica, self.rank, self.incarnation)
-
-
 class Located(_FromMember, frozen=True):
     """Answer to ``Locate``: index of the first beacon that was verified, or -1."""
 
-    found: int
+    found: Signed
 
 
 class Resumed(_FromMember, frozen=True):
@@ -128,11 +55,11 @@ class Described(_FromMember, frozen=True):
     ``manifest_hash`` is empty if the member no longer holds it.
     """
 
-    version: int
-    digest: str
-    manifest_hash: str
+    version: Number
+    digest: Digest
+    manifest_hash: Digest
     meta: Meta
-    device: str
+    device: Text
 
 
 class Heartbeat(_FromMember, frozen=True):
@@ -142,13 +69,13 @@ class Heartbeat(_FromMember, frozen=True):
 class Progress(_FromMember, frozen=True):
     """The user's step counter has changed."""
 
-    step: int
+    step: Signed
 
 
 class Bye(_FromMember, frozen=True):
     """The member leaves in order."""
 
-    reason: str = ""
+    reason: Text = ""
 
 
 class PublishBegin(_FromMember, frozen=True):
@@ -158,9 +85,9 @@ class PublishBegin(_FromMember, frozen=True):
     ``version``.
     """
 
-    publish: int
-    version: int | None
-    deadline_s: float
+    publish: Number
+    version: Annotated[int, msgspec.Meta(ge=-INTEGER_MAX, le=2 * VERSION_MAX)] | None
+    deadline_s: Remaining
     meta: Meta = {}
     new_manifest: bool = False
     resumed: bool = False
@@ -180,39 +107,41 @@ class Packed(_FromMember, frozen=True):
     :ivar meta: set if it was not known when the publish began; the leader's counts.
     """
 
-    publish: int
-    manifest_hash: str
-    nbytes: int
-    device: str
-    wait_s: float
-    pack_s: float
-    digest: str = ""
+    publish: Number
+    manifest_hash: Digest
+    device: Text
+    wait_s: Seconds
+    pack_s: Seconds
+    digest: Digest = ""
     place: SlotPlace | None = None
-    digest_s: float = 0.0
+    digest_s: Seconds = 0.0
     streaming: bool = False
-    hold_s: float = 0.0
+    hold_s: Seconds = 0.0
     meta: Meta | None = None
 
 
 class Filled(_FromMember, frozen=True):
     """The slot of a streaming publish is full."""
 
-    publish: int
-    pack_s: float
-    digest: str
-    digest_s: float
+    publish: Number
+    pack_s: Seconds
+    digest: Digest
+    digest_s: Seconds
     place: SlotPlace
-    hold_s: float = 0.0
+    hold_s: Seconds = 0.0
 
 
 class PackFailed(_FromMember, frozen=True):
-    publish: int
+    """The weights could not be packed into a slot: the publish has failed here."""
+
+    publish: Number
     error: WireError
 
 
 class LaneFormed(_FromMember, frozen=True):
-    lane: str
-    seconds: float
+    """This member's sidecar has joined the lane's process group."""
+
+    lane: Text
 
 
 class LaneFailed(_FromMember, frozen=True):
@@ -221,32 +150,29 @@ class LaneFailed(_FromMember, frozen=True):
     ``links`` has pairs of addresses between which its members could not connect.
     """
 
-    lane: str
+    lane: Text
     error: WireError
-    links: tuple[tuple[str, str], ...] = ()
+    links: Annotated[tuple[tuple[Text, Text], ...], msgspec.Meta(max_length=MANY)] = ()
 
 
 class LaneMoved(_FromMember, frozen=True):
     """Progress of the own sidecar in a lane's current request, about once a second.
 
-    :ivar sent: bytes so far, as is ``received``.
     :ivar still_s: time without a moved byte while waiting for the network.
     :ivar rtt_s: longest round trip to another member.
     :ivar held_up: addresses to which bytes wait for a slow or broken network.
     """
 
-    lane: str
-    sent: int
-    received: int
-    still_s: float
-    rtt_s: float = 0.0
-    held_up: tuple[str, ...] = ()
+    lane: Text
+    still_s: Seconds
+    rtt_s: Seconds = 0.0
+    held_up: _Texts = ()
 
 
 class TransferReady(_FromMember, frozen=True):
     """The slot is pinned, or reserved."""
 
-    transfer: int
+    transfer: Number
 
 
 class TransferDone(_FromMember, frozen=True):
@@ -254,38 +180,35 @@ class TransferDone(_FromMember, frozen=True):
 
     :ivar image_digest: digest of the whole image's data (from senders of an image and
         every receiver; else empty).
-    :ivar part_digests: digests of the parts sent or received over the lane (mode
-        ``"parts"``), by number of the part.
     :ivar place: place of the version in this member's memory now.
     :ivar received: bytes by holder, of a version that was pulled.
     :ivar wrong: the wrong bytes, by holder that served them.
     :ivar holders: as in :class:`TransferFailed`.
     """
 
-    transfer: int
-    image_digest: str
-    part_digests: dict[int, str]
-    transfer_s: float
-    verify_s: float
+    transfer: Number
+    image_digest: Digest
+    transfer_s: Seconds
+    verify_s: Seconds
     place: SlotPlace | None = None
-    received: dict[str, int] = {}
-    holders: dict[str, str] = {}
-    wrong: dict[str, str] = {}
+    received: Annotated[dict[Text, Number], msgspec.Meta(max_length=_HOLDERS)] = {}
+    holders: _Holders = {}
+    wrong: _Holders = {}
 
 
 class TransferMoved(_FromMember, frozen=True):
     """Progress of a pull, about once a second: bytes of the version so far."""
 
-    transfer: int
-    received: int
+    transfer: Number
+    received: Number
 
 
 class TransferFailed(_FromMember, frozen=True):
     """The transfer failed; ``holders`` has reasons by name of slow or dead holders."""
 
-    transfer: int
+    transfer: Number
     error: WireError
-    holders: dict[str, str] = {}
+    holders: _Holders = {}
 
 
 class CarrierUp(_FromMember, frozen=True):
@@ -294,14 +217,14 @@ class CarrierUp(_FromMember, frozen=True):
     ``certificate_hash`` is the SHA-256 of the carrier's certificate, in hexadecimal.
     """
 
-    port: int
-    certificate_hash: str = ""
+    port: Annotated[int, msgspec.Meta(ge=0, le=2**16 - 1)]
+    certificate_hash: Annotated[str, msgspec.Meta(pattern=r"\A([0-9a-f]{64})?\Z")] = ""
 
 
 class Dropped(_FromMember, frozen=True):
     """The slot of this version was reused for another one."""
 
-    version: int
+    version: Number
 
 
 class ReceiveAsk(_FromMember, frozen=True):
@@ -314,19 +237,23 @@ class ReceiveAsk(_FromMember, frozen=True):
     number in its publisher's ``meta``.
     """
 
-    ask: int
-    after: int
+    ask: Number
+    after: Signed
     at_least: int | float = 0
-    key: str = ""
+    key: Text = ""
 
 
 class ReceiveCancel(_FromMember, frozen=True):
-    ask: int
+    """The rank no longer waits for an answer to its ask of this number."""
+
+    ask: Number
 
 
 class Loaded(_FromMember, frozen=True):
-    version: int
-    load_s: float
+    """The rank serves ``version`` now; the load took ``load_s``."""
+
+    version: Number
+    load_s: Seconds
 
 
 class LoadFailed(_FromMember, frozen=True):
@@ -335,7 +262,7 @@ class LoadFailed(_FromMember, frozen=True):
     ``kept`` is True if it has loaded no part of it, and keeps its present version.
     """
 
-    version: int
+    version: Number
     error: WireError
     kept: bool = False
 
@@ -346,7 +273,7 @@ class CanLoad(_FromMember, frozen=True):
     ``whole`` is True if it has checked for all ranks of its replica.
     """
 
-    version: int
+    version: Number
     whole: bool = False
 
 
@@ -356,8 +283,8 @@ class WatchLoaded(_FromMember, frozen=True):
     A newer version counts, too. It replaces this member's earlier watch.
     """
 
-    watch: int
-    version: int
+    watch: Number
+    version: Signed
 
 
 class OperationPost(_FromMember, frozen=True):
@@ -371,58 +298,32 @@ class OperationPost(_FromMember, frozen=True):
     :ivar unsettled: refs of operations that ended here with an unknown outcome.
     """
 
-    post: int
+    post: Number
     kind: OperationKind
     segments: tuple[Segment, ...]
-    deadline_s: float
+    deadline_s: Remaining
     reduce_op: ReduceOp = "sum"
-    root: str = ""
-    step: int | None = None
-    device: str = "cpu"
-    applied: tuple[str, ...] = ()
-    unsettled: tuple[str, ...] = ()
+    root: Text = ""
+    step: Signed | None = None
+    device: Text = "cpu"
+    applied: _Texts = ()
+    unsettled: _Texts = ()
 
 
 class OperationDone(_FromMember, frozen=True):
-    operation: int
-    seconds: float
+    """The operation has run on this member; its results await the common verdict."""
+
+    operation: Number
 
 
 class OperationFailed(_FromMember, frozen=True):
-    operation: int
+    """This member's attempt at the operation has failed."""
+
+    operation: Number
     error: WireError
 
 
-FromMember: TypeAlias = (
-    Hello
-    | Located
-    | Resumed
-    | Described
-    | Heartbeat
-    | Progress
-    | Bye
-    | ManifestAsk
-    | ManifestPiece
-    | PublishBegin
-    | Packed
-    | Filled
-    | PackFailed
-    | LaneFormed
-    | LaneFailed
-    | LaneMoved
-    | TransferReady
-    | TransferDone
-    | TransferFailed
-    | TransferMoved
-    | CarrierUp
-    | Dropped
-    | ReceiveAsk
-    | ReceiveCancel
-    | Loaded
-    | LoadFailed
-    | CanLoad
-    | WatchLoaded
-    | OperationPost
-    | OperationDone
-    | OperationFailed
-)
+if TYPE_CHECKING:
+    FromMember: TypeAlias = _FromMember | Hello | ManifestAsk | ManifestPiece
+else:  # msgspec decodes to a closed set of types: those above
+    FromMember = Union[(*_FromMember.__subclasses__(), Hello, ManifestAsk, ManifestPiece)]

@@ -6,6 +6,8 @@ import hmac
 
 import msgspec
 
+from replicas.messages.bounds import Digest, Number, Pid
+
 
 class Member(msgspec.Struct, frozen=True, order=True, cache_hash=True):
     """One incarnation of a rank on a channel.
@@ -28,7 +30,7 @@ class Member(msgspec.Struct, frozen=True, order=True, cache_hash=True):
 
     @property
     def name(self) -> str:
-        """``group/replica/rank``: the identity, which outlives an incarnation."""
+        """``group/replica/rank``, the same after each join of this rank."""
         return f"{self.group}/{self.replica}/{self.rank}"
 
     def __repr__(self) -> str:
@@ -44,12 +46,15 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
     :param pid_namespace: inode of ``/proc/PID/ns/pid``.
     """
 
-    pid: int
-    start_time: int
-    boot_id: str
-    pid_namespace: int
+    pid: Pid
+    start_time: Number
+    boot_id: Digest
+    pid_namespace: Number
 
 
 def proof_of(mark: str, incarnation: str) -> str:
-    """Return the proof that a member knows its shim's secret mark, for one join."""
+    """Return an HMAC that proves, for one join, that a member knows its shim's secret.
+
+    :param mark: the secret of the supervising process (shim); "" gives "".
+    """
     return hmac.new(mark.encode(), incarnation.encode(), "sha256").hexdigest() if mark else ""

@@ -54,7 +54,8 @@ class Asset(msgspec.Struct, frozen=True):
 
 @functools.cache
 def asset(name: str) -> Asset | None:
-    """Return the file of this name (see ``kinds``), or None if there is none."""
+    """Return ``index.html``, ``page.js``, ``page.css`` or ``icon.svg`` as it is sent;
+    None for any other name. Each is read and compressed once."""
     kinds = {
         "index.html": "text/html",
         "page.js": "text/javascript",
@@ -71,13 +72,14 @@ def asset(name: str) -> Asset | None:
 
 @functools.cache
 def script() -> str:
-    """Return all modules as one script."""
+    """Return all modules as the text of one script; read them once."""
     texts = ((STATIC / f"{name}.js").read_text() for name in MODULES)
     return "\n".join(_EXPORT.sub("", _IMPORT.sub("", text)) for text in texts)
 
 
 def in_one_file(document: Tree) -> str:
-    """Return the page as one HTML file with this document, its script and style."""
+    """Return the page as the text of one HTML file with this document, its script and
+    style; write nothing."""
     style = (STATIC / "page.css").read_text()
     policy = f"{_NOTHING_ELSE}; script-src {_hash(script())}; style-src {_hash(style)}"
     data = msgspec.json.encode(document).decode().replace("<", "\\u003c")
@@ -102,4 +104,5 @@ def in_one_file(document: Tree) -> str:
 
 
 def _hash(text: str) -> str:
+    """Return the text's hash in the form of a policy: ``'sha256-...'``."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -41,7 +41,10 @@ Tree = dict[str, Any]
 
 
 def document(status: RunStatus, now: float) -> Tree:
-    """Return the document of a status at ``now`` (seconds since 1970)."""
+    """Return the run's status as the page's JSON document.
+
+    :param now: time of the status, in seconds since 1970.
+    """
     judged = verdict(status, now)
     troubles = {one.text: msgspec.structs.asdict(one) for one in judged.troubles}
     run = {**_own(status, now), "lag_s": round(status.event_loop_lag_s, 1), "store": status.store.up}
@@ -63,6 +66,7 @@ def document(status: RunStatus, now: float) -> Tree:
 
 
 def _member(member: MemberStatus, now: float) -> Tree:
+    """Return the fields of a member, without an ``info`` that is too long."""
     found = _own(member, now)
     if sum(len(name) + len(text) for name, text in member.info.items()) > _INFO_NCHARS:
         del found["info"]
@@ -70,7 +74,8 @@ def _member(member: MemberStatus, now: float) -> Tree:
 
 
 def _own(struct: msgspec.Struct, now: float) -> Tree:
-    """Return the fields of a struct that have a value, with times in place of ages."""
+    """Return the fields of a struct that have a value, with points in time in place of
+    ages. Fields that the document has elsewhere are left out."""
     found: Tree = {}
     elsewhere = _ELSEWHERE.get(type(struct), frozenset())
     for name in struct.__struct_fields__:
@@ -92,7 +97,8 @@ def _own(struct: msgspec.Struct, now: float) -> Tree:
 
 
 def difference(old: Tree, new: Tree, *, jitters: bool = False) -> Tree:
-    """Return the merge patch from ``old`` to ``new``, empty if they are equal.
+    """Return the merge patch (RFC 7396) from ``old`` to ``new``, empty if they are
+    equal; change neither.
 
     :param jitters: the values are times: ignore differences below ``SETTLED_S``.
     """
@@ -108,11 +114,12 @@ def difference(old: Tree, new: Tree, *, jitters: bool = False) -> Tree:
 
 
 def _alike(old: object, new: object) -> bool:
+    """Return True for numbers that differ by less than :data:`SETTLED_S`."""
     return isinstance(old, float | int) and isinstance(new, float | int) and abs(old - new) < SETTLED_S
 
 
 def merge(tree: Tree, patch: Tree) -> None:
-    """Apply a merge patch, as the page does."""
+    """Change ``tree`` in place by a merge patch (RFC 7396), as the page does."""
     for name, value in patch.items():
         if value is None:
             tree.pop(name, None)

@@ -38,47 +38,46 @@ class History:
 
     :param after: number of the event before the first. :param whole: include all
         details, as for a report, which cannot request more.
+    :ivar spans: the spans and marks that it is made of; later events change them.
     """
 
     def __init__(self, after: int = 0, *, whole: bool = False) -> None:
         self.seq = after
         self._told = after
-        self._spans = Spans(REPORT) if whole else Spans()
+        self.spans = Spans(REPORT) if whole else Spans()
         self._whole = whole
         self._events: dict[bool, deque[Record]] = {one: deque(maxlen=EVENTS) for one in (False, True)}
         """The newest events, by whether they are routine."""
 
-    @property
-    def spans(self) -> Spans:
-        return self._spans
-
     def feed(self, records: Iterable[Record]) -> float:
-        """Add the next events. Return the CPU seconds that this took."""
+        """Add the next events, in order. Return the CPU seconds that this took."""
         began = time.thread_time()
         for record in records:
-            self._spans.feed(record)
+            self.spans.feed(record)
             self._events[routine(record.event)].append(record)
             self.seq = record.seq
         return time.thread_time() - began
 
     def whole(self) -> Tree:
-        """Return the history for a new viewer."""
-        found: Tree = {"spans": {}, "marks": {}, "events": {}, **self.rest()}
+        """Return the whole history, for a new viewer: ``spans``, ``marks`` and
+        ``events`` by key, with totals and gaps."""
+        found: Tree = {"spans": {}, "marks": {}, "events": {}, **self.totals_and_gaps()}
         for section, part in self.parts():
             found[section] |= part
         return found
 
     def parts(self) -> Iterator[tuple[str, Tree]]:
-        """Yield it in (section, part) pairs that take about a millisecond each.
+        """Yield the history as (section, part), each made in about a millisecond:
+        section ``spans``, ``marks`` or ``events``, part objects by key.
 
         Do not feed events meanwhile.
         """
         most = self._most
         spans: dict[tuple[str, str], list[Span]] = {}
-        for span in self._spans.spans():
+        for span in self.spans.spans():
             spans.setdefault((span.track, span.kind), []).append(span)
         marks: dict[str, deque[Mark]] = {}
-        for mark in self._spans.marks():
+        for mark in self.spans.marks():
             marks.setdefault(mark.track, deque(maxlen=most)).append(mark)
         for kept in spans.values():
             older = len(kept) - (most or len(kept))
@@ -88,38 +87,47 @@ class History:
         yield "events", self._told_events(self._listed())
 
     def changes(self) -> Tree:
-        """Return the merge patch since the last call, empty without new events."""
+        """Return the merge patch since the last call of this method, empty without new
+        events."""
         if self.seq == self._told:
             return {}
-        spans, marks = self._spans.changed(self._told)
+        spans, marks = self.spans.changed(self._told)
         events = [record for record in self._listed() if record.seq > self._told]
         self._told = self.seq
         return {
             "spans": {key(span): self._span(span) for span in spans},
             "marks": {_mark_key(mark): _mark(mark) for mark in marks},
             "events": self._told_events(events),
-            **self.rest({span.track for span in spans} | {mark.track for mark in marks}),
+            **self.totals_and_gaps({span.track for span in spans} | {mark.track for mark in marks}),
         }
 
-    def rest(self, tracks: set[str] | None = None) -> Tree:
-        """Return the total spans and marks of these tracks, the number that the page
-        keeps of each kind, and the times without events."""
-        totals = {track: kinds for track, kinds in self._spans.totals().items() if tracks is None or track in tracks}
+    def totals_and_gaps(self, tracks: set[str] | None = None) -> Tree:
+        """Return ``totals``, the spans and marks that each track has had by kind;
+        ``kept``, how many of a kind the page keeps; ``unknown``, the times without
+        events.
+
+        :param tracks: tracks of the totals; None: all.
+        """
+        totals = {track: kinds for track, kinds in self.spans.totals().items() if tracks is None or track in tracks}
         found: Tree = {"totals": totals} | ({"kept": self._most} if self._most else {})
-        return found | ({"unknown": list(self._spans.unknown)} if self._spans.unknown else {})
+        return found | ({"unknown": list(self.spans.unknown)} if self.spans.unknown else {})
 
     @property
     def _most(self) -> int | None:
-        """Limit of spans of one kind for a track on the page, or None without limit."""
-        return None if self._whole else max(LEAST, WHOLE // max(1, self._spans.tracks))
+        """Limit of spans of one kind for a track on the page; None without a limit, as
+        for a report."""
+        return None if self._whole else max(LEAST, WHOLE // max(1, self.spans.tracks))
 
     def _listed(self) -> list[Record]:
+        """Return the newest events, routine or not, in the order of their numbers."""
         return sorted((*self._events[False], *self._events[True]), key=lambda record: record.seq)
 
     def _told_events(self, records: Iterable[Record]) -> Tree:
+        """Return events as in the document, by key."""
         return {f"e{record.seq}": _event(record, whole=self._whole) for record in records}
 
     def _span(self, span: Span) -> Tree:
+        """Return a span as in the document; a sync with its phases."""
         found: Tree = {"id": span.id, "track": span.track, "kind": span.kind, "name": span.name}
         found["start"] = round(span.start, 3)
         if span.end is not None:
@@ -137,31 +145,40 @@ class History:
 
 
 def key(span: Span) -> str:
-    """Return the span's name in the document; an event may begin several kinds."""
+    """Return the span's key in the document, such as ``sync17``; an event may begin
+    several kinds."""
     return f"{span.kind}{span.id}"
 
 
 def _part(part: Span, span: Span) -> tuple[str, float, float]:
+    """Return name, start and end of a part, in seconds from the span's start."""
     end = part.end if part.end is not None else part.start
     return part.name, round(part.start - span.start, 4), round(end - span.start, 4)
 
 
 def _ways(between: dict[str, dict[str, int]], most: int | None) -> list[tuple[str, str, int]]:
-    """Return (giver, taker, bytes) between nodes, most bytes first."""
+    """Return (giver, taker, bytes) between nodes, most bytes first.
+
+    :param most: length of the list; None: all.
+    """
     found = [(giver, taker, nbytes) for giver, takers in between.items() for taker, nbytes in takers.items()]
     return sorted(found, key=lambda way: -way[2])[:most]
 
 
 def _mark_key(mark: Mark) -> str:
+    """Return the mark's key in the document."""
     return f"m{mark.seq}{mark.kind}"
 
 
 def _mark(mark: Mark) -> Tree:
+    """Return a mark as in the document, without empty fields."""
     found: Tree = msgspec.to_builtins(mark)
     return {name: value for name, value in found.items() if value != ""} | {"at": round(mark.at, 3)}
 
 
 def _event(record: Record, *, whole: bool) -> Tree:
+    """Return an event as in the document; ``whole``: with all its fields, for a
+    report."""
     who, what, tone = in_words(record.event, record.at)
     found: dict[str, Any] = {"seq": record.seq, "at": round(record.at, 3), "who": who, "what": what}
     found["type"] = type(record.event).__name__

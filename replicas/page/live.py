@@ -48,11 +48,16 @@ _GZIP_LEVEL = 5
 class Watched(Protocol):
     """The part of a run that the page shows; no method blocks the event loop."""
 
-    def status(self) -> RunStatus: ...
-    def events(self, after: int | None = None) -> AsyncIterator[Record]: ...
+    def status(self) -> RunStatus:
+        """Return the run's present status. Raises UsageError while the supervisor
+        starts."""
+
+    def events(self, after: int | None = None) -> AsyncIterator[Record]:
+        """Yield events above ``after`` (None: only new ones), then each new one."""
 
     @property
-    def last_event(self) -> int: ...
+    def last_event(self) -> int:
+        """The number of the newest event."""
 
 
 class Places:
@@ -68,12 +73,19 @@ class Places:
         self._taken: dict[Callable[[], None], tuple[bool, str]] = {}
 
     def full(self, address: str, trusted: bool) -> bool:
-        """Return True if there is no place for this newcomer."""
+        """Return True if all places are taken, and this newcomer may replace no viewer.
+
+        :param trusted: whether the newcomer has shown the token.
+        """
         return len(self._taken) >= VIEWERS and self._loser(address, trusted) is None
 
     @contextmanager
     def take(self, address: str, trusted: bool, end: Callable[[], None]) -> Iterator[None]:
-        """Context manager: hold a place. ``end`` is called if it is taken away."""
+        """Context manager: take one of the places, from another viewer if all are
+        taken.
+
+        :param end: called if a later newcomer takes this place: it must end the viewer.
+        """
         if len(self._taken) >= VIEWERS and (loser := self._loser(address, trusted)) is not None:
             del self._taken[loser]
             loser()
@@ -84,7 +96,8 @@ class Places:
             self._taken.pop(end, None)
 
     def _loser(self, address: str, trusted: bool) -> Callable[[], None] | None:
-        """Return ``end`` of the place that a newcomer gets, or None if it gets none."""
+        """Return ``end`` of the viewer that a newcomer replaces, or None if it may
+        replace none."""
         below = any(theirs < trusted for theirs, _ in self._taken.values())
         places = {end: one for end, (theirs, one) in self._taken.items() if theirs == (trusted and not below)}
         counts = Counter(places.values())
@@ -124,7 +137,11 @@ class Live:
         self.places = Places()
 
     async def whole(self) -> bytes:
-        """Return the document as it is now: JSON, compressed by gzip."""
+        """Return the whole document as it is now, with its number: JSON, compressed by
+        gzip.
+
+        Read the run's state first, unless that is recent or a task does so for viewers.
+        """
         now = asyncio.get_running_loop().time()
         if self._history is None or (self._looking is None and now - self._looked_at >= INTERVAL_S):
             await self._refresh()
@@ -133,7 +150,7 @@ class Live:
         async with self._lock:
             if self._packed[0] != self._number:
                 number, past, document = self._number, self._past, self._document  # _forget() may clear them meanwhile
-                about = {**past.rest(), "number": f"{self._id}.{number}", "now": self._now()}
+                about = {**past.totals_and_gaps(), "number": f"{self._id}.{number}", "now": self._now()}
                 data = msgspec.json.encode({**document, **about})[:-1]
                 sections: dict[str, list[bytes]] = {"spans": [], "marks": [], "events": []}
                 for section, part in past.parts():
@@ -145,7 +162,12 @@ class Live:
             return self._packed[1]
 
     async def changes(self, after: str) -> AsyncIterator[bytes]:
-        """Yield server-sent events: each change after the document with that number."""
+        """Yield server-sent events: each change after the document of number ``after``.
+
+        The first viewer starts the task that reads the run's state, the last one ends
+        it. An event ``beat`` comes without changes; after ``anew`` the viewer must
+        fetch the document.
+        """
         self.viewers += 1
         try:
             yield b"retry: 1000\n\n"
@@ -160,7 +182,7 @@ class Live:
                         position = number
                 if position != self._number:  # more came, or it was too slow, or the history was freed
                     position = self._position(f"{self._id}.{position}")
-                elif not await self._came(news):
+                elif not await self._wait_for_change(news):
                     yield b"event: beat\ndata: %.3f\n\n" % self._now()
             yield b"event: anew\ndata: 0\n\n"
         finally:
@@ -170,8 +192,9 @@ class Live:
                 self._forget_later()
                 await cancelled(looking)
 
-    async def _came(self, news: asyncio.Event) -> bool:
-        """Wait for a change. Return False if there is none within :data:`BEAT_S`."""
+    async def _wait_for_change(self, news: asyncio.Event) -> bool:
+        """Wait for a change. Return False if there is none within :data:`BEAT_S`.
+        Raises the error that has ended the task."""
         assert self._looking is not None
         waiting = asyncio.ensure_future(news.wait())
         try:
@@ -188,7 +211,11 @@ class Live:
         return self._kept[0][0] if self._kept else self._number + 1
 
     def _position(self, after: str) -> int | None:
-        """Return the number that a viewer has, or None: it must fetch the document."""
+        """Return the number of a viewer's document, or None if the viewer must fetch it
+        again.
+
+        :param after: ``SOURCE.NUMBER`` as :meth:`whole` gives it.
+        """
         source, _, number = after.partition(".")
         if source != self._id or not (number.isascii() and number.isdigit() and len(number) < 12):
             return None
@@ -196,7 +223,7 @@ class Live:
 
     async def _keep_looking(self) -> None:
         """Update the document at intervals, and at the end of the events."""
-        over: asyncio.Task[None] | None = asyncio.create_task(self._over())
+        over: asyncio.Task[None] | None = asyncio.create_task(self._wait_for_last_event())
         try:
             while True:
                 cost_s = await self._refresh()
@@ -209,13 +236,14 @@ class Live:
             if over is not None:
                 await cancelled(over)
 
-    async def _over(self) -> None:
-        """Wait for the end of the events."""
+    async def _wait_for_last_event(self) -> None:
+        """Read all new events, and return at the end of the run's events."""
         async for _ in self._source.events(self._source.last_event):
             pass
 
     async def _refresh(self) -> float:
-        """Update the document. Return the seconds of loop time that this took."""
+        """Read the run's state, and keep the changes of the document for viewers.
+        Return the seconds of loop time that this took."""
         async with self._lock:
             if self._forgetting is not None:
                 self._forgetting.cancel()
@@ -265,10 +293,12 @@ class Live:
 
     @property
     def _past(self) -> History:
+        """The history, which must have been read."""
         assert self._history is not None
         return self._history
 
     def _keep(self, data: bytes) -> None:
+        """Number and keep a change, drop the oldest ones, and wake the viewers."""
         self._number += 1
         self._kept.append((self._number, data))
         while len(self._kept) > KEPT or (sum(len(one) for _, one in self._kept) > KEPT_NBYTES and len(self._kept) > 1):
@@ -277,11 +307,14 @@ class Live:
         self._news = asyncio.Event()
 
     def _forget_later(self) -> None:
+        """In :data:`LINGER_S` free the history, unless viewers come by then; count from
+        this call."""
         if self._forgetting is not None:
             self._forgetting.cancel()
         self._forgetting = asyncio.get_running_loop().call_later(LINGER_S, self._drop_history)
 
     def _drop_history(self) -> None:
+        """Free the history and the document, unless there are viewers."""
         self._forgetting = None
         if not self.viewers:
             self._history, self._document = None, {}

@@ -31,12 +31,14 @@ class Past:
     """The state of a run after the events that it was fed."""
 
     def __init__(self) -> None:
+        """Begin with a run of which nothing is known."""
         self.at = 0.0
         """Time of the newest event."""
         self._tally = Tally()
         self._begin_run(events.RunStarted(run="", pid=0, version=""))
 
     def _begin_run(self, event: events.RunStarted) -> None:
+        """Forget the previous run, and begin with this event."""
         self._began_at = self.at
         self._started = event
         self._ended: events.RunEnded | None = None
@@ -74,6 +76,7 @@ class Past:
                 self._of_channel(event)
 
     def _moved(self, event: Transition) -> None:
+        """Apply a change of a replica's state."""
         key = event.group, event.replica
         known = self._replicas.get(key)
         nodes = event.nodes or (known.nodes if known is not None else ())
@@ -84,6 +87,8 @@ class Past:
             self._since[key] = self.at - (event.silent_s or 0.0)
 
     def _change(self, key: tuple[str, int], **changed: Any) -> None:
+        """Replace fields in the status of a replica (group, index), which is made if
+        missing."""
         known = self._replicas.get(key)
         if known is None:
             known = ReplicaStatus(
@@ -92,6 +97,7 @@ class Past:
         self._replicas[key] = replace(known, **changed)
 
     def _node_changed(self, event: events.NodeChanged) -> None:
+        """Update the status of a node, or remove the status of one that has left."""
         if event.after in ("up", "draining", "away", "lost"):
             known = self._nodes[event.node][0].address if event.node in self._nodes else ""
             node = NodeStatus(name=event.node, state=event.after, address=event.address or known)  # type: ignore[arg-type]  # one of these
@@ -100,6 +106,7 @@ class Past:
             self._nodes.pop(event.node, None)
 
     def _of_channel(self, event: events.Event) -> None:
+        """Apply an event of a channel; ignore any other event."""
         name = getattr(event, "channel", "")
         if not name:
             return
@@ -130,7 +137,8 @@ class Past:
         self._channels[name] = known
 
     def status(self, now: float) -> RunStatus:
-        """Return the status at ``now``, which is not before the last event."""
+        """Return the status of the run at ``now`` (seconds since 1970, not before the
+        last event); fields that events do not tell have their defaults."""
         nodes = tuple(self._node(node, now - at) for node, at in self._nodes.values())
         replicas = tuple(
             replace(self._replicas[key], state_age_s=max(0.0, now - self._since.get(key, now)))
@@ -154,14 +162,17 @@ class Past:
         return self._tally.shown_in(status, now)
 
     def _node(self, node: NodeStatus, age_s: float) -> NodeStatus:
+        """Return the status of a node, with its replicas and its age."""
         has = (one.name for one in self._replicas.values() if node.name in one.nodes)
         return replace(node, replicas=tuple(sorted(has)), heard_age_s=max(0.0, age_s))
 
     def _group(self, name: str, replicas: tuple[ReplicaStatus, ...]) -> GroupStatus:
+        """Return the status of a group, with its own replicas out of these."""
         own = tuple(one for one in replicas if one.group == name)
         return GroupStatus(name=name, launcher="", world_size=self._ranks.get(name, 1), replicas=own, size=len(own))
 
     def _channel(self, channel: ChannelStatus) -> ChannelStatus:
+        """Return the status of a channel, with its members."""
         members = (
             MemberStatus(
                 name=member.name,
@@ -174,10 +185,12 @@ class Past:
         return replace(channel, members=tuple(members))
 
     def _loaded(self, member: str, channel: str) -> int:
+        """Return the version that the member's replica has loaded, or 0."""
         group, _, index = replica_of(member).partition("/")
         replica = self._replicas.get((group, int(index)))
         return replica.versions.get(channel, 0) if replica is not None else 0
 
 
 def _with(groups: tuple[str, ...], *others: str) -> tuple[str, ...]:
+    """Return the groups and the others, each once, in this order."""
     return tuple(dict.fromkeys((*groups, *others)))

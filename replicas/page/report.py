@@ -17,7 +17,8 @@ _RECORDING = Path(__file__).with_name("demo.jsonl")
 
 
 def report(records: Iterable[Record]) -> str:
-    """Return the HTML of a run's last state and its history, from its events.
+    """Return the page of a run, from its events, as the text of one HTML file: last
+    state and history. Write nothing.
 
     It contains the last output of failed programs: treat it like the run's logs.
     """

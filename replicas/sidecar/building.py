@@ -95,7 +95,7 @@ def build_group(spec: GroupSpec) -> CollectiveGroup:
         remaining = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
         store.set_timeout(remaining)
         group = _build_gloo(store, spec, remaining) if spec.backend == "gloo" else _build_nccl(store, spec)
-        if spec.probe or group.spreads:  # NCCL connects in the first operation: all members must take part
+        if group.backend == "nccl":  # it connects in the first operation: all members must take part
             _probe(group, deadline)
         return group
     except RuntimeError as error:
@@ -105,7 +105,7 @@ def build_group(spec: GroupSpec) -> CollectiveGroup:
 
 
 def connect_store(host: str, port: int, deadline: float) -> Any:
-    """Connect to the store, retrying until ``deadline``; raise RuntimeError then."""
+    """Return a TCPStore client; retry until ``deadline``, then raise RuntimeError."""
     retry = tenacity.Retrying(
         wait=tenacity.wait_exponential(multiplier=0.02, max=0.5) + tenacity.wait_random(0, 0.05),
         stop=tenacity.stop_before_delay(max(deadline - time.monotonic(), 0.0)),
@@ -129,6 +129,7 @@ def connect_store(host: str, port: int, deadline: float) -> Any:
 
 
 def _store_timeout_s(deadline: float, number: int) -> float:
+    """Return the timeout of attempt ``number``, within the deadline."""
     return max(0.05, min(STORE_CONNECT.after(number - 1), deadline - time.monotonic()))
 
 
@@ -141,6 +142,7 @@ def _build_gloo(store: Any, spec: GroupSpec, timeout: timedelta) -> CollectiveGr
 
 
 def _build_nccl(store: Any, spec: GroupSpec) -> CollectiveGroup:
+    """Return an NCCL group on this process's GPU; raise RuntimeError without one."""
     device = accelerator()
     uuid = "" if device is None else device.device()
     if device is None or not uuid or not _c10d.is_nccl_available():
@@ -158,7 +160,7 @@ def _build_nccl(store: Any, spec: GroupSpec) -> CollectiveGroup:
 
 
 def _probe(group: CollectiveGroup, deadline: float) -> None:
-    """All-reduce 64 KiB and verify the result."""
+    """All-reduce 64 KiB; raise RuntimeError if the result is wrong."""
     steps = torch.arange(PROBE_NBYTES // 8, dtype=torch.int64)
     tensor = steps * (group.rank + 1)
     group.all_reduce(tensor, "sum", deadline).wait()

@@ -4,22 +4,47 @@ Data moves as bytes, so that every dtype can be moved. Reductions work on the dt
 every participant refuses dtypes that the backend cannot reduce, before any byte is
 sent. ``inputs`` are only read: after a failure the operation runs again from them, in
 another group.
+
+Large broadcasts over Gloo go along a chain: with links of 800 Mbit/s, four hosts take
+1.05 times as long as two; by Gloo's own broadcast, a binary tree, they take twice as
+long (docs/measurements.md). NCCL pipelines its own broadcast.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from math import prod
 
 import torch
 
+from replicas.core.base.dtypes import item_nbytes
 from replicas.core.base.manifest import segment_layout
 from replicas.messages import Segment
 from replicas.sidecar.groups import REDUCIBLE, CollectiveGroup, StartedWork
 from replicas.sidecar.wire import CollectiveSpec
 from replicas.weights.copies.tensors import torch_dtype
 
+CHAIN_MIN_NBYTES = 8 << 20
+"""Smaller broadcasts are sent as a tree by Gloo itself."""
+PIECE_MIN_NBYTES = 512 << 10
+PIECE_MAX_NBYTES = 4 << 20
+BROADCAST_NBYTES = 32 << 20
+"""Larger broadcasts that do not go along a chain are done in pieces of this size."""
+AHEAD = 4
+"""Pieces that a member receives, and sends, at once: each may need staging memory."""
 _EMPTY = torch.empty(0, dtype=torch.uint8)
+
+
+def piece_nbytes(nbytes: int, members: int) -> int:
+    """Return the size of a piece in bytes for ``nbytes`` along a chain of ``members``.
+
+    The last member has everything (members - 2) pieces after the first receiver: so a
+    chain fills with at most a 16th of the bytes, unless its pieces would be too small.
+    """
+    return max(PIECE_MIN_NBYTES, min(PIECE_MAX_NBYTES, nbytes // (16 * max(1, members - 2))))
 
 
 def run_collective(
@@ -50,6 +75,8 @@ def run_collective(
 
 
 class _Operation:
+    """One collective of this participant; a generator for each kind starts works."""
+
     def __init__(
         self, group: CollectiveGroup, spec: CollectiveSpec, inputs: torch.Tensor | None, outputs: torch.Tensor | None
     ) -> None:
@@ -73,6 +100,7 @@ class _Operation:
             raise ValueError(f"places {spec.places} do not fit {count} participants")
 
     def run(self) -> None:
+        """Run the operation to its end, and divide the sums of a mean."""
         run = {
             "all_reduce": self._reduce,
             "broadcast": self._broadcast,
@@ -93,6 +121,7 @@ class _Operation:
                 tensor.div_(self.group.size)
 
     def _copy_inputs(self) -> None:
+        """Copy this participant's segments from ``inputs`` to ``outputs``."""
         _, nbytes = segment_layout(self.spec.segments[self.spec.me])
         self._region(self.outputs, 0, nbytes).copy_(self._region(self.inputs, 0, nbytes))
 
@@ -121,8 +150,30 @@ class _Operation:
 
     def _broadcast(self) -> Iterator[StartedWork]:
         memory = self.inputs if self.spec.me == self.spec.root else self.outputs
-        for region in self._whole(memory, self.spec.root):
-            yield self.group.broadcast(region, self._root_rank, self.deadline)
+        region = self._region(memory, 0, _unpadded(self.spec.segments[self.spec.root]))
+        if self.group.backend == "gloo" and self.group.size > 2 and region.numel() > CHAIN_MIN_NBYTES:
+            yield from _few_at_once(self._pass_along(region))
+        elif region.numel():
+            pieces = torch.split(region, BROADCAST_NBYTES)
+            yield from _few_at_once(self.group.broadcast(one, self._root_rank, self.deadline) for one in pieces)
+
+    def _pass_along(self, region: torch.Tensor) -> Iterator[StartedWork]:
+        """Send the region along a chain of all members, from the root, in pieces.
+
+        Each member receives a piece while it sends the piece before to the next member:
+        so each link carries every byte once, for any number of members.
+        """
+        ranks, me, count = self.spec.lane_ranks, self.spec.me, self.group.size
+        place = (me - self.spec.root) % count
+        pieces = torch.split(region, piece_nbytes(region.numel(), count))
+        receives = (self.group.receive(one, ranks[me - 1], self.deadline) for one in pieces if place)
+        arriving = deque(islice(receives, AHEAD))
+        for piece in pieces:
+            if place:
+                arriving.popleft().wait()
+                arriving.extend(islice(receives, 1))
+            if place + 1 < count:
+                yield self.group.send(piece, ranks[(me + 1) % count], self.deadline)
 
     def _all_gather(self) -> Iterator[StartedWork]:
         for rank, region in self._gathered():
@@ -166,6 +217,7 @@ class _Operation:
 
     @property
     def _root_rank(self) -> int:
+        """The root's rank in the group."""
         return self.spec.lane_ranks[self.spec.root]
 
     def _one_each(self, participant: int) -> tuple[Segment, ...]:
@@ -206,11 +258,13 @@ class _Operation:
         return [(rank, one) for rank, one in zip(self.spec.lane_ranks, regions, strict=True) if one.numel()]
 
     def _region(self, memory: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
+        """Return a view of these bytes; raise ValueError if ``memory`` is too small."""
         if offset + nbytes > memory.numel():
             raise ValueError(f"{self.spec.kind} needs {offset + nbytes} bytes, but its buffer has {memory.numel()}")
         return memory[offset : offset + nbytes]
 
     def _typed(self, region: torch.Tensor, dtype: str) -> torch.Tensor:
+        """View bytes as ``dtype``; raise ValueError if it cannot be reduced so."""
         kind = torch_dtype(dtype)
         if dtype not in REDUCIBLE:
             raise ValueError(f"{self.group.backend} cannot reduce {dtype} tensors")
@@ -219,5 +273,22 @@ class _Operation:
         return region.view(kind)
 
 
+def _few_at_once(works: Iterator[StartedWork]) -> Iterator[StartedWork]:
+    """Yield the last works as they are started, after waiting for those before them."""
+    under_way = deque[StartedWork]()
+    for work in works:
+        under_way.append(work)
+        if len(under_way) > AHEAD:
+            under_way.popleft().wait()
+    yield from under_way
+
+
 def _padded(segment: Segment) -> int:
+    """Return the bytes of a segment, rounded up to its alignment."""
     return segment_layout([segment])[1]
+
+
+def _unpadded(segments: Sequence[Segment]) -> int:
+    """Return the bytes up to the end of the last segment, as in a version's slot."""
+    offsets, _ = segment_layout(segments)
+    return offsets[-1] + prod(segments[-1].shape) * item_nbytes(segments[-1].dtype) if segments else 0

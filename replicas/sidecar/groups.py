@@ -27,6 +27,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,10 +54,12 @@ _REDUCE_OPS = {
 
 
 def _wait(work: Any, deadline: float) -> None:
+    """Wait for a work of Gloo; raise RuntimeError on failure or at the deadline."""
     work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
 
 
 def _wait_nccl(work: Any, deadline: float) -> None:
+    """Poll a work of NCCL; raise RuntimeError on failure or at the deadline."""
     pause = 0.0
     while not work.is_completed():
         if time.monotonic() >= deadline:
@@ -89,14 +92,14 @@ class StartedWork:
 class CollectiveGroup(ABC):
     """Operations of one process group on contiguous, non-empty tensors.
 
-    Each ``deadline`` is of the monotonic clock. With ``spreads``, :meth:`spread` sends
-    to several members; else versions go along a chain of them.
+    Each ``deadline`` is of the monotonic clock.
     """
 
-    spreads = False
-
     def __init__(self, backend: Any, spec: GroupSpec, device: Accelerator | None = None) -> None:
-        """:param device: accelerator of device tensors, or None without such ones."""
+        """Use torch's process group ``backend``, formed as in ``spec``.
+
+        :param device: accelerator of device tensors, or None without such ones.
+        """
         self.rank = spec.rank
         self.size = spec.size
         self.backend = spec.backend
@@ -114,39 +117,26 @@ class CollectiveGroup(ABC):
         return self._run(tensor, start, deadline, read=self.rank == root, write=self.rank != root)
 
     def all_reduce(self, tensor: torch.Tensor, op: str, deadline: float) -> StartedWork:
+        """Reduce on all members in place; for "mean" only sum, without the division."""
         options = _c10d.AllreduceOptions()
         options.reduceOp = _REDUCE_OPS[op]
         start = self._starting(self._backend.allreduce, options, deadline)
         return self._run(tensor, start, deadline, read=True, write=True)
 
     def reduce(self, tensor: torch.Tensor, root: int, op: str, deadline: float) -> StartedWork:
-        """Reduce into the root's ``tensor``; those of the others become scratch."""
+        """Reduce into the root's ``tensor``, "mean" as a sum; others become scratch."""
         options = _c10d.ReduceOptions()
         options.rootRank, options.rootTensor, options.reduceOp = root, 0, _REDUCE_OPS[op]
         start = self._starting(self._backend.reduce, options, deadline)
         return self._run(tensor, start, deadline, read=True, write=self.rank == root)
 
     def send(self, tensor: torch.Tensor, peer: int, deadline: float) -> StartedWork:
-        return self._run(tensor, lambda near: self._exchange(near, (peer,), ()), deadline, read=True, write=False)
+        start = partial(self._exchange, self._backend.send, peer)
+        return self._run(tensor, start, deadline, read=True, write=False)
 
     def receive(self, tensor: torch.Tensor, peer: int, deadline: float) -> StartedWork:
-        return self._run(tensor, lambda near: self._exchange(near, (), (peer,)), deadline, read=False, write=True)
-
-    def spread(self, tensor: torch.Tensor, route: Sequence[int], deadline: float) -> StartedWork:
-        """Send from the first member of ``route`` to the rest at once; all call this.
-
-        NCCL runs a member's operations one after another. So all members must start
-        their common operations in the same order: then the first unfinished operation
-        never waits for another.
-        """
-        if len(route) == 1:
-            return StartedWork((), deadline)
-        if len(route) == self.size:
-            return self.broadcast(tensor, route[0], deadline)
-        if self.rank == route[0]:
-            others = tuple(route[1:])
-            return self._run(tensor, lambda near: self._exchange(near, others, ()), deadline, read=True, write=False)
-        return self.receive(tensor, route[0], deadline)
+        start = partial(self._exchange, self._backend.recv, peer)
+        return self._run(tensor, start, deadline, read=False, write=True)
 
     @abstractmethod
     def _in_place(self, tensor: torch.Tensor) -> bool:
@@ -188,12 +178,14 @@ class CollectiveGroup(ABC):
 
     _wait_for = staticmethod(_wait)
 
-    @abstractmethod
-    def _exchange(self, tensor: torch.Tensor, to: Sequence[int], sources: Sequence[int]) -> list[Any]:
-        """Start to send ``tensor`` to members, or to receive it from one."""
+    def _exchange(self, move: Callable[..., Any], peer: int, tensor: torch.Tensor) -> list[Any]:
+        """Start to ``move`` the tensor: send it to a member, or receive it from one."""
+        return [move([tensor], peer, 0)]
 
     @staticmethod
     def _starting(operation: Callable[..., Any], options: Any, deadline: float) -> Callable[[torch.Tensor], list[Any]]:
+        """Return a function that starts ``operation`` on a tensor, returning works."""
+
         def start(near: torch.Tensor) -> list[Any]:
             options.timeout = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
             return [operation([near], options)]
@@ -226,15 +218,10 @@ class GlooGroup(CollectiveGroup):
         near = memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         return near, lambda: self._pinned.append(memory)
 
-    def _exchange(self, tensor: torch.Tensor, to: Sequence[int], sources: Sequence[int]) -> list[Any]:
-        sent = [self._backend.send([tensor], peer, 0) for peer in to]
-        return sent + [self._backend.recv([tensor], peer, 0) for peer in sources]
-
 
 class NcclGroup(CollectiveGroup):
     """ProcessGroupNCCL: works on device memory."""
 
-    spreads = True
     _wait_for = staticmethod(_wait_nccl)
 
     def __init__(self, backend: Any, spec: GroupSpec, device: Accelerator, where: torch.device) -> None:
@@ -247,11 +234,8 @@ class NcclGroup(CollectiveGroup):
     def _staging_for(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
         return torch.empty_like(tensor, device=self._where), lambda: None
 
-    def _exchange(self, tensor: torch.Tensor, to: Sequence[int], sources: Sequence[int]) -> list[Any]:
-        """Start all parts as one batch; one after another if torch has no batches."""
-        batch = hasattr(self._backend, "_start_coalescing")
-        if batch:
-            self._backend._start_coalescing()
-        works = [self._backend.send([tensor], peer, 0) for peer in to]
-        works += [self._backend.recv([tensor], peer, 0) for peer in sources]
-        return [self._backend._end_coalescing()] if batch else works
+    def _exchange(self, move: Callable[..., Any], peer: int, tensor: torch.Tensor) -> list[Any]:
+        """Start it as a batch: alone, it would need a communicator of the two."""
+        self._backend._start_coalescing()
+        super()._exchange(move, peer, tensor)
+        return [self._backend._end_coalescing()]

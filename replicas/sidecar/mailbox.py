@@ -3,8 +3,7 @@
 Theory of operation
 ===================
 
-While the main thread is idle, or waits during a transfer for the progress of an image
-that is still being packed, it reads the channel itself, without a hand-over between
+While the main thread is idle, it reads the channel itself, without a hand-over between
 threads. While it handles a request it may be stuck inside Gloo, NCCL or a store client
 for any time. So a second thread, the *watch*, checks ten times a second whether the
 main thread has been busy for :data:`BUSY_S`, and then reads the channel in its place:
@@ -24,7 +23,6 @@ and replies are small, so that a write never waits for the rank to read.
 
 from __future__ import annotations
 
-import math
 import os
 import queue
 import select
@@ -39,36 +37,10 @@ from replicas.linux import frames
 from replicas.sidecar import wire
 from replicas.sidecar.traffic import Traffic
 
-KEPT_TRANSFERS = 16
-"""Limit for transfers that never began here or have ended."""
 BUSY_S = 0.1
 QUIET_LOOKS = 50
 """Idle polls (of 0.1 s) after which the watch sleeps until the next request."""
-LONGEST_POLL_S = 60.0
 _POLL_END = select.POLLHUP | select.POLLRDHUP | select.POLLERR
-
-
-class PackingProgress:
-    """Bytes packed from the start of the data section, for each transfer.
-
-    The rank may pack early: the progress of a transfer that has not begun is kept. A
-    sidecar never reuses a transfer's number.
-    """
-
-    def __init__(self) -> None:
-        self._nbytes: dict[int, int] = {}
-
-    def report_packed(self, transfer: int, nbytes: int) -> None:
-        """Record that the first ``nbytes`` are packed; ignore smaller late reports."""
-        self._nbytes[transfer] = max(nbytes, self._nbytes.pop(transfer, 0))
-        while len(self._nbytes) > KEPT_TRANSFERS:
-            del self._nbytes[next(iter(self._nbytes))]
-
-    def of(self, transfer: int) -> int:
-        return self._nbytes.get(transfer, 0)
-
-    def drop_transfer(self, transfer: int) -> None:
-        self._nbytes.pop(transfer, None)
 
 
 class Mailbox:
@@ -85,7 +57,6 @@ class Mailbox:
         self._requests: queue.SimpleQueue[tuple[wire.Request, list[int]]] = queue.SimpleQueue()
         self._writing = threading.Lock()
         self._reading = threading.Lock()
-        self.progress: PackingProgress = PackingProgress()
         self.traffic = Traffic()
         self._interrupt = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._working = threading.Event()
@@ -106,34 +77,21 @@ class Mailbox:
         with self._writing:
             frames.write_frame(self._channel, message)
 
-    def wait_packed(self, transfer: int, nbytes: int, deadline: float) -> None:
-        """Wait, in a transfer, until the first ``nbytes`` of the image are packed.
-
-        :param deadline: of the monotonic clock.
-        :raises TimeoutError: the deadline passed.
-        """
-        if self.progress.of(transfer) >= nbytes:
-            return
-        with self.traffic.paused():
-            self._read_until(lambda: self.progress.of(transfer) >= nbytes, deadline)
-        packed = self.progress.of(transfer)
-        if packed < nbytes:
-            raise TimeoutError(f"the image was packed up to byte {packed}, not {nbytes}, at the deadline")
-
-    def _read_until(self, found: Callable[[], bool], deadline: float = math.inf) -> None:
-        """Main thread: read the channel until ``found()`` or the deadline."""
+    def _read_until(self, found: Callable[[], bool]) -> None:
+        """Main thread: read the channel until ``found()``."""
         if not self._reading.acquire(blocking=False):
             os.eventfd_write(self._interrupt, 1)
             self._reading.acquire()
 
         def read() -> None:
-            while not found() and (left := deadline - time.monotonic()) > 0:
-                self._read(self._poller.poll(None if left == math.inf else min(left, LONGEST_POLL_S) * 1000))
+            while not found():
+                self._read(self._poller.poll())
 
         self._or_end(read)
         self._reading.release()
 
     def _new_poller(self) -> select.poll:
+        """Return a poller of the channel and the rank's pidfd."""
         poller = select.poll()
         poller.register(self._pidfd, select.POLLIN)
         poller.register(self._channel, select.POLLIN | _POLL_END)
@@ -154,8 +112,6 @@ class Mailbox:
             match request:
                 case wire.Ping(id=number):
                     self.reply(wire.Pong(number, self.traffic.progress()))
-                case wire.TransferProgress(transfer=transfer, nbytes=nbytes):
-                    self.progress.report_packed(transfer, nbytes)
                 case _:
                     self._requests.put((request, fds))
 
@@ -173,6 +129,7 @@ class Mailbox:
                 end_process(code)
 
     def _watch_for_interrupt(self) -> None:
+        """Read the channel while the main thread is busy; the watch's function."""
         poller = self._new_poller()
         poller.register(self._interrupt, select.POLLIN)
         ticker = select.poll()  # polls nothing: a timer

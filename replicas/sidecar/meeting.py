@@ -37,6 +37,7 @@ import msgspec
 import torch.distributed as dist
 
 from replicas.common.decoding import MALFORMED
+from replicas.common.reason import Reason
 from replicas.errors import Preflight
 from replicas.linux.processes import boot_id, namespace
 from replicas.linux.sockets import tcp_socket
@@ -109,7 +110,7 @@ def meet(store: SignedStore, spec: GroupSpec, deadline: float) -> None:
 
 
 def _check(mine: _Card, card: _Card) -> None:
-    """:raises Preflight: the two cannot be in one group."""
+    """Raise Preflight if the two members cannot be in one group."""
     if card.error:
         raise Preflight(
             f"{card.name} cannot bind its address {card.address}: {card.error}",
@@ -125,7 +126,7 @@ def _check(mine: _Card, card: _Card) -> None:
 
 
 def _check_hosts(cards: Iterable[_Card]) -> None:
-    """:raises Preflight: two machines have one address; raised on every member."""
+    """Raise Preflight, on every member, if two machines have one address."""
     known: dict[str, _Card] = {}
     for card in cards:
         first = known.setdefault(card.address, card)
@@ -140,7 +141,7 @@ def _check_hosts(cards: Iterable[_Card]) -> None:
 def _collect(
     store: SignedStore, spec: GroupSpec, what: str, kind: type[_T], deadline: float, check: Callable[[_T], None]
 ) -> dict[int, _T]:
-    """Wait for every member's ``what`` in the store, and check each as it arrives."""
+    """Wait for every member's ``what`` in the store; check each, return all by rank."""
     found: dict[int, _T] = {}
     while missing := [rank for rank in range(spec.size) if rank not in found]:
         remaining = deadline - time.monotonic()
@@ -164,7 +165,10 @@ def _collect(
 
 @contextmanager
 def _listening(spec: GroupSpec, *, listen: bool) -> Iterator[tuple[int, str]]:
-    """Bind, and greet all callers in the block; yield the port and the bind error."""
+    """Bind a port and, with ``listen``, greet all callers on a thread in the block.
+
+    Yield (port, ""), or (0, the error's text) if the address cannot be bound.
+    """
     with ExitStack() as stack:
         try:
             listener = stack.enter_context(tcp_socket(spec.address))
@@ -195,6 +199,7 @@ def _greeting(spec: GroupSpec, rank: int, port: int) -> bytes:
 
 
 def _greet(listener: socket.socket, words: bytes) -> None:
+    """Send the greeting to each caller, until the listener is shut down."""
     while True:
         try:
             caller, _ = listener.accept()
@@ -216,8 +221,8 @@ async def _reach(spec: GroupSpec, mine: _Card, cards: dict[int, _Card]) -> _Find
     return {rank: why for rank, why in zip(others, reasons, strict=True) if why}
 
 
-async def _call(card: _Card, greeting: bytes) -> str:
-    """Connect to a member and check its greeting; return the failure, or ""."""
+async def _call(card: _Card, greeting: bytes) -> Reason | None:
+    """Connect to a member and check its greeting; return the failure, or None."""
     loop = asyncio.get_running_loop()
     began, heard = loop.time(), b""
     awaited, limit_s = "connection", CONNECT_S
@@ -237,7 +242,7 @@ async def _call(card: _Card, greeting: bytes) -> str:
             return f"no {awaited} within {limit_s:g} s"
         except OSError as error:
             return os.strerror(error.errno or 0)
-    return "" if heard == greeting else "another listener answers there"
+    return None if heard == greeting else "another listener answers there"
 
 
 def blame(edges: set[tuple[int, int]]) -> list[int]:
@@ -255,6 +260,10 @@ def blame(edges: set[tuple[int, int]]) -> list[int]:
 
 
 def _verdict(edges: dict[tuple[int, int], str], cards: dict[int, _Card]) -> None:
+    """Raise Unreachable if any connection failed, naming the members at fault.
+
+    :param edges: reasons by the ranks of (caller, called).
+    """
     if not edges:
         return
     guilty = blame(set(edges))

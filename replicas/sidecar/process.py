@@ -21,14 +21,12 @@ from __future__ import annotations
 import os
 import re
 import socket
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from replicas.common.logs import end_process
-from replicas.core.base.manifest import Manifest
 from replicas.errors import InternalError, Preflight, ReplicasError, StoreTampered, WorldError, kind_of
 from replicas.linux.processes import name_process
 from replicas.sidecar import wire
@@ -37,13 +35,14 @@ from replicas.sidecar.collective import run_collective
 from replicas.sidecar.groups import CollectiveGroup
 from replicas.sidecar.mailbox import Mailbox
 from replicas.sidecar.meeting import Unreachable
-from replicas.sidecar.transfer import run_transfer
 from replicas.weights.copies.accelerator import Accelerator, device_of
 from replicas.weights.devices import cuda  # noqa: F401  # loaded once, before sidecars are forked
 from replicas.weights.memory.buffers import Buffer
 
 
 class SidecarProcess:
+    """A sidecar's group and buffers, and its handling of each request."""
+
     def __init__(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
         self._group: CollectiveGroup | None = None
@@ -52,7 +51,6 @@ class SidecarProcess:
         self._gpu: Accelerator | None = None
         self._uuid = ""
         self._began = False
-        self._manifest: tuple[bytes, Manifest] | None = None
 
     def handle(self, request: wire.Request, fds: list[int]) -> wire.Reply | None:
         """Handle ``request``; return its reply, or None. Takes ownership of ``fds``."""
@@ -70,14 +68,13 @@ class SidecarProcess:
                 return self._answer(number, lambda: self._probe(request))
             case wire.BuildGroup(id=number):
                 return self._answer(number, lambda: self._build(request))
-            case wire.RunTransfer(id=number):
-                return self._answer(number, lambda: self._transfer(request))
             case wire.RunCollective(id=number):
                 return self._answer(number, lambda: self._collective(request))
-            case wire.Ping() | wire.TransferProgress():  # handled by the mailbox
+            case wire.Ping():  # handled by the mailbox
                 return None
 
     def _answer(self, number: int, do: Callable[[], wire.Reply]) -> wire.Reply:
+        """Return the reply of ``do()``, or Failed if that raises."""
         self._began = False
         try:
             return do()
@@ -96,49 +93,26 @@ class SidecarProcess:
         if self._group is not None:
             raise ValueError("this sidecar has a group already")
         name_process("replica-sidecar")
-        started = time.monotonic()
         if request.spec.device:
-            self._choose(request.spec.device)
+            self._select_gpu(request.spec.device)
         with self._stream():
             self._group = build_group(request.spec)
-        return wire.Built(request.id, time.monotonic() - started)
-
-    def _transfer(self, request: wire.RunTransfer) -> wire.Reply:
-        buffer, spec, mailbox = self._buffer(request.buffer), request.spec, self._mailbox
-        group, manifest = self._built, self._decoded(spec.manifest)
-
-        def wait_packed(nbytes: int, deadline: float) -> None:
-            mailbox.wait_packed(spec.transfer, nbytes, deadline)
-
-        try:
-            with self._stream():
-                memory = buffer.readable() if spec.role == "send" else buffer.tensor()
-                if spec.role == "send" and not spec.streaming:  # a streaming rank reports its progress itself
-                    self._await_rank(buffer)
-                if group.backend == "nccl" and not buffer.device:
-                    buffer.pin()
-                gpu = self._gpu if buffer.device else None
-                self._began = True
-                with mailbox.traffic.of_request():
-                    result = run_transfer(group, spec, manifest, memory, wait_packed, gpu, mailbox.traffic.worked)
-                    self._synchronize_gpu(buffer)
-        finally:
-            mailbox.progress.drop_transfer(spec.transfer)
-        return wire.Transferred(request.id, result)
+        return wire.Done(request.id)
 
     def _collective(self, request: wire.RunCollective) -> wire.Reply:
-        started = time.monotonic()
-        group, spec = self._built, request.spec
+        group, spec = self._built_group, request.spec
         found = [None if key is None else self._buffer(key) for key in (request.inputs, request.outputs)]
         buffers = [buffer for buffer in found if buffer is not None]
         with self._stream():
-            inputs, outputs = [None if buffer is None else buffer.tensor() for buffer in found]
+            source, target = found  # only read, and written
+            inputs = None if source is None else source.readable()
+            outputs = None if target is None else target.tensor()
             self._await_rank(*buffers)
             self._began = True
             with self._mailbox.traffic.of_request() if group.backend == "gloo" else nullcontext():
                 run_collective(group, spec, inputs, outputs)
                 self._synchronize_gpu(*buffers)
-        return wire.Collected(request.id, time.monotonic() - started)
+        return wire.Done(request.id)
 
     def _probe(self, request: wire.ProbeBuffer) -> wire.Reply:
         buffer = self._buffer(request.buffer)
@@ -151,7 +125,7 @@ class SidecarProcess:
         """Map a buffer; keep an error for the request that uses the buffer."""
         try:
             if device:
-                self._choose(device)
+                self._select_gpu(device)
         except ReplicasError as error:
             os.close(fd)
             self._unusable[key] = error
@@ -162,11 +136,13 @@ class SidecarProcess:
             self._unusable[key] = error
 
     def _buffer(self, key: int) -> Buffer:
+        """Return a mapped buffer; raise the error with which its mapping failed."""
         if key in self._unusable:
             raise self._unusable[key]
         return self._buffers[key]
 
-    def _choose(self, uuid: str) -> None:
+    def _select_gpu(self, uuid: str) -> None:
+        """Use this GPU from now on; raise InternalError if another is in use."""
         if self._uuid not in ("", uuid):
             raise InternalError(f"this sidecar works on GPU {self._uuid}, not on {uuid}")
         if not self._uuid:
@@ -177,6 +153,7 @@ class SidecarProcess:
                 self._group.use(gpu)
 
     def _stream(self) -> AbstractContextManager[None]:
+        """Return a context on the sidecar's own stream; empty without a GPU."""
         return nullcontext() if self._gpu is None else self._gpu.on_side_stream(self._uuid)
 
     def _await_rank(self, *buffers: Buffer) -> None:
@@ -191,16 +168,11 @@ class SidecarProcess:
             self._gpu.synchronize(self._uuid)
 
     @property
-    def _built(self) -> CollectiveGroup:
+    def _built_group(self) -> CollectiveGroup:
+        """The process group; raises ValueError before it is built."""
         if self._group is None:
             raise ValueError("this sidecar has no group yet")
         return self._group
-
-    def _decoded(self, manifest: bytes) -> Manifest:
-        """Decode and check the manifest; cache it, as most versions have the same."""
-        if self._manifest is None or self._manifest[0] != manifest:
-            self._manifest = (manifest, Manifest.decode(manifest))
-        return self._manifest[1]
 
 
 def _summary(error: Exception) -> str:

@@ -83,13 +83,15 @@ class SignedStore(_c10d.Store):  # type: ignore[misc]  # torch leaves its stores
         return found
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """:raises torch.distributed.DistStoreError: a key is missing after the timeout.
+        """Wait until all keys are in the store.
 
+        :raises torch.distributed.DistStoreError: a key is missing after the timeout.
         :raises replicas.errors.StoreTampered: an own key was deleted or overwritten.
         """
         self._patiently(lambda: self._inner.wait(list(keys)), self._timeout if timeout is None else timeout)
 
     def _patiently(self, ask: Callable[[], _T], timeout: timedelta) -> _T:
+        """Return ``ask()``, retried until the timeout; verify own keys in between."""
         until = time.monotonic() + timeout.total_seconds()
         slice_s = self.slice_s
         while True:
@@ -127,26 +129,29 @@ class SignedStore(_c10d.Store):  # type: ignore[misc]  # torch leaves its stores
         return self._slice_s
 
     def verify(self) -> None:
-        """:raises replicas.errors.StoreTampered: a key of this member has changed."""
+        """Raise StoreTampered if a key that this member wrote has changed."""
         keys = list(self._mine)
         self._inner.set_timeout(timedelta(seconds=self.slice_s))
         if keys and not self._inner.check(keys):
-            self._found(f"a key of {len(keys)} that this member wrote was deleted")
+            self._raise_tampered(f"a key of {len(keys)} that this member wrote was deleted")
         for key, value in zip(keys, self._inner.multi_get(keys) if keys else (), strict=True):
             if value != self._mine[key]:
-                self._found(f'the key "{key}" that this member wrote was overwritten')
+                self._raise_tampered(f'the key "{key}" that this member wrote was overwritten')
 
     def _verified_value(self, key: str, value: bytes) -> bytes:
+        """Return a stored value without its tag; raise StoreTampered if it is wrong."""
         data = value[TAG_NBYTES:]
         if value[:TAG_NBYTES] != self._tag(key, data):
-            self._found(f'the value of "{key}" was not written by a member')
+            self._raise_tampered(f'the value of "{key}" was not written by a member')
         return data
 
-    def _found(self, what: str) -> None:
+    def _raise_tampered(self, what: str) -> None:
+        """Record the tampering in ``tampered``, and raise StoreTampered."""
         self.tampered = what
         raise StoreTampered(f"another client writes into the store: {what}")
 
     def _tag(self, key: str, data: bytes) -> bytes:
+        """Return the keyed hash of key and value, which precedes the stored value."""
         name = key.encode()
         size = len(name).to_bytes(8, "little")
         return hashlib.blake2b(size + name + data, digest_size=TAG_NBYTES, key=self._secret).digest()

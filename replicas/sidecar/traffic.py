@@ -9,10 +9,6 @@ bytes of each TCP connection that the peer has acknowledged (``TCP_INFO``), whic
 a slow link from a broken one. A thread that is not stuck in the group reads those
 counts for each pong (:mod:`replicas.sidecar.mailbox`).
 
-Code that moves bytes outside TCP (GPU memory, RDMA) or works beside the network
-(digests) reports its progress itself. While a member waits for anything else it is
-*paused*.
-
 A peer *holds up* this process when bytes for it are queued and one of two things is
 true. Either the peer has acknowledged nothing through several retransmissions, or the
 network limited the connection for most of the time, not the reader at its end or a lack
@@ -66,13 +62,11 @@ class Traffic:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._active = False
-        self._paused = 0
-        self._worked = 0
         self._sockets: dict[int, _Key] = {}
         """Sockets at the last reading; listing them takes longer than a barrier."""
         self._first: dict[_Key, tuple[int, int]] = {}
         self._last: dict[_Key, _Connection] = {}
-        self._seen: tuple[int, int, int] | None = None
+        self._seen: tuple[int, int] | None = None
         self._still_since = 0.0
         self._looked_at = 0.0
 
@@ -83,29 +77,13 @@ class Traffic:
         with self._lock:
             self._last = self._read() if self._sockets else self._find()
             self._first = {key: (one.sent, one.received) for key, one in self._last.items()}
-            self._seen, self._worked, self._still_since, self._looked_at = None, 0, now, now
+            self._seen, self._still_since, self._looked_at = None, now, now
             self._active = True
         try:
             yield
         finally:
             with self._lock:
                 self._active = False
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Context manager: this member waits for something other than the network."""
-        with self._lock:
-            self._paused += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._paused -= 1
-                self._still_since = time.monotonic()
-
-    def worked(self, nbytes: int) -> None:
-        """Count ``nbytes`` as moved outside TCP, or processed."""
-        self._worked += nbytes  # not atomic: losing a count does not hide progress
 
     def progress(self) -> Moved | None:
         """Read the counts; return the progress so far, or None without TCP traffic."""
@@ -118,9 +96,8 @@ class Traffic:
                 return None  # no TCP connections, so no counts
             sent = sum(one.sent - self._first.get(key, (0, 0))[0] for key, one in found.items())
             received = sum(one.received - self._first.get(key, (0, 0))[1] for key, one in found.items())
-            seen = (sent, received, self._worked)
-            if seen != self._seen or self._paused:
-                self._seen, self._still_since = seen, now
+            if (sent, received) != self._seen:
+                self._seen, self._still_since = (sent, received), now
             elapsed_s = now - self._looked_at
             if elapsed_s >= MIN_LOOK_S:
                 self._last, self._looked_at = found, now
@@ -129,6 +106,7 @@ class Traffic:
             return Moved(sent, received, now - self._still_since, rtt_s, tuple(sorted(held_up)))
 
     def _find(self) -> dict[_Key, _Connection]:
+        """List this process's TCP connections again, and return their counts."""
         self._sockets = {fd: key for fd in _descriptors() if (key := _ends(fd)) is not None}
         return self._read()
 
@@ -139,6 +117,7 @@ class Traffic:
 
 
 def _holds_up(now: _Connection, before: _Connection | None, elapsed_s: float) -> bool:
+    """Return True if the peer or the network holds up the queued bytes."""
     if not now.queued:
         return False
     if now.tries >= TRIES:
@@ -147,6 +126,7 @@ def _holds_up(now: _Connection, before: _Connection | None, elapsed_s: float) ->
 
 
 def _descriptors() -> Iterator[int]:
+    """Yield the descriptors of this process's sockets."""
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  # twice a second, up to a thousand entries
         with contextlib.suppress(OSError):  # closed meanwhile
             if stat.S_ISSOCK(os.fstat(int(name)).st_mode):

@@ -8,13 +8,12 @@ Packets and frames are those of :mod:`replicas.linux.frames`.
 * Rank and forkserver: SOCK_SEQPACKET, one message per packet. The rank first sends
   :class:`Attach`, answered by :class:`Attached` once torch is loaded, or by
   :class:`OtherRelease`. Each :class:`Fork` is answered by :class:`Forked`, or by
-  :class:`ForkFailed`.
+  :class:`ForkFailed`. The answers come in the order of the requests.
 * Rank and sidecar: SOCK_STREAM, frames. Requests carry an ``id`` and are handled one
   after another; each is answered by exactly one reply with the same ``id``. Buffers are
   sent once (:class:`MapBuffer`) and named by a key from then on. A sidecar whose group
   has failed sends :class:`Failed` with ``over`` and exits; its peers usually notice its
-  closed connections. :class:`Ping` and :class:`TransferProgress` are handled
-  immediately, during any request.
+  closed connections. :class:`Ping` is handled immediately, during any request.
 
 The end of either socket, or of the rank's process, ends the sidecar.
 """
@@ -22,7 +21,6 @@ The end of either socket, or of the rank's process, ends the sidecar.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 import msgspec
 
@@ -42,8 +40,6 @@ class GroupSpec(msgspec.Struct, frozen=True):
         uses the current GPU.
     :param names: of the members by rank, for messages; if empty, their rank numbers.
     :param addresses: of the members by rank; if empty, all have ``address``.
-    :param probe: move and verify a few bytes each way before the group counts as
-        formed.
     :param nccl_env: NCCL_* variables to use (NCCL only), or None for the forkserver's.
     :param secret: shared by the members; signs their values in the store.
     """
@@ -59,57 +55,11 @@ class GroupSpec(msgspec.Struct, frozen=True):
     device: str = ""
     names: tuple[str, ...] = ()
     addresses: tuple[str, ...] = ()
-    probe: bool = False
     nccl_env: dict[str, str] | None = None
     secret: bytes = b""
 
     def name(self, rank: int) -> str:
         return self.names[rank] if rank < len(self.names) else f"rank {rank}"
-
-
-class TransferSpec(msgspec.Struct, frozen=True):
-    """One version to move within the group.
-
-    :param role: of this member. A sender's buffer is read, a receiver's is an image
-        slot to fill.
-    :param mode: ``"image"`` if one owner has the whole image, ``"parts"`` if each owner
-        has a packed part.
-    :param manifest: :meth:`replicas.core.base.manifest.Manifest.encode`.
-    :param routes: for each part (one for mode ``"image"``) the lane ranks on its way,
-        its owner first. A member outside a part's route does not handle it (a receiver
-        has its bytes already); a route may be empty.
-    :param part: index of this sender's part in mode ``"parts"``.
-    :param digest: of the bytes to send, or empty to compute it.
-    :param streaming: this sender's image is still being packed: bytes may be sent only
-        as far as :class:`TransferProgress` reports. The packing rank digests it.
-    """
-
-    transfer: int
-    role: Literal["send", "receive"]
-    mode: Literal["image", "parts"]
-    manifest: bytes
-    routes: tuple[tuple[int, ...], ...]
-    part: int | None
-    timeout_s: float
-    digest: str = ""
-    streaming: bool = False
-
-
-class TransferResult(msgspec.Struct, frozen=True):
-    """Digests and durations of a transfer.
-
-    :ivar image_digest: of the data section (senders of a whole image, all receivers;
-        else empty).
-    :ivar part_digests: by owner's lane rank, of each part sent or received (mode
-        ``"parts"``).
-    :ivar transfer_s: until the last byte had moved.
-    :ivar verify_s: from then until all bytes were digested and in their places.
-    """
-
-    image_digest: str
-    part_digests: dict[int, str]
-    transfer_s: float
-    verify_s: float
 
 
 class CollectiveSpec(msgspec.Struct, frozen=True):
@@ -136,11 +86,9 @@ class CollectiveSpec(msgspec.Struct, frozen=True):
 class Attach(msgspec.Struct, frozen=True, tag=True):
     """First packet, answered by :class:`Attached`. The sidecars of a rank die with it.
 
-    Descriptors: a pidfd of the rank; unless the rank started the forkserver, also those
-    of :func:`replicas.linux.rank_environment.describe_own_place`.
+    Descriptors: those of :func:`replicas.linux.rank_environment.describe_own_place`.
 
-    :param secret: of the forkserver's
-        :class:`replicas.linux.sockets.SocketAddress`; empty on the rank's own socket.
+    :param secret: of the forkserver's :class:`replicas.linux.sockets.SocketAddress`.
     :param release: of the rank's library.
     """
 
@@ -149,10 +97,7 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
 
 
 class Attached(msgspec.Struct, frozen=True, tag=True):
-    """The forkserver is ready to fork. Descriptor: its pidfd.
-
-    (The socket's peer credentials are those of the process that bound it.)
-    """
+    """The forkserver is ready to fork."""
 
 
 class OtherRelease(msgspec.Struct, frozen=True, tag=True):
@@ -161,28 +106,28 @@ class OtherRelease(msgspec.Struct, frozen=True, tag=True):
     release: str
 
 
-class _Numbered(msgspec.Struct, frozen=True):
-    """A request, or the reply with the request's number."""
-
-    id: int
-
-
-class Fork(_Numbered, frozen=True, tag=True):
+class Fork(msgspec.Struct, frozen=True, tag=True):
     """Descriptor: the sidecar's end of its channel."""
 
 
-class Forked(_Numbered, frozen=True, tag=True):
+class Forked(msgspec.Struct, frozen=True, tag=True):
     """Descriptor: a pidfd of the sidecar."""
 
     pid: int
 
 
-class ForkFailed(_Numbered, frozen=True, tag=True):
+class ForkFailed(msgspec.Struct, frozen=True, tag=True):
     error: str
 
 
 ForkserverRequest = Attach | Fork
 ForkserverReply = Attached | OtherRelease | Forked | ForkFailed
+
+
+class _Numbered(msgspec.Struct, frozen=True):
+    """A request, or the reply with the request's number."""
+
+    id: int
 
 
 class MapBuffer(msgspec.Struct, frozen=True, tag=True):
@@ -207,21 +152,6 @@ class ProbeBuffer(_Numbered, frozen=True, tag=True):
 
 class BuildGroup(_Numbered, frozen=True, tag=True):
     spec: GroupSpec
-
-
-class RunTransfer(_Numbered, frozen=True, tag=True):
-    buffer: int
-    spec: TransferSpec
-
-
-class TransferProgress(msgspec.Struct, frozen=True, tag=True):
-    """The first ``nbytes`` of the data section are packed, finally all.
-
-    It has no reply, and may come before :class:`RunTransfer`.
-    """
-
-    transfer: int
-    nbytes: int
 
 
 class RunCollective(_Numbered, frozen=True, tag=True):
@@ -257,16 +187,8 @@ class Pong(_Numbered, frozen=True, tag=True):
     moved: Moved | None = None
 
 
-class Built(_Numbered, frozen=True, tag=True):
-    seconds: float
-
-
-class Transferred(_Numbered, frozen=True, tag=True):
-    result: TransferResult
-
-
-class Collected(_Numbered, frozen=True, tag=True):
-    seconds: float
+class Done(_Numbered, frozen=True, tag=True):
+    """The group is formed, or the operation has run."""
 
 
 class Probed(_Numbered, frozen=True, tag=True):
@@ -293,8 +215,8 @@ class Failed(_Numbered, frozen=True, tag=True):
     links: tuple[tuple[str, str], ...] = ()
 
 
-Request = MapBuffer | ForgetBuffer | ProbeBuffer | BuildGroup | RunTransfer | TransferProgress | RunCollective | Ping
-Reply = Built | Transferred | Collected | Probed | Failed | Pong
+Request = MapBuffer | ForgetBuffer | ProbeBuffer | BuildGroup | RunCollective | Ping
+Reply = Done | Probed | Failed | Pong
 
 
 decode_forkserver_request: Callable[[bytes], ForkserverRequest] = frames.decoder(ForkserverRequest)

@@ -109,7 +109,8 @@ def checkpoint(path: Path | str) -> Checkpoint:
 
 
 def find_files(path: Path | str) -> Files:
-    """Return the files that :func:`checkpoint` reads.
+    """Return the paths of the files that :func:`checkpoint` reads; of them read an
+    index only.
 
     :raises replicas.errors.UsageError: a file is missing, or the choice of files is
         ambiguous.
@@ -140,7 +141,10 @@ def read_specs(files: Files) -> dict[str, TensorSpec]:
 
 
 def _choose_file(folder: Path) -> Path:
-    """Return the file, or the index, that holds the weights of a folder."""
+    """Return the file, or the index, that holds the weights of a folder.
+
+    :raises replicas.errors.UsageError: there is none, or the choice is ambiguous.
+    """
     if any(folder.glob(_SHARD)):  # transformers reads these; a consolidated checkpoint has the same index
         if not (folder / _INDEX).is_file():
             raise _parts_error(folder)
@@ -158,7 +162,12 @@ def _choose_file(folder: Path) -> Path:
 
 
 def _read_config(path: Path) -> str:
-    """Return the file of weights named by the config of a model, or an empty text."""
+    """Return the name of the weights' file that a model's config.json gives, or an
+    empty text if it gives none or is missing.
+
+    :raises replicas.errors.UsageError: the config is malformed, or that file is
+        missing.
+    """
     if not path.is_file():
         return ""
     with _named(path, "the config of a model"):
@@ -169,7 +178,11 @@ def _read_config(path: Path) -> str:
 
 
 def _group_by_file(index: _Index, path: Path) -> Mapping[Path, set[str]]:
-    """Return the names in each file of an index."""
+    """Return the names of the tensors in each file of an index, by the file's path.
+
+    :param path: path of the index itself.
+    :raises replicas.errors.UsageError: a file is missing.
+    """
     found: dict[Path, set[str]] = defaultdict(set)
     for name, file in index.weight_map.items():
         found[path.parent / file].add(name)
@@ -181,7 +194,10 @@ def _group_by_file(index: _Index, path: Path) -> Mapping[Path, set[str]]:
 
 @contextlib.contextmanager
 def _named(path: Path, kind: str = "a valid safetensors file") -> Iterator[None]:
-    """Name the file in errors that reading it raises."""
+    """Context manager: an error of reading a file in the block is raised as UsageError.
+
+    :param kind: what the file at ``path`` should have been, for the error.
+    """
     try:
         yield
     except OSError as error:
@@ -193,8 +209,8 @@ def _named(path: Path, kind: str = "a valid safetensors file") -> Iterator[None]
 
 
 def _find_conversion(path: Path) -> str:
-    """Return how to convert a file or folder written by torch itself, else an empty
-    text."""
+    """Return a hint for an error: the command that converts a file or folder written by
+    torch itself. Return an empty text for other files; convert nothing."""
     folder = path if path.is_dir() else path.parent
     if path.suffix == ".distcp" or (path.is_dir() and (folder / ".metadata").exists()):
         module = "torch.distributed.checkpoint.format_utils"
@@ -219,10 +235,14 @@ def _find_conversion(path: Path) -> str:
 
 
 def _literal(value: object) -> str:
+    """Return the value as a literal of Python without single quotes, for a shell
+    command."""
     return json.dumps(value, ensure_ascii=False)  # without the quotes that a shell would take
 
 
 def _parts_error(path: Path) -> errors.UsageError:
+    """Return the UsageError for files with parts of tensors; its hint has the command
+    that joins the parts."""
     folder = path if path.is_dir() else path.parent
     code = (
         "import os; from torch.distributed.checkpoint import HuggingFaceStorageReader as Reader; "
@@ -242,7 +262,11 @@ def _parts_error(path: Path) -> errors.UsageError:
 
 
 def _add_file(found: Checkpoint, path: Path, promised: set[str] | None) -> None:
-    """Add the tensors of a file. ``promised``: the names that an index gives to it."""
+    """Map a file; add its tensors, tied names and header texts to ``found``.
+
+    :param promised: names that an index gives to the file; None: no index was read.
+    :raises replicas.errors.UsageError: a name came before, or the index disagrees.
+    """
     with path.open("rb") as file:
         header = read_header(file.fileno())
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -277,7 +301,12 @@ def _read_ties(header: Header) -> dict[str, str]:
 
 
 def _spec(name: str, entry: FileEntry, stand_in: str | None) -> TensorSpec:
-    """``stand_in``: the dtype of U8, in files of releases that had no code for it."""
+    """Return name, dtype and shape of a tensor, as torch has them.
+
+    :param stand_in: the dtype that a file of an old release, which had no code for it,
+        records as U8 bytes; None for other tensors.
+    :raises ValueError: torch does not have the dtype, or rows are not whole bytes.
+    """
     known, shape, packed = stand_in or CODES.get(entry.dtype), entry.shape, PACKED.get(entry.dtype, 1)
     if known is None:
         raise ValueError(f"tensor {name!r} has dtype {entry.dtype}, which torch does not have")
@@ -291,6 +320,13 @@ def _spec(name: str, entry: FileEntry, stand_in: str | None) -> TensorSpec:
 
 
 def _tensor(data: mmap.mmap, start: int, name: str, entry: FileEntry, stand_in: str | None) -> torch.Tensor:
+    """Return a tensor of a mapped file: a view of ``data``, or a copy if it is not
+    aligned there.
+
+    :param start: offset of the tensors' data in the file, in bytes.
+    :param stand_in: dtype name to use where torch lacks the file's, or None.
+    :raises ValueError: the length of the bytes does not fit dtype and shape.
+    """
     (first, end), spec = entry.data_offsets, _spec(name, entry, stand_in)
     dtype, shape = torch_dtype(spec.dtype), spec.shape
     if prod(shape) * dtype.itemsize != end - first:
@@ -309,7 +345,8 @@ def differences(
     first: str = "the first",
     second: str = "the second",
 ) -> list[str]:
-    """Compare two sets of tensors bit by bit; return a line for each name that differs.
+    """Compare two sets of tensors bit by bit; return a line for each name that differs,
+    sorted; empty if none does.
 
     :param first: name of ``one`` in the lines. :param second: name of ``other``.
     """
@@ -318,17 +355,18 @@ def differences(
     for name in one.keys() & other.keys():
         ours, theirs = one[name], other[name]
         if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
-            found.append(f"{name}: {_kind(ours)}, {_kind(theirs)}")
+            found.append(f"{name}: {_kind(ours)} in {first}, {_kind(theirs)} in {second}")
         elif not _is_same(ours, theirs):
             found.append(f"{name}: values differ")
     return sorted(found)
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Bit by bit."""
+    """Return True if both tensors are equal bit by bit, in dtype and in shape."""
     alike = (one.dtype, one.shape) == (other.dtype, other.shape)
     return alike and torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
 def _kind(tensor: torch.Tensor) -> str:
+    """Return dtype and shape as a text: ``float32[2, 3]``."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

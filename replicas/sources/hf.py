@@ -101,6 +101,8 @@ class HfSource:
     """The result of :func:`hf`: an iterable of (name, tensor) with ``metadata()``."""
 
     def __init__(self, model: torch.nn.Module, adapter: str, frozen: bool, sync: str) -> None:
+        """Check the arguments, for ``adapter="only"`` also the model; gather
+        nothing."""
         if adapter not in ("merged", "only"):
             raise errors.UsageError(f"hf: adapter={adapter!r}", hint='pass "merged" or "only"')
         if sync not in ("none", "device"):
@@ -112,11 +114,13 @@ class HfSource:
             raise errors.UsageError("hf: this model has no adapter", hint='pass adapter="merged", or a PEFT model')
 
     def _peft_model(self) -> Any:
-        return self._planner.read_structure().peft_model
+        """Return the model of PEFT, without wrappers such as DDP, or None if it has no
+        adapters."""
+        return self._planner.unwrapped_structure().peft_model
 
     @property
     def adapter_config(self) -> str:
-        """Configuration of the adapter, as PEFT saves it (JSON), for
+        """The adapter's configuration, a text of JSON as PEFT saves it, to pass to
         ``publish(..., adapter=)``.
 
         :raises AttributeError: the source is not ``adapter="only"``, or several
@@ -132,21 +136,21 @@ class HfSource:
         return json.dumps({**found, "inference_mode": True}, default=sorted)
 
     def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-        """Return name, dtype and shape of each tensor in order, from the ranks' own
-        parts: no communication."""
+        """Return name, dtype and whole shape of each tensor in order, from the ranks'
+        own parts: no communication."""
         rows = self._planner.plan().rows
         return [(name, row.form.dtype, row.form.shape) for name, row in rows.items()]
 
     def resident(self) -> dict[str, torch.Tensor] | None:
-        """Return all tensors by name, as parts of the model's own memory that
+        """Return all tensors by name, as views of the model's own memory, which
         ``publish`` copies at once; None if any has to be gathered, merged or
         computed."""
         plan = self._planner.plan()
         return _views(plan) if _is_resident(plan) else None
 
     def destinations(self) -> dict[str, torch.Tensor]:
-        """Return the tensors to which :meth:`replicas.Update.load_into` writes: parts
-        of the model's own memory.
+        """Return the tensors to which :meth:`replicas.Update.load_into` writes: views
+        of the model's own memory, by name.
 
         :raises replicas.errors.UsageError: the model has adapters, or one of its
             tensors is not laid out as the checkpoint's.
@@ -174,6 +178,9 @@ class HfSource:
         return name in self._planner.kept_in_float32(dtype)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name and tensor of the checkpoint, in order. Each is gathered or merged
+        when its turn comes (a collective of all ranks), and freed after it; others are
+        views of the model's memory."""
         plan = self._planner.plan()
         with WholeTensors(plan) as whole:
             for name, row in plan.rows.items():
@@ -187,12 +194,14 @@ class HfSource:
 
 
 def _views(plan: Plan) -> dict[str, torch.Tensor]:
+    """Return the plan's tensors by name, as views of the model's own memory."""
     with torch.no_grad():
         state = {name: tensor.detach() for name, tensor in plan.state.items()}
         return {name: row.apply(state) for name, row in plan.rows.items()}
 
 
 def _is_resident(plan: Plan) -> bool:
+    """Return True if all tensors of the plan are views of the model's own memory."""
     used = {name for row in plan.rows.values() for name in row.inputs}
     if plan.merging is not None and not used.isdisjoint(plan.merging.origins):
         return False

@@ -88,6 +88,8 @@ class MegatronSource:
         float8: Callable[[str], bool] | None,
         share: tuple[int, int] | None,
     ) -> None:
+        """Check the arguments; without ``like`` and ``share`` walk ``export`` once, to
+        learn names, dtypes and shapes."""
         if not callable(export):
             hint = "pass a function: lambda: bridge.export_hf_weights(model)"
             raise errors.UsageError("megatron: a generator is used up by the first publish", hint=hint)
@@ -103,10 +105,14 @@ class MegatronSource:
         self._rows = [row for name, tensor in rows for row in self._described(name, tensor)] if share is None else []
 
     def metadata(self) -> list[_Row]:
-        """Name, dtype and shape of each tensor in order: no communication."""
+        """Return name, dtype and shape of each tensor in order, as found at the
+        construction; empty with ``share``. No communication."""
         return list(self._rows)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Begin a new walk; yield name and tensor, or None for a tensor that another
+        rank publishes. After an error in a tensor finish the walk, as other ranks take
+        part in it, then raise."""
         walk = self._pairs()
         for number, (name, tensor) in enumerate(walk):
             try:
@@ -118,6 +124,11 @@ class MegatronSource:
             yield from made
 
     def _made(self, number: int, name: str, tensor: torch.Tensor) -> tuple[tuple[str, torch.Tensor | None], ...]:
+        """Return the (name, tensor) pairs to publish for one exported tensor: two if it
+        is quantised; with None as tensor in another rank's share.
+
+        :param number: position of the tensor in the walk.
+        """
         if self._share is not None and number % self._share[1] != self._share[0]:
             return ((name, None),)
         if self._quantised(name, tensor.dtype, tensor.ndim):
@@ -126,12 +137,15 @@ class MegatronSource:
         return ((name, tensor.detach().to(self._published(name, tensor.dtype))),)
 
     def _pairs(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Call ``export`` to begin a walk; yield names and tensors, without steps that
+        have no tensor."""
         for step in self._export():
             name, tensor, *_ = step
             if tensor is not None:
                 yield name, tensor
 
     def _described(self, name: str, tensor: torch.Tensor) -> Iterator[_Row]:
+        """Yield the rows of :meth:`metadata` for one exported tensor."""
         shape = tuple(tensor.shape)
         if self._quantised(name, tensor.dtype, len(shape)):
             yield name, _FLOAT8, shape
@@ -140,15 +154,19 @@ class MegatronSource:
             yield name, self._published(name, tensor.dtype), shape
 
     def _quantised(self, name: str, dtype: torch.dtype, dimensions: int) -> bool:
+        """Return True if the tensor is to be quantised: a floating matrix whose name
+        the ``float8`` function accepts."""
         return self._float8 is not None and dimensions == 2 and dtype in _CAST and self._float8(name)
 
     def _published(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which a tensor that is not quantised is published:
+        ``dtype`` of the source, or its own for scales and other dtypes."""
         return self._dtype if self._dtype is not None and dtype in _CAST and not is_scale(name) else dtype
 
 
 def is_linear(name: str) -> bool:
-    """Return True for the matrices that float8 checkpoints quantise: those of attention
-    and experts, not embeddings, heads, norms and routers."""
+    """Return True for the names of matrices that float8 checkpoints quantise: those of
+    attention and experts, not embeddings, heads, norms and routers."""
     return name.endswith(".weight") and not name.endswith(_KEPT)
 
 

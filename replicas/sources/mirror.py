@@ -84,6 +84,8 @@ class Mirror:
         like: Path | None = None,
         marker: str = "",
     ) -> None:
+        """Check the arguments, create and lock the folder, and remove unfinished
+        folders."""
         self._folder, self._keep, self._name, self._marker = folder, keep, name, marker
         if "{" not in name:
             raise errors.UsageError(f"name {name!r} is the same for all versions", hint='e.g. "step_{step}"')
@@ -105,18 +107,21 @@ class Mirror:
             raise
 
     def close(self) -> None:
-        """Let other mirrors write to the folder."""
+        """Release the lock, so that other mirrors may write; all versions stay."""
         os.close(self._lock)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Close the mirror."""
         self.close()
 
     def write(self, file: int, version: Version) -> Path:
         """Write the folder of a version unless it is already the newest; return its
         path.
+
+        Point ``latest`` to it, and remove the oldest versions beyond ``keep``.
 
         :param file: a descriptor of ``update.path``.
         :raises replicas.errors.UsageError: the folder cannot be written, or ``meta``
@@ -136,6 +141,11 @@ class Mirror:
         return place
 
     def _write(self, place: Path, file: int, version: Version, kept: dict[Path, Version]) -> None:
+        """Write a version's folder at ``place``, and point ``latest`` to it.
+
+        :param kept: notes of all versions in the mirror's folder, by path. One at
+            ``place`` is replaced; anything else there raises UsageError.
+        """
         replaces = os.path.lexists(place)
         if replaces and place not in kept:
             text = f"{place} is there already, and is not a version of a mirror"
@@ -149,6 +159,9 @@ class Mirror:
             raise
 
     def _make_name(self, version: Version) -> str:
+        """Return the name of a version's folder, made from the mirror's ``name``
+        pattern; create nothing. Raises UsageError if ``meta`` lacks a key, or the name
+        is not valid."""
         number, meta = version.version, version.meta
         try:
             name = self._name.format_map({**meta, "version": number})
@@ -160,7 +173,12 @@ class Mirror:
         return name
 
     def _fill_part(self, place: Path, file: int, version: Version, kept: dict[Path, Version]) -> Path:
-        """Write the version to a hidden folder; return its path."""
+        """Write the version and the files beside it to a hidden folder; return its
+        path.
+
+        :param kept: notes of the versions that are there; the new ``sequence`` is above
+            theirs.
+        """
         part = self._free_path(place.name)
         part.mkdir()
         for one in self._beside:
@@ -177,8 +195,8 @@ class Mirror:
         return part
 
     def _move_in(self, place: Path, part: Path, swap: Callable[[Path, Path], None]) -> None:
-        """Rename the finished folder and point ``latest`` to it; undo both on an
-        error."""
+        """Move the finished folder ``part`` to ``place`` by ``swap(part, place)``, and
+        point ``latest`` to it; undo both on an OSError."""
         link = self._make_link(place)
         swap(part, place)
         try:
@@ -188,7 +206,9 @@ class Mirror:
             raise
 
     def _swap_folders(self, part: Path, place: Path) -> None:
-        """Swap the names of two folders; ``latest`` leads to a whole one meanwhile."""
+        """Swap the names of two folders; ``latest`` leads to a whole one meanwhile.
+        Where the file system cannot do that atomically, ``place`` is missing for an
+        instant."""
         if _exchange_names(part, place):
             return
         # This file system (NFS) lacks that call: the name is missing for an instant, in
@@ -203,6 +223,8 @@ class Mirror:
         gone.rename(part)
 
     def _make_link(self, target: Path) -> Path:
+        """Create a hidden link, with a free name, to a folder beside it; return the
+        link's path."""
         link = self._free_path(LATEST)
         link.symlink_to(target.name)
         return link
@@ -216,20 +238,21 @@ class Mirror:
             return ""
 
     def _read_versions(self) -> dict[Path, Version]:
-        """Return the note of each version's folder, by path."""
+        """Read the note (:class:`Version`) of each version's folder; return them by
+        path."""
         there = (one for one in self._folder.iterdir() if not one.name.startswith(".") and not one.is_symlink())
         return {one: note for one in there if (note := _read_note(one)) is not None}
 
     def _free_path(self, name: str) -> Path:
         """Return a free hidden path in the folder, of a form that :meth:`_remove_parts`
-        removes."""
+        removes; create nothing."""
         paths = (self._folder / f".{name}.{number}{_PART}" for number in itertools.count())
         return next(one for one in paths if not os.path.lexists(one))
 
     def _remove_parts(self) -> None:
-        """Remove hidden paths except the target of ``latest``. A path that cannot be
-        removed now (NFS keeps files that a reader has open) is removed with a later
-        version."""
+        """Remove hidden folders and links that :meth:`write` has left, except the
+        target of ``latest``. A path that cannot be removed now (NFS keeps files that a
+        reader has open) is removed with a later version."""
         latest = self._read_latest()
         for one in self._folder.glob(f".*{_PART}"):
             with contextlib.suppress(OSError):
@@ -248,6 +271,11 @@ def _exchange_names(one: Path, other: Path) -> bool:
 
 
 def _lock_folder(file: int, folder: Path) -> None:
+    """Lock the folder exclusively, by a descriptor of its lock file; only warn if the
+    file system cannot lock.
+
+    :raises replicas.errors.UsageError: another mirror has the lock.
+    """
     try:
         if hold_exclusive(file):
             return
@@ -258,7 +286,8 @@ def _lock_folder(file: int, folder: Path) -> None:
 
 
 def _read_note(folder: Path) -> Version | None:
-    """Return the note of a version's folder, or None if it has no valid note."""
+    """Read the note (:class:`Version`) of a folder; return None if it has no valid
+    note."""
     try:
         return msgspec.convert(json.loads((folder / NOTE).read_bytes()), Version)  # msgspec's own reader takes no nan
     except (OSError, ValueError, *MALFORMED):
@@ -266,14 +295,18 @@ def _read_note(folder: Path) -> Version | None:
 
 
 def _is_same(note: Version, version: Version) -> bool:
+    """Return True if a folder's note describes this version; ``sequence`` may
+    differ."""
     return msgspec.structs.replace(note, sequence=version.sequence) == version
 
 
 def _is_beside(path: Path) -> bool:
+    """Return True for a file to copy beside a version: one without weights."""
     return path.is_file() and not path.name.endswith(_WEIGHTS)
 
 
 def _is_component(name: str) -> bool:
+    """Return True for a valid, visible name of one file or folder."""
     return (
         bool(name)
         and not name.startswith(".")
@@ -285,6 +318,8 @@ def _is_component(name: str) -> bool:
 
 @contextlib.contextmanager
 def _writing(path: Path) -> Iterator[None]:
+    """Context manager: an OSError in the block is raised as UsageError, with the
+    path."""
     try:
         yield
     except OSError as error:

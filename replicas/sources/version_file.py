@@ -48,7 +48,10 @@ _ENTRY = msgspec.json.Decoder(FileEntry)
 
 
 def read_header(fd: int) -> Header:
-    """Read the header of a safetensors file, and check it as safetensors does."""
+    """Read the header of the safetensors file of a descriptor, whose position stays.
+
+    :raises ValueError, msgspec.DecodeError: safetensors would refuse the file, too.
+    """
     length, room = int.from_bytes(os.pread(fd, 8, 0), "little"), os.fstat(fd).st_size - 8
     if not 2 <= length <= min(_HEADER_NBYTES, room):
         raise ValueError("it does not have a header")
@@ -105,10 +108,11 @@ def save(version: int, path: Path, metadata: Mapping[str, str]) -> None:
 
 
 def _lay_out(header: Header) -> tuple[dict[str, FileEntry], list[tuple[int, int]]]:
-    """Return the entries of all names, and the byte ranges of the version to copy, in
-    order.
+    """Return the header entries of the file to write, by all names of the tensors, and
+    the byte ranges of the version's file to copy, as (start, end) in order.
 
-    A copy follows its tensor: so all stay aligned to their items, as in a slot.
+    A tied tensor has a copy for each name, right behind it: so all stay aligned to
+    their items, as in a slot.
     """
     aliases = decode_texts(header.metadata, "replicas.aliases")
     named = header.entries | {alias: header.entries[name] for alias, name in aliases.items()}
@@ -127,6 +131,12 @@ def _lay_out(header: Header) -> tuple[dict[str, FileEntry], list[tuple[int, int]
 
 
 def _write(folder: int, name: str, header: bytes, version: int, spans: Iterable[tuple[int, int]]) -> None:
+    """Write header and byte ranges to a new file, sync it, and rename it to ``name``,
+    over a file of that name. On an error nothing is left.
+
+    :param folder: descriptor of the folder. :param version: descriptor of the file to
+        copy from. :param spans: (start, end) in it, in bytes.
+    """
     beside = f".{name}.{os.getpid()}.part"
     try:
         file, unnamed = os.open(".", os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o666, dir_fd=folder), True
@@ -157,7 +167,10 @@ def _write(folder: int, name: str, header: bytes, version: int, spans: Iterable[
 
 
 def digest(version: int) -> str:
-    """Return the digest of the file of a version, as in the publisher's receipt."""
+    """Compute the digest of a version's tensors, as in the publisher's receipt.
+
+    :param version: a descriptor of the version's file, whose header is left out.
+    """
     start = read_header(version).start
     nbytes = os.fstat(version).st_size
     with mmap.mmap(version, nbytes, access=mmap.ACCESS_READ) as data, memoryview(data) as view, view[start:] as part:

@@ -24,6 +24,7 @@ linux.require()
 
 
 def __getattr__(name: str) -> object:
+    """Import :class:`Supervisor` at its first use; AttributeError for other names."""
     if name == "Supervisor":
         from replicas.supervisor.supervisor import Supervisor
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from replicas.cli.main import supervisor_main
+from replicas.cli.main import main
 
 if __name__ == "__main__":
-    sys.exit(supervisor_main())
+    sys.exit(main(["run", *sys.argv[1:]]))

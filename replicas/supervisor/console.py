@@ -41,7 +41,7 @@ class Console:
 
     @contextmanager
     def logging(self) -> Iterator[None]:
-        """Context manager: show log records here, unless logging is configured."""
+        """Context manager: print logged warnings here if logging has no handler."""
         root = logging.getLogger()
         handler = _Handler(self) if not root.handlers else None
         if handler is not None:
@@ -54,16 +54,21 @@ class Console:
                 root.removeHandler(handler)
 
     def _missing(self, count: int) -> None:
+        """Print the number of dropped lines, in place of those lines."""
         self._show(f"({count} lines before this one were dropped: the output was blocked)")
 
     def _show(self, text: str) -> None:
+        """Write the text as lines, in the thread; ignore errors. Blocks."""
         with suppress(
             OSError
         ):  # the terminal is gone, or its disk is full: the run continues, and the events are on disk
             self._put(f"{lines(text)}\n".encode())
 
     def _put(self, data: bytes) -> None:
-        """Write without :data:`sys.stderr`, as a hang in it blocks the exit."""
+        """Write all bytes to the descriptor. Blocks.
+
+        Does not use :data:`sys.stderr`, as a hang in it blocks the exit.
+        """
         while data:
             try:
                 data = data[os.write(self._descriptor, data) :]

@@ -5,16 +5,11 @@ preemption: drain, and exit with 75. HUP reloads the config file; but if the ter
 gone it drains, unless the process was started by nohup. A drain or preemption during
 the start cancels the start.
 
-:class:`Notifier` speaks the protocol of sd_notify(3): one datagram of ``NAME=value``
-lines per message. It never waits: if the receiver's buffer is full, the fields are sent
-with the next message.
-
-:class:`Watcher` sends ``READY=1`` when the control port answers and replicas are being
-started. Their readiness is in ``STATUS`` and ``/readyz``, because a start must not fail
-if a model loads for longer than systemd waits. During a drain it sends
-``EXTEND_TIMEOUT_USEC``; the drain has its own deadlines. ``WATCHDOG=1`` is sent only if
-the control loop has run since the last one: systemd kills a hung supervisor, and the
-shims then end their processes.
+:class:`Notifier` speaks sd_notify(3), a datagram of ``NAME=value`` lines per message;
+fields that a full buffer refuses go with the next one. :class:`Watcher` sends
+``READY=1`` when the control port answers: a start must not fail if a model loads for
+longer than systemd waits. A drain sends ``EXTEND_TIMEOUT_USEC``. ``WATCHDOG=1`` is sent
+only if the control loop has run since the last one: systemd kills a hung supervisor.
 """
 
 from __future__ import annotations
@@ -37,7 +32,7 @@ import anyio
 from replicas import environ, errors
 from replicas.common.foreign import one_line
 from replicas.common.logs import Log
-from replicas.common.tasks import kept
+from replicas.common.tasks import keep_until_done
 from replicas.config.structs import Config
 from replicas.control.exit_codes import CUT, DONE, PREEMPTED, SUPERVISED, USAGE
 from replicas.linux import inherited
@@ -64,8 +59,7 @@ _LINE_CHARACTERS = 900
 def supervise(config: Config, surroundings: SchedulerHooks = SchedulerHooks()) -> int:
     """Run ``config`` to its end in this process, with human-readable lines on stderr.
 
-    :return: one of :mod:`replicas.control.exit_codes`: ``DONE``, ``FAILED``, ``USAGE``,
-        ``SUPERVISED`` or ``PREEMPTED``.
+    :return: one of :mod:`replicas.control.exit_codes`.
     :raises replicas.errors.UsageError: the run cannot be started with this config (a
         BadConfig if its plan does not fit the machine).
     """
@@ -138,7 +132,7 @@ def _invitations(supervisor: Supervisor) -> Iterator[str]:
 
 
 def _named(config: Config) -> str:
-    """Return the config's path as an argument of a command in this folder."""
+    """Return the config's path after a blank, as an argument in this folder, or ""."""
     source = config.source
     if source is None:
         return ""
@@ -161,6 +155,7 @@ class _Terminal:
 
     @staticmethod
     def _is_controlled() -> bool:
+        """Return True if this process has a controlling terminal."""
         try:
             os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC))
         except OSError:
@@ -169,7 +164,7 @@ class _Terminal:
 
 
 class _Operator:
-    """Carries out the operator's signals, each in its own task."""
+    """Carries out signals, each in its own task. ``name``: that of the signal."""
 
     def __init__(
         self,
@@ -187,14 +182,14 @@ class _Operator:
         self._terminal = _Terminal()
         self._ending = False
         self._starting: asyncio.Task[object] | None = None
-        self._reload_again = False
-        self._reloading: asyncio.Task[None] | None = None
-        self._changing: set[asyncio.Task[None]] = set()
-        """Reloads in progress."""
+        self._reload_asked = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._reloads = {self.spawn(self._reload_when_asked())}
+        """The tasks of reloads, which the end of the run cancels."""
 
     @contextmanager
     def listening(self) -> Iterator[None]:
+        """Context manager: handle the signals, and ignore them after the block."""
         loop = asyncio.get_running_loop()
         signals = {
             signal.SIGTERM: self._drain,
@@ -218,9 +213,9 @@ class _Operator:
                 signal.signal(signum, signal.SIG_IGN)
 
     async def finish(self) -> None:
-        for task in (self._reloading, *self._changing):
-            if task is not None:
-                task.cancel()
+        """Cancel all reloads, and wait for the other tasks of signals."""
+        for task in self._reloads:
+            task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)  # each has reported its own error
 
     async def entered(self, stack: AsyncExitStack) -> bool:
@@ -244,6 +239,7 @@ class _Operator:
         return entered
 
     def _give_up(self, name: str) -> bool:
+        """Cancel the start, if it is in progress. Return True if it was."""
         if self._starting is None:
             return False
         self._say(f"{name}: cancelling the start")
@@ -251,6 +247,7 @@ class _Operator:
         return True
 
     def _drain(self, name: str) -> None:
+        """Drain the run, or cancel its start; a second call kills the processes."""
         if self._ending:
             self._say(f"{name}: killing the remaining processes")
         elif not self._give_up(name):
@@ -260,6 +257,7 @@ class _Operator:
         self._watcher.stopping()
 
     def _preempt(self, name: str) -> None:
+        """Drain for a preemption, or cancel the start; ignored if the run ends."""
         if self._ending:
             self._say(f"{name}: already draining")
             return
@@ -270,54 +268,57 @@ class _Operator:
         self._watcher.stopping()
 
     async def _end(self, *, hurry: bool = False, preempted: bool = False) -> None:
+        """Wait for the start, then preempt or drain the run; ``hurry``: by SIGKILL."""
         await self.started.wait()
         await (self._supervisor.preempt() if preempted else self._supervisor.drain(hurry=hurry))
 
     def _hang_up(self, name: str) -> None:
+        """Reload the config, or drain the run if its terminal is gone."""
         if self._terminal.gone:
             if not self._ending:
                 self._drain(f"{name} of a terminal that is gone")
         elif self._ending:
             self._say(f"{name}: ignored while draining")
-        elif self._reloading is not None and not self._reloading.done():
-            self._reload_again = True
         else:
-            self._reloading = self.spawn(self._reload(name))
+            self._reload_asked.set()
 
-    async def _reload(self, name: str) -> None:
-        """Reload the config until it is in use or refused; repeat if asked meanwhile.
+    async def _reload_when_asked(self) -> None:
+        """Reload the config when asked, one reload at a time, until cancelled.
 
-        Does not wait for its changes, which may take long or never end.
+        A reload ends when the config is in use or refused; its changes may take long or
+        never end.
         """
         await self.started.wait()
-        self._reload_again = True
-        while self._reload_again:
-            self._reload_again = False
-            self._say(f"{name}: reloading {self._supervisor.config.source}")
+        while await self._reload_asked.wait():
+            self._reload_asked.clear()
+            self._say(f"SIGHUP: reloading {self._supervisor.config.source}")
             decided = asyncio.Event()
-            kept(self.spawn(self._change(name, decided)), self._changing)
+            keep_until_done(self.spawn(self._change(decided)), self._reloads)
             with self._notifier.reloading():
                 await decided.wait()
 
-    async def _change(self, name: str, decided: asyncio.Event) -> None:
+    async def _change(self, decided: asyncio.Event) -> None:
+        """Reload the config once; set ``decided`` when it is in use or refused."""
+
         def accepted(reloaded: Reloaded) -> None:
             parts = (("changed", reloaded.changed), ("added", reloaded.added), ("removed", reloaded.removed))
             words = "; ".join(f"{word}: {', '.join(names)}" for word, names in parts if names)
-            self._say(f"{name}: in use{'; ' if words else ''}{words}")
+            self._say(f"SIGHUP: in use{'; ' if words else ''}{words}")
             decided.set()
 
         try:
             await self._supervisor.reloading.reload(accepted=accepted)
         except errors.ReplicasError as error:
-            self._say(f"{name}: {'' if decided.is_set() else 'nothing is changed: '}{error}")
+            self._say(f"SIGHUP: {'' if decided.is_set() else 'nothing is changed: '}{error}")
         finally:
             decided.set()
 
     def spawn(self, work: Coroutine[object, object, object]) -> asyncio.Task[None]:
-        return kept(asyncio.create_task(self._reporting(work)), self._tasks)
+        """Run the work in a task, which prints its error."""
+        return keep_until_done(asyncio.create_task(self._reporting(work)), self._tasks)
 
     async def _reporting(self, work: Coroutine[object, object, object]) -> None:
-        """Report the work's error now: its task is awaited only at the run's end."""
+        """Run the work, and print its error at once instead of raising it."""
         try:
             await work
         except errors.ReplicasError as error:
@@ -339,8 +340,7 @@ class Notifier:
 
     @classmethod
     def from_environ(cls, environ: MutableMapping[str, str]) -> Notifier:
-        """Create it from variables in ``environ``; remove those, so that replicas do
-        not inherit them."""
+        """Create it; remove its variables from ``environ``, which replicas inherit."""
         address = environ.pop("NOTIFY_SOCKET", "")
         usec, pid = environ.pop("WATCHDOG_USEC", ""), environ.pop("WATCHDOG_PID", "")
         ours = not pid or pid == str(os.getpid())
@@ -349,6 +349,7 @@ class Notifier:
 
     @property
     def wanted(self) -> bool:
+        """True if there is an address to send to, until :meth:`close`."""
         return self._socket is not None
 
     def send(self, **fields: str) -> bool:
@@ -372,7 +373,7 @@ class Notifier:
 
     @contextmanager
     def reloading(self) -> Iterator[None]:
-        """Context manager: report a reload."""
+        """Context manager: send that a reload has begun, and that it is over."""
         self.send(RELOADING="1", MONOTONIC_USEC=str(time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000))
         try:
             yield
@@ -410,6 +411,7 @@ class Watcher:
             self.send_changes(time.monotonic())
 
     def stopping(self) -> None:
+        """Send, once, that the run is being ended."""
         if not self._stopping:
             self._stopping = True
             self._notifier.send(STOPPING="1")
@@ -421,9 +423,7 @@ class Watcher:
         if line != self._status:
             fields["STATUS"] = self._status = line
         if status.draining:
-            if not self._stopping:
-                self._stopping = True
-                fields["STOPPING"] = "1"
+            self.stopping()
             fields["EXTEND_TIMEOUT_USEC"] = str(int(_EXTENSION_S * _USEC))
         watchdog_s, looked_at = self._notifier.watchdog_s, self._supervisor.looked_at
         due = watchdog_s is not None and now - self._alive_at >= watchdog_s / _WATCHDOG_SHARE * 0.9

@@ -15,7 +15,7 @@ raises an error. A group that is added again waits for its own removal.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,11 @@ from replicas.config import file as config_file
 from replicas.config.diff import ConfigDiff, diff
 from replicas.config.structs import Config
 from replicas.supervisor.agent.machine import Machine
-from replicas.supervisor.fleet.causes import Cause
 from replicas.supervisor.fleet.context import FleetContext
 from replicas.supervisor.fleet.fleet import Fleet
 from replicas.supervisor.fleet.group import Group
 from replicas.supervisor.fleet.plans import with_sizes
-from replicas.supervisor.fleet.replica import Replica
+from replicas.supervisor.state.run_state import Cause
 from replicas.telemetry.events import Reloaded, ReloadRefused
 
 _CHANGED = Cause("reload", "its config has changed")
@@ -68,7 +67,18 @@ class Reloading:
         *,
         accepted: Callable[[Reloaded], None] = lambda _: None,
     ) -> Reloaded:
-        """See :meth:`replicas.Supervisor.reload`; ``accepted``: called when in use."""
+        """Replace the config of the run, and wait until all changes are carried out.
+
+        A config that is refused changes nothing: an event is emitted, and the error
+        raised.
+
+        :param config: default: read the file of the present one again.
+        :param accepted: called once, when the config is in use, before its restarts
+            end.
+        :returns: the event with the names of changed, added and removed groups.
+        :raises replicas.errors.WorldError: a restart failed, or a newer reload
+            cancelled it.
+        """
         async with self._one_at_a_time:
             context, fleet = self._context, self._fleet()
             fleet.refuse_while_draining()
@@ -84,7 +94,7 @@ class Reloading:
                 kept = config.groups.keys() - found.resized.keys() - self._sizes.keys()
                 sizes = {name: group.size for name, group in fleet.groups.items() if name in kept}
                 machine = await self._check_plan(with_sizes(config, sizes))
-                fleet.save(order=True)
+                context.save(order=True)
             except errors.ReplicasError as error:
                 problems = error.problems if isinstance(error, errors.BadConfig) else (str(error),)
                 context.emit(ReloadRefused(problems=tuple(problems)))
@@ -102,20 +112,26 @@ class Reloading:
         await self._carry_out(found, rolls)
         return reloaded
 
-    async def catch_up(self, outdated: Mapping[str, Sequence[Replica]]) -> None:
-        """Restart replicas that still run with an older config, because it changed
-        without a supervisor, or because an earlier supervisor did not finish."""
-        for name, replicas in outdated.items():
-            group = self._fleet().groups.get(name)
-            if group is None:
-                continue  # a reload has removed it meanwhile
+    async def catch_up(self) -> None:
+        """Restart replicas that the config would start differently or elsewhere,
+        rolling, one group after another.
+
+        The config changed without a supervisor, or an earlier one did not finish. A
+        group that fails is only reported.
+        """
+        groups, misplaced = self._fleet().groups, self._context.resources.misplaced
+        for group in [*groups.values()]:
+            alive = [one for one in group.replicas.values() if one.life.alive]
+            chosen = {one.index for one in alive if one.outdated or misplaced(group.config, one.index)}
+            if not chosen or groups.get(group.config.name) is not group:  # a reload has removed it meanwhile
+                continue
             try:
-                await self._roll(group, _CHANGED, [one.index for one in replicas])
+                await self._roll(group, _CHANGED, chosen)
             except errors.ReplicasError as error:
-                self._context.say(f"group {name}, whose config has changed: {error}")
+                self._context.say(f"group {group.config.name}, whose config has changed: {error}")
 
     def _rolls_for(self, new: Config, found: ConfigDiff) -> dict[str, tuple[Cause, frozenset[int]]]:
-        """Return the replicas to restart, and why, by the name of their group.
+        """Return ``{group: (cause, indices)}``: the replicas to restart, and why.
 
         All of a group, if the restart of an earlier reload is still in progress.
         """
@@ -131,7 +147,12 @@ class Reloading:
         return rolls
 
     def _apply_config(self, new: Config, found: ConfigDiff, rolls: Iterable[str]) -> Reloaded:
-        """Use the config, and take the steps that do not wait."""
+        """Use the config in all groups, add its new groups, and save; restart nothing.
+
+        Cancel earlier rolling restarts of the groups in ``rolls`` and the removed ones.
+
+        :returns: the event, which was emitted.
+        """
         context, fleet = self._context, self._fleet()
         for name in (*rolls, *found.removed):
             if name in self._rolls:
@@ -148,11 +169,12 @@ class Reloading:
         changed = tuple(dict.fromkeys((*found.restarted, *found.adjusted, *found.resized)))
         reloaded = Reloaded(changed=changed, added=found.added, removed=found.removed)
         context.emit(reloaded)
-        fleet.save(order=True)
+        context.save(order=True)
         context.wake_monitor()
         return reloaded
 
     async def _carry_out(self, found: ConfigDiff, rolls: Mapping[str, tuple[Cause, frozenset[int]]]) -> None:
+        """Restart, scale and remove groups concurrently; then raise the first error."""
         steps: list[Coroutine[Any, Any, None]] = [self._remove(name) for name in found.removed]
         for name in dict.fromkeys((*found.resized, *rolls)):
             steps.append(self._restart_and_scale(name, *rolls.get(name, (_CHANGED, frozenset()))))
@@ -168,7 +190,10 @@ class Reloading:
         await asyncio.shield(task)
 
     async def _restart_and_scale(self, name: str, cause: Cause, indices: frozenset[int]) -> None:
-        """Restart these replicas, then scale, so that none starts twice."""
+        """Restart the replicas ``indices``, then scale the group if it has a new size.
+
+        Each waits for the other, so that no replica starts twice.
+        """
         fleet = self._fleet()
         group = fleet.groups[name]
         if indices:
@@ -178,7 +203,11 @@ class Reloading:
             await fleet.scale(group, size)
 
     async def _roll(self, group: Group, cause: Cause, indices: Collection[int]) -> None:
-        """Restart the replicas, rolling, until a newer reload takes over."""
+        """Restart these replicas, some at a time; skip finished and stopped ones.
+
+        :raises replicas.errors.WorldError: a replica failed, or a newer reload took
+            over.
+        """
         fleet, name = self._fleet(), group.config.name
         there = [one for one in fleet.targets(name) if one.index in indices]
         chosen = [one for one in there if one.life.state != "finished" and not one.unwanted]

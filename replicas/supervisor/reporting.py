@@ -17,7 +17,7 @@ import anyio
 import anyio.to_thread
 
 from replicas.common.logs import Log
-from replicas.common.tasks import telling
+from replicas.common.tasks import say_if_slow
 from replicas.core.lives.lease_times import lost_after_s
 from replicas.status import RunStatus
 from replicas.supervisor.fleet.causes import FailureReports
@@ -58,7 +58,7 @@ class Reporting:
         """Set when each Prometheus has scraped the end, or at :meth:`hurry`."""
 
     def open(self, stack: AsyncExitStack, events: EventLog, run: str) -> EventLog:
-        """Use this event log until the stack ends, and return it.
+        """Use this event log, which the stack's end closes, and return it.
 
         Export syncs as OpenTelemetry spans if the environment names an exporter.
         """
@@ -70,14 +70,14 @@ class Reporting:
         return events
 
     def say(self, text: str) -> None:
-        """Pass a line for people to ``report``; log its errors."""
+        """Call ``report`` with a line for people; log an exception that it raises."""
         try:
             self._report(text)
         except BaseException:  # code of the program that embeds this: the run continues
             log.exception("report() failed on %s", text)
 
     def emit(self, event: Event) -> None:
-        """Pass an event to the event file, its followers and the counters."""
+        """Pass an event to the file, followers, counters and spans; print failures."""
         record = self.events.emit(event)
         if self._traces is not None:
             self._traces.put(record)
@@ -85,7 +85,11 @@ class Reporting:
             self.say(text)
 
     def tell_of_leases(self, unseen: Collection[Lease]) -> None:
-        """Emit an event if leases of unknown processes keep all replicas waiting."""
+        """Emit an event if leases of unknown processes keep all replicas waiting.
+
+        :param unseen: leases (how long an agent may run alone) under which they may
+            run.
+        """
         if unseen:
             nodes = tuple(dict.fromkeys(one.node for one in unseen))
             seconds = lost_after_s(max(one.lease_s for one in unseen))
@@ -94,8 +98,9 @@ class Reporting:
     def count_refused(self, refused: Mapping[str, int], now: float | None = None) -> None:
         """Emit the connections refused since the last call, one event per reason.
 
-        If ``now`` is given, at most every 10 s, so that floods of connections or page
-        requests do not displace older events in the file.
+        :param refused: the total number so far, by reason.
+        :param now: monotonic time. If given, emit at most every 10 s, so that floods of
+            connections do not displace older events in the file.
         """
         for reason, count in self._refusals.since(refused, now):
             self.emit(ConnectionsRefused(reason=reason, count=count))
@@ -107,19 +112,22 @@ class Reporting:
         self.events.finish()
 
     def hurry(self) -> None:
-        """Do not wait for scrapes at the end of the run."""
+        """Let :meth:`last_scrape` return immediately, now or when it is called."""
         self._seen_off.set()
 
     async def last_scrape(self) -> None:
-        """Wait until each regular Prometheus has scraped the end of the run."""
+        """Wait up to 10 s until each regular Prometheus has scraped the run's end."""
         if due_s := self._scrapes.due_s(time.monotonic()):
             wait_s = min(due_s, _LAST_SCRAPE_S)
             text = f"waiting for a last scrape by Prometheus, {wait_s:.0f} s at most"
-            with anyio.move_on_after(wait_s), telling(self.say, text):
+            with anyio.move_on_after(wait_s), say_if_slow(self.say, text):
                 await self._seen_off.wait()
 
     def scrape(self, accept: str, client: str) -> tuple[bytes, str]:
-        """See :meth:`replicas.Supervisor.scrape`."""
+        """Note a scrape by ``client``, an address; return the metrics and Content-Type.
+
+        :param accept: the Accept header, which chooses the format.
+        """
         now, over = time.monotonic(), self.ended is not None
         self._scrapes.note_scrape(client, now, over=over)
         if over and not self._scrapes.due_s(now):

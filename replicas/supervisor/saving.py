@@ -23,7 +23,7 @@ class Saving:
         self._helpers: dict[int, ProcessRecord] = {}
 
     def save(self, fleet: Fleet, events: EventLog, draining: str, *, sync: bool) -> bool:
-        """Write the present state. Return False if writing fails.
+        """Write the present state to state.json. Return False if writing fails.
 
         :param draining: why the whole run is being drained, or "".
         :param sync: make it survive a crash of the machine, too.
@@ -49,7 +49,7 @@ class Saving:
         )
 
     def _helper_records(self) -> tuple[ProcessRecord, ...]:
-        """Return records of the store and the agent; look up only new processes."""
+        """Return pid and start time of the store and the agent, cached by pid."""
         known, self._helpers = self._helpers, {}
         for pid in filter(None, (self._context.coordinator.store_pid, self._nodes.agent_pid)):
             try:

@@ -5,13 +5,12 @@ the coordinator (store, sessions, control port) and the control socket, and pass
 groups to a :class:`~replicas.supervisor.fleet.fleet.Fleet`. All commands arrive here,
 from an embedding program, the control port, the socket or a signal.
 
-Every event goes through :meth:`Supervisor.emit` (:mod:`replicas.supervisor.reporting`).
-State that must survive a kill is written (:mod:`replicas.supervisor.saving`) before it
-takes effect. At the end of the run the replicas end first, then the events close, then
-the agents end, and the coordinator and its port close last, so that ranks can leave in
-order. This process never imports torch.
+Every event goes through :meth:`Supervisor.emit`. State that must survive a kill is
+written before it takes effect. At the end of the run the replicas end first, then the
+events close, then the agents end, and the coordinator and its port last, so that ranks
+can leave in order. This process never imports torch.
 
-The class has many methods, because an embedding program calls each order and query.
+The class has many methods: an embedding program calls each order and query.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ import replicas
 from replicas import errors
 from replicas.common import own_loop
 from replicas.common.logs import Log
-from replicas.common.tasks import telling
+from replicas.common.tasks import say_if_slow
 from replicas.config import file as config_file
 from replicas.config.structs import Config
-from replicas.control.access import ByToken
+from replicas.control.access import ByToken, everyone
 from replicas.control.app import control_routes
 from replicas.control.exit_codes import BUG, CUT, DONE, PREEMPTED
 from replicas.control.log_files import LogReader, Selection
@@ -52,19 +51,18 @@ from replicas.messages.bounds import REPLICAS_MAX
 from replicas.status import RunStatus
 from replicas.supervisor.agent.checks import Finding
 from replicas.supervisor.agent.machine import Machine, node_name
+from replicas.supervisor.fleet.agent_route import agent_route
 from replicas.supervisor.fleet.context import FleetContext
 from replicas.supervisor.fleet.fleet import Fleet
-from replicas.supervisor.fleet.group import Group
 from replicas.supervisor.fleet.nodes import Nodes, longest_lease_of
 from replicas.supervisor.fleet.plans import fitting, machine_for, refuse_unfit, with_sizes
-from replicas.supervisor.fleet.replica import Replica
 from replicas.supervisor.fleet.resources import Resources
 from replicas.supervisor.in_thread import finish_in_thread
 from replicas.supervisor.reloading import Reloading
 from replicas.supervisor.reporting import Reporting
 from replicas.supervisor.saving import Saving
 from replicas.supervisor.state.marks import check_mark
-from replicas.supervisor.state.run_state import Saved
+from replicas.supervisor.state.run_state import Saved, ShimRecord
 from replicas.supervisor.state.state import StateDir
 from replicas.telemetry.events import Event, Record, Reloaded, RunEnded, TokenChanged
 from replicas.telemetry.metrics import Metrics
@@ -112,6 +110,7 @@ class Supervisor:
             say=self.say,
             save=self.save,
             spawn=self.spawn,
+            start_shim=lambda spec, changed: self._nodes.cluster.start_shim(spec, changed),
         )
         self._reporting = Reporting(report or log.info, self.status)
         self.on_open: Callable[[], None] = lambda: None
@@ -142,8 +141,9 @@ class Supervisor:
         return self._reporting.metrics
 
     def _make_coordinator(self) -> Coordinator:
+        """Create the coordinator, not started, with routes of agents and orders."""
         config = self.config
-        access = ByToken(lambda: self.coordinator.tokens, self._refused)
+        access = ByToken(lambda: self.coordinator.tokens, self._count_refusal)
         coordinator = Coordinator(
             config.channels,
             run=config.run.name,
@@ -160,24 +160,21 @@ class Supervisor:
             state_dir=config.run.state_dir,
             epochs=self._reporting.events.tally.epochs,
             routes=[
-                self._nodes.route(access.by_headers, self._refused),
+                agent_route(self._nodes.cluster, self._count_refusal, access),
                 *control_routes(self, access=access),
             ],
             live=self.live,
         )
-        coordinator.engine.vouch = self._vouch
+        coordinator.engine.is_started_here = self._vouch
         return coordinator
 
     def _vouch(self, hello: Hello) -> bool:
-        """Return True if the member belongs to a replica that this supervisor runs.
-
-        :raises replicas.errors.Fenced: its claim to belong to one is false.
-        """
+        """Return True for members of own replicas; raise Fenced for a false claim."""
         config, saved = self.config.groups.get(hello.group), self.state.saved
-        shims = saved.shims if saved is not None else ()  # members of a run that is taken over come back first
+        shims: tuple[ShimRecord, ...] | None = saved.shims if saved else ()  # members of a run taken over come first
         if self._fleet is not None:
             group, replica = self._fleet.groups.get(hello.group), self._fleet.replica(hello.group, hello.replica)
-            config, shims = group.config if group else None, tuple(replica.shims) if replica else ()
+            config, shims = group.config if group else None, tuple(replica.shims) if replica else None
         if config is None or config.external:
             return False
         check_mark(hello, shims)
@@ -186,9 +183,7 @@ class Supervisor:
     # ------------------------------------------------------------ from start to end
 
     async def __aenter__(self) -> Self:
-        """Lock the run, open its ports, end leftovers, and start the replicas.
-
-        Does not wait for replicas.
+        """Lock the run, open its ports, end leftovers; start replicas without waiting.
 
         :raises replicas.supervisor.state.state.AlreadySupervised: another supervisor
             has the run.
@@ -200,7 +195,7 @@ class Supervisor:
         inherited.open_streams()
         config = self.config
         self.resources.plan(config, await self.check_plan(config))
-        with telling(self.say, f"waiting for the lock of the state folder, {self.state.patience_s:g} s at most"):
+        with say_if_slow(self.say, f"waiting for the lock of the state folder, {self.state.patience_s:g} s at most"):
             await finish_in_thread(self.state.acquire, given_up=self.state.given_up.set, undo=self._release)
         stack = AsyncExitStack()
         try:
@@ -217,6 +212,7 @@ class Supervisor:
         return self
 
     async def _open(self, stack: AsyncExitStack, config: Config) -> None:
+        """Start all parts of the run, and register their ends on the stack."""
         stack.callback(self._release)
         events = self._reporting.open(stack, self.state.open_events(config.run.events_max_nbytes), config.run.name)
         self._reporting.tell_of_leases(self.state.heritage.unseen)
@@ -229,14 +225,16 @@ class Supervisor:
         coordinator.wait_for_store = False  # members that reconnect may not have the time to wait for it
         await stack.enter_async_context(coordinator)
         coordinator.subscribe(self._on_channel_event)
-        routes = [self._nodes.route(None, self._refused), *control_routes(self)]
-        await stack.enter_async_context(ControlSocket(self._context.door, routes, self._refused))
+        agents = agent_route(self._nodes.cluster, self._count_refusal, everyone, local=True)
+        await stack.enter_async_context(
+            ControlSocket(self._context.door, [agents, *control_routes(self)], self._count_refusal)
+        )
         self.on_open()
         stack.push_async_callback(self._nodes.finish)  # while it still has agents
         await self._nodes.joined()
         await coordinator.store_started()
         helpers = [pid for pid in (coordinator.store_pid, self._nodes.agent_pid) if pid is not None]
-        with telling(self.say, "waiting up to 5 s for leftover processes of an earlier supervisor to end"):
+        with say_if_slow(self.say, "waiting up to 5 s for leftover processes of an earlier supervisor to end"):
             for leftover in await finish_in_thread(lambda: self.state.sweep(helpers, self._nodes.kept)):
                 events.emit(leftover)
         self._tasks = await stack.enter_async_context(anyio.create_task_group())
@@ -248,7 +246,7 @@ class Supervisor:
             coordinator.expect(events.tally.members, events.tally)
         events.on_rotate = self.save
         self.state.write(endpoint=coordinator.endpoint, tokens=coordinator.tokens, socket=self._context.door)
-        self.spawn(self._nodes.tend)
+        self.spawn(self._nodes.tick_forever)
         self.spawn(self.run_until_done)  # for programs that only wait for the end of the events
         self._nodes.go_on()
         if saved is not None and self._nodes.adopting:
@@ -256,7 +254,7 @@ class Supervisor:
         self.save()
 
     def _resume(self, saved: Saved) -> None:
-        """Continue a drain of an earlier supervisor, or apply a changed config.
+        """Continue an earlier supervisor's drain, or apply a changed config, in a task.
 
         A preemption concerns one machine: it is continued if this machine's agent is
         still the same, and not in a job that runs again.
@@ -265,15 +263,7 @@ class Supervisor:
         if saved.draining and self.config.run.adopt_s and (self.state.heritage.known is not None or not preempted):
             self.spawn(self.preempt if preempted else self.drain)
             return
-        outdated = {name: found for name, group in self.fleet.groups.items() if (found := self._outdated(group))}
-        if outdated:
-            self.spawn(lambda: self.reloading.catch_up(outdated))
-
-    def _outdated(self, group: Group) -> list[Replica]:
-        """Return replicas that the config would start differently or elsewhere."""
-        misplaced = self.resources.misplaced
-        moved = [one for one in group.replicas.values() if one.life.alive and misplaced(group.config, one.index)]
-        return list(dict.fromkeys((*group.outdated, *moved)))
+        self.spawn(self.reloading.catch_up)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -304,10 +294,12 @@ class Supervisor:
         code, reason = (BUG, "an error in the supervisor") if self._crashed else (self.exit_code, "")
         self._reporting.conclude(RunEnded(exit_code=code, reason=reason or self.fleet.words_of_end))
 
-    def _refused(self, reason: str) -> None:
+    def _count_refusal(self, reason: str) -> None:
+        """Count a connection that was refused for this reason."""
         self.coordinator.engine.refused(reason)
 
     def _release(self) -> None:
+        """Release the state folder; keep the run's state if the run goes on."""
         ended = self._fleet is not None and self._fleet.over.is_set() and not (self.detached or self._crashed)
         if self._goes_on:
             self.save()
@@ -320,7 +312,7 @@ class Supervisor:
 
     @staticmethod
     async def check_plan(config: Config) -> Machine:
-        """Return this machine, after a check that the plan fits it.
+        """Return this machine's resources, after a check that the plan fits them.
 
         :raises replicas.errors.BadConfig: it does not fit.
         """
@@ -449,6 +441,7 @@ class Supervisor:
         fleet.over.set()
 
     def _leave(self, why: str) -> None:
+        """Let agents and replicas continue for the next supervisor; print ``why``."""
         self.detached = True
         self._nodes.leave()
         self.say(f"{why}: leaving the run to the next supervisor, which has {self.config.run.adopt_s:g} s to come")
@@ -468,8 +461,7 @@ class Supervisor:
     async def reset_failed(self, target: str | None = None) -> tuple[str, ...]:
         """Start replicas that failed or are in backoff now, with a full budget.
 
-        Use it when the cause of the failures is fixed.
-
+        :param target: a group, or a replica (``group/index``). Default: all.
         :return: names of the replicas that start.
         """
         return self.fleet.reset_failed(target)
@@ -535,7 +527,7 @@ class Supervisor:
         for one in chosen if rotate else ():
             state.change_tokens(found, one, partial(state.tokens.rotate, role=one))
             self.emit(TokenChanged(role=one, change="rotated"))
-        self._nodes.cluster.tell_tokens()
+        self._nodes.cluster.send_tokens()
         if rotate or revoke_old:
             self.on_tokens()
         for one in chosen if revoke_old else ():
@@ -573,7 +565,7 @@ class Supervisor:
         return self.state.logs
 
     def read_logs(self, selection: Selection) -> LogReader:
-        """Read logs of ranks, on all nodes."""
+        """Return a reader of logs on all nodes; its first poll opens the files."""
         return self._nodes.read_logs(self.state.logs, selection)
 
     @property
@@ -583,12 +575,12 @@ class Supervisor:
 
     @property
     def coordinator(self) -> Coordinator:
-        """The run's coordinator, while the supervisor is entered."""
+        """The run's coordinator; UsageError unless the supervisor is entered."""
         return self._context.coordinator
 
     @property
     def fleet(self) -> Fleet:
-        """The groups of the run, while the supervisor is entered."""
+        """The groups of the run; UsageError until their start."""
         if self._fleet is None:  # before it is entered, self.endpoint raises its own error
             raise errors.UsageError(f"the run starts at {self.endpoint}", hint="its log says what its start waits for")
         return self._fleet
@@ -644,6 +636,7 @@ class Supervisor:
     # ------------------------------------------------------------ called by its parts
 
     def spawn(self, work: Callable[[], Coroutine[Any, Any, object]]) -> None:
+        """Run ``work`` in a task until the supervisor ends; its error ends all."""
         assert self._tasks is not None, "the supervisor has not been entered"
         self._tasks.start_soon(work)
 
@@ -675,6 +668,7 @@ class Supervisor:
         return saved
 
     def _on_channel_event(self, event: ChannelEvent) -> None:
+        """Emit the event; tell its replica of a lost member or the end of a sync."""
         self.emit(event)
         if self._fleet is None:
             return  # members reconnect while the run is being started
@@ -682,4 +676,4 @@ class Supervisor:
             if replica := self.fleet.replica(event.member.group, event.member.replica):
                 replica.member_lost(event.member.rank, event.reason)
         elif isinstance(event, ReplicaIdle) and (replica := self.fleet.replica(event.group, event.replica)):
-            replica.idle()
+            replica.on_sync_over()

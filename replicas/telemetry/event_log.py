@@ -66,6 +66,7 @@ class EventLog:
         seq: int | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
+        """Open or create the file, and count its records above ``seq``."""
         self.path = path
         self.tally = Tally() if tally is None else tally
         self.seq = seq or 0
@@ -91,7 +92,8 @@ class EventLog:
             self.seq = record.seq
 
     def emit(self, event: Event) -> Record:
-        """Number, count, write and pass on one event, even if the disk is full."""
+        """Number, count, write and pass on one event, even if the disk is full; return
+        its record."""
         if self.tally.events_untold:  # the next written line says how many events are missing
             lost = EventsLost(count=self.tally.events_untold, reason=self._problem)
             record, line = self._next(lost)
@@ -106,19 +108,23 @@ class EventLog:
         return record
 
     def _next(self, event: Event) -> tuple[Record, bytes]:
+        """Return the next record and its line, neither counted nor written yet; rotate
+        the file if there is no room."""
         record = Record(self.seq + 1, self._now(), event)
         line = encode(record) + b"\n"
         self._make_room(len(line))
         return record, line
 
     def _pass_on(self, record: Record) -> None:
+        """Count a record, and give it to the followers."""
         self.tally.count(record.event, record.at)
         self.seq = record.seq
         self._ring.append(record)
         self._wake()
 
     def follow(self, after: int | None = None) -> AsyncIterator[Record]:
-        """Iterate over the records above ``after``, and new ones until the last one.
+        """Iterate over the records above ``after``, and new ones until :meth:`finish`
+        or :meth:`close`.
 
         :param after: number of the last record that the reader has; 0: from the oldest
             record. None, or a number above the newest: only new records.
@@ -126,6 +132,8 @@ class EventLog:
         return self._follow(self.seq if after is None else min(after, self.seq))
 
     async def _follow(self, position: int) -> AsyncIterator[Record]:
+        """Yield the records above ``position``, then each new one, until :meth:`finish`
+        or :meth:`close`."""
         while True:
             news = self._news
             records = self.after(position)
@@ -140,7 +148,8 @@ class EventLog:
                 await news.wait()
 
     def after(self, position: int) -> list[Record]:
-        """Return some of the next records above ``position``, if there are any."""
+        """Return some of the next records above number ``position``, from memory or the
+        files; empty if there are none. Rotated records are left out."""
         if position >= self.seq:
             return []
         first = self._ring[0].seq if self._ring else self.seq + 1
@@ -155,7 +164,8 @@ class EventLog:
         self._wake()
 
     def close(self) -> None:
-        """Stop writing; followers end after the last record."""
+        """Close the file: later records are no longer written. Followers end after the
+        last record."""
         self.finished = self._closed = True
         if self._fd >= 0:
             os.close(self._fd)
@@ -163,11 +173,13 @@ class EventLog:
         self._wake()
 
     def _wake(self) -> None:
+        """Wake the followers that wait for a record."""
         self._news.set()
         self._news = asyncio.Event()
 
     def _open(self, path: Path) -> None:
-        """Open the file and cut off a torn last line."""
+        """Open or create the file, and cut off a torn last line. A failure is logged,
+        and leaves no open file."""
         try:
             self._fd = private.open_file(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
             end = _end_of_last_line(self._fd)
@@ -178,6 +190,7 @@ class EventLog:
             self._failed(error)
 
     def _write(self, line: bytes) -> bool:
+        """Write a line; return False if that failed, True also without a file."""
         if self.path is None or self._closed:
             return True
         try:
@@ -195,6 +208,8 @@ class EventLog:
         return True
 
     def _failed(self, error: OSError) -> None:
+        """Log that writing to the file failed, unless the last failure had the same
+        reason."""
         words = error.strerror or str(error)
         if words != self._problem:
             self._problem = words
@@ -233,36 +248,38 @@ class EventLog:
 
 
 def read(path: Path, after: int = 0) -> Iterator[Record]:
-    """Yield records above ``after``, oldest first, without unknown ones. Blocks."""
+    """Yield the file's records above number ``after``, with those of the rotated file
+    before it, oldest first. Records of unknown types are left out. Blocks."""
     while records := _chunk(path, after):
         yield from records
         after = records[-1].seq
 
 
 def tail(path: Path, count: int = 200) -> Iterator[Record]:
-    """Yield about the last ``count`` records; as :func:`read`."""
+    """Yield about the last ``count`` records, oldest first, as :func:`read`."""
     return read(path, max(0, _last_seq(path) - count))
 
 
-def _opened(path: Path) -> BinaryIO:
-    return os.fdopen(private.open_file(path, os.O_RDONLY), "rb")
+def _opened(path: Path, stack: ExitStack) -> list[BinaryIO]:
+    """Open the file and the rotated one for reading, until the end of ``stack``; leave
+    out what is missing or another user's."""
+    found: list[BinaryIO] = []
+    for name in (path, _older(path)):  # this order: a rotation in between shows one file twice, and hides none
+        with suppress(OSError):
+            found.append(stack.enter_context(os.fdopen(private.open_file(name, os.O_RDONLY), "rb")))
+    return found
 
 
 def _older(path: Path) -> Path:
+    """Return the path to which the file is rotated."""
     return path.with_name(f"{path.name}.1")
 
 
 def _chunk(path: Path, after: int) -> list[Record]:
-    """Return some of the next records above ``after``; empty at the end."""
+    """Return some of the next records above ``after``, of the file or the rotated one;
+    empty at the end."""
     with ExitStack() as stack:
-        files: list[BinaryIO] = []
-        # This order: a rotation in between shows one file twice, and hides none.
-        for name in (path, _older(path)):
-            try:
-                files.insert(0, stack.enter_context(_opened(name)))
-            except OSError:
-                continue
-        for file in files:
+        for file in reversed(_opened(path, stack)):
             file.seek(_offset(file, after))
             while data := _whole_lines(file):
                 records = []
@@ -283,7 +300,8 @@ def _whole_lines(file: BinaryIO) -> bytes:
 
 
 def _offset(file: BinaryIO, after: int) -> int:
-    """Return an offset at most a window before the first record above ``after``."""
+    """Return an offset of a line in the file, 32 KiB at most before the first record
+    above ``after``."""
     low, high = 0, file.seek(0, os.SEEK_END)
     while high - low > _WINDOW_NBYTES:
         middle = (low + high) // 2
@@ -296,7 +314,7 @@ def _offset(file: BinaryIO, after: int) -> int:
 
 
 def _line_from(file: BinaryIO, offset: int, end: int) -> tuple[int, int | None]:
-    """Return offset and number of the first line that begins in ``(offset, end)``."""
+    """Return (start, number) of the first line in ``(offset, end)``, or (end, None)."""
     file.seek(offset)
     file.readline()
     while (start := file.tell()) < end:
@@ -307,12 +325,9 @@ def _line_from(file: BinaryIO, offset: int, end: int) -> tuple[int, int | None]:
 
 
 def _last_seq(path: Path) -> int:
-    for name in (path, _older(path)):
-        try:
-            file = _opened(name)
-        except OSError:
-            continue
-        with file:
+    """Return the number of the last record in the file or the rotated one, or 0."""
+    with ExitStack() as stack:
+        for file in _opened(path, stack):
             file.seek(_offset(file, 1 << 62))
             numbers = [int(found[1]) for line in file if (found := _SEQ.match(line))]
             if numbers:
@@ -321,11 +336,9 @@ def _last_seq(path: Path) -> int:
 
 
 def _end_of_last_line(fd: int) -> int:
-    position = os.fstat(fd).st_size
-    while position > 0:
-        start = max(0, position - _WINDOW_NBYTES)
-        found = os.pread(fd, position - start, start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
-        position = start
-    return 0
+    """Return the offset in bytes after the file's last line break, or 0."""
+    with os.fdopen(os.dup(fd), "rb") as file:
+        end = file.seek(_offset(file, 1 << 62))
+        while data := _whole_lines(file):
+            end += len(data)
+    return end

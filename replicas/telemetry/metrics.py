@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import platform
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, get_args
@@ -34,6 +33,7 @@ from prometheus_client.utils import floatToGoString
 
 import replicas
 from replicas import errors
+from replicas.common.sizes import snake_case
 from replicas.core.lives.lifecycle import RestartReason
 from replicas.core.lives.ordering import is_good, needed_replicas
 from replicas.messages.carried import OperationKind
@@ -45,26 +45,22 @@ Series = Iterable[tuple[Key, float]]
 
 _STATES: Key = get_args(ReplicaState)
 _NODE_STATES = ("up", "draining", "away", "lost")
-_MEMBER_STATES = ("live", "joining", "behind", "quarantined", "observing")
+_MEMBER_STATES = ("live", "joining", "behind", "observing")
 _RESTARTS: Key = get_args(RestartReason)
 _RETRIES = ("lost", "frozen", "failed", "refused", "store")
 _KINDS: Key = get_args(OperationKind)
 _PHASES = (*PHASES, "total")
 
 
-def _snake(name: str) -> str:
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
-
-
 ERRORS = tuple(
-    _snake(name)
+    snake_case(name)
     for name, one in vars(errors).items()
     if isinstance(one, type) and issubclass(one, errors.ReplicasError) and one is not errors.BadConfig
 )
 """Names of errors as values of the label ``outcome``."""
 
 
-class _Gauge(NamedTuple):
+class _Row(NamedTuple):
     """One metric; ``value`` returns the value of one thing, or None if it has none."""
 
     name: str
@@ -72,120 +68,110 @@ class _Gauge(NamedTuple):
     value: Callable[[Any], float | None]
 
 
-class _Counter(_Gauge):
-    """A gauge whose value only grows."""
-
-
 _RUN = (
-    _Gauge(
-        "run_over", "1 when the run is over, and its supervisor about to end.", lambda run: run.exit_code is not None
-    ),
-    _Gauge("run_exit_code", "Exit code of the run, once it is over.", lambda run: run.exit_code),
-    _Gauge("store_up", "1 when the rendezvous store answers.", lambda run: run.store.up),
-    _Gauge("store_keys", "Keys in the rendezvous store.", lambda run: run.store.keys),
-    _Gauge(
+    _Row("run_over", "1 when the run is over, and its supervisor about to end.", lambda run: run.exit_code is not None),
+    _Row("run_exit_code", "Exit code of the run, once it is over.", lambda run: run.exit_code),
+    _Row("store_up", "1 when the rendezvous store answers.", lambda run: run.store.up),
+    _Row("store_keys", "Keys in the rendezvous store.", lambda run: run.store.keys),
+    _Row(
         "event_loop_lag_seconds",
         "How late the supervisor's event loop last ran a timer: above a second it is overloaded.",
         lambda run: run.event_loop_lag_s,
     ),
 )
 _NODE = (
-    _Gauge(
+    _Row(
         "node_up",
         "1 when the node is up and takes new replicas; 0 when it is draining, away or lost.",
         lambda node: node.state == "up",
     ),
-    _Gauge("node_gpus", "GPUs that the node has for the run.", lambda node: node.gpus),
-    _Gauge("node_gpus_free", "GPUs of the node that no replica holds.", lambda node: node.gpus_free),
-    _Gauge("node_replicas", "Replicas of which a part is on the node.", lambda node: len(node.replicas)),
-    _Gauge("node_heard_age_seconds", "Seconds since the node's agent was last heard.", lambda node: node.heard_age_s),
+    _Row("node_gpus", "GPUs that the node has for the run.", lambda node: node.gpus),
+    _Row("node_gpus_free", "GPUs of the node that no replica holds.", lambda node: node.gpus_free),
+    _Row("node_replicas", "Replicas of which a part is on the node.", lambda node: len(node.replicas)),
+    _Row("node_heard_age_seconds", "Seconds since the node's agent was last heard.", lambda node: node.heard_age_s),
 )
 _GROUP = (
-    _Gauge(
+    _Row(
         "group_ready",
         "1 when as many of the group's replicas are ready or done as it needs.",
         lambda group: is_good([one.state for one in group.replicas], _needed(group)),
     ),
-    _Gauge(
+    _Row(
         "restart_budget_remaining_ratio",
         "Share of the group's restart budget that is left in the present window.",
         lambda group: group.restart_budget_remaining_ratio,
     ),
-    _Gauge(
+    _Row(
         "no_progress_remaining_ratio",
         "Share of restart.no_progress_cycles that every replica of the group has left; at 0 one has failed for good.",
         lambda group: group.no_progress_remaining_ratio if group.no_progress_cycles else None,
     ),
 )
 _REPLICA = (
-    _Gauge("replica_up", "1 when the replica is ready.", lambda one: one.state == "ready"),
-    _Gauge(
+    _Row("replica_up", "1 when the replica is ready.", lambda one: one.state == "ready"),
+    _Row(
         "heartbeat_age_seconds",
         "Seconds since the last heartbeat of the replica's quietest rank.",
         lambda one: one.heartbeat_age_s,
     ),
-    _Gauge("replica_step", "The newest step that the replica's program has reported.", lambda one: one.step),
-    _Counter("replica_restarts_total", "Restarts of the replica, for any reason.", lambda one: one.restarts),
+    _Row("replica_step", "The newest step that the replica's program has reported.", lambda one: one.step),
+    _Row("replica_restarts_total", "Restarts of the replica, for any reason.", lambda one: one.restarts),
 )
 _WEIGHTS = (
-    _Gauge(
+    _Row(
         "weight_version",
         "Version of the channel's weights that the replica has loaded.",
         lambda pair: pair[0].versions.get(pair[1].name),
     ),
-    _Gauge(
+    _Row(
         "version_lag",
         "How many versions the loaded weights are behind the committed ones.",
         lambda pair: _behind(*pair),
     ),
-    _Gauge(
+    _Row(
         "version_lag_seconds",
         "Seconds for which a newer version than the loaded one has been committed; 0: there is none.",
         lambda pair: pair[0].lag_s.get(pair[1].name),
     ),
-    _Gauge(
+    _Row(
         "update_open_seconds",
         "Seconds for which the replica has had an update open, which keeps a slot; 0: it has none.",
         lambda pair: pair[0].open_s.get(pair[1].name, 0.0) if pair[1].name in pair[0].versions else None,
     ),
-    _Gauge(
+    _Row(
         "slots_in_use",
         "Slots of the replica that hold a version; replicas_slots is how many there are.",
         lambda pair: pair[0].slots.get(pair[1].name),
     ),
-    _Counter(
+    _Row(
         "received_bytes_total",
         "Bytes of weights that were sent to the replica; what is mapped on one host does not move.",
         lambda pair: pair[0].received_nbytes.get(pair[1].name, 0 if pair[1].name in pair[0].versions else None),
     ),
 )
 _CHANNEL = (
-    _Gauge("channel_epoch", "Number of the newest membership; rises with each change.", lambda one: one.epoch),
-    _Gauge(
-        "committed_version", "Newest committed version of the channel's weights.", lambda one: one.committed_version
-    ),
-    _Gauge(
+    _Row("channel_epoch", "Number of the newest membership; rises with each change.", lambda one: one.epoch),
+    _Row("committed_version", "Newest committed version of the channel's weights.", lambda one: one.committed_version),
+    _Row(
         "committed_step",
         'meta["step"] of the newest committed version, if its publisher gave one.',
         lambda one: one.step,
     ),
-    _Gauge(
+    _Row(
         "last_commit_timestamp_seconds",
         "When the newest version was committed, in seconds since 1970.",
         lambda one: one.committed_at,
     ),
-    _Gauge("version_bytes", "Size of the newest committed version.", lambda one: one.version_nbytes),
-    _Gauge("slots", "Slots of each member of the channel: versions that it has memory for.", lambda one: one.slots),
-    _Gauge(
-        "served_versions", "Number of different versions that ready replicas serve now.", lambda one: len(one.served)
-    ),
-    _Gauge("adopts_together", "1 when targets load together (adopt_together).", lambda one: one.adopt_together),
-    _Counter(
+    _Row("version_bytes", "Size of the newest committed version.", lambda one: one.version_nbytes),
+    _Row("slots", "Slots of each member of the channel: versions that it has memory for.", lambda one: one.slots),
+    _Row("served_versions", "Number of different versions that ready replicas serve now.", lambda one: len(one.served)),
+    _Row("adopts_together", "1 when targets load together (adopt_together).", lambda one: one.adopt_together),
+    _Row(
         "sync_bytes_total",
         "Bytes of weights that were sent to members, also to latecomers; what is mapped on one host does not move.",
         lambda one: one.bytes_total,
     ),
-    _Counter(
+    _Row(
         "wrong_bytes_total",
         "How often a member was served bytes of weights that were not the published ones, and asked again.",
         lambda one: one.wrong_total,
@@ -194,7 +180,7 @@ _CHANNEL = (
 
 
 def _needed(group: GroupStatus) -> int:
-    """Return how many replicas the group needs; the supervisor counts alike.
+    """Return how many ready replicas the group needs, as the supervisor counts.
 
     All expected replicas of an external group count.
     """
@@ -203,6 +189,8 @@ def _needed(group: GroupStatus) -> int:
 
 
 def _behind(replica: ReplicaStatus, channel: ChannelStatus) -> int | None:
+    """Return how many versions the replica is behind; None if it has loaded no
+    version."""
     loaded = replica.versions.get(channel.name)
     return None if loaded is None else max(0, channel.committed_version - loaded)
 
@@ -243,7 +231,8 @@ class Metrics(Collector):
         self._registry.register(self)
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
-        """Return all metrics, and their Content-Type.
+        """Return all metrics as (body, Content-Type), read now from status and
+        counters.
 
         :param accept: the Accept header of a scrape, which may ask for OpenMetrics.
             Default: Prometheus' text format, version 0.0.4.
@@ -253,12 +242,14 @@ class Metrics(Collector):
         return generate_latest(self._registry), "text/plain; version=0.0.4; charset=utf-8"
 
     def collect(self) -> Iterator[Metric]:
+        """Yield all metrics from the present status and counters, for
+        :meth:`render`."""
         status, tally = self._status(), self._tally()
         self._run = status.run
         replicas_ = [((one.group, str(one.replica)), one) for group in status.groups for one in group.replicas]
         weights = [((*key, one.name), (replica, one)) for key, replica in replicas_ for one in status.channels]
         text = "Always 1; its labels are the releases of this package, Python and torch."
-        yield self._gauge("build_info", text, tuple(self._build), [(tuple(self._build.values()), 1)])
+        yield self._metric("build_info", text, tuple(self._build), [(tuple(self._build.values()), 1)])
         yield from self._rows(_RUN, (), [((), status)])
         yield from self._rows(_NODE, ("node",), _named(status.nodes))
         yield from self._rows(_GROUP, ("group",), _named(status.groups))
@@ -273,44 +264,45 @@ class Metrics(Collector):
 
     def _states(self, status: RunStatus) -> Iterator[Metric]:
         """Yield counts by state, and the nodes on which replicas run."""
-        yield self._gauge("nodes", "Nodes of the run by state.", ("state",), _by_state((), status.nodes, _NODE_STATES))
+        yield self._metric("nodes", "Nodes of the run by state.", ("state",), _by_state((), status.nodes, _NODE_STATES))
         series = [pair for one in status.groups for pair in _by_state((one.name,), one.replicas, _STATES)]
-        yield self._gauge("group_replicas", "Replicas of a group by state.", ("group", "state"), series)
+        yield self._metric("group_replicas", "Replicas of a group by state.", ("group", "state"), series)
         series = [pair for one in status.channels for pair in _by_state((one.name,), one.members, _MEMBER_STATES)]
-        yield self._gauge("channel_members", "Members of the channel by state.", ("channel", "state"), series)
+        yield self._metric("channel_members", "Members of the channel by state.", ("channel", "state"), series)
         text = "Always 1; its labels say on which nodes a replica runs."
         places = [(one, node) for group in status.groups for one in group.replicas for node in dict.fromkeys(one.nodes)]
         series = [((one.group, str(one.replica), node), 1) for one, node in places]
-        yield self._gauge("replica_node_info", text, ("group", "replica", "node"), series)
+        yield self._metric("replica_node_info", text, ("group", "replica", "node"), series)
 
     def _counts(self, status: RunStatus, tally: Tally) -> Iterator[Metric]:
+        """Yield the counters of events, and whether the last reload succeeded."""
         groups, channels = status.groups, status.channels
         text = "1 when the config that was last read is in use."
-        yield self._gauge("config_last_reload_successful", text, (), [((), tally.reload_ok)])
-        yield self._counter(
+        yield self._metric("config_last_reload_successful", text, (), [((), tally.reload_ok)])
+        yield self._metric(
             "events_lost_total", "Events that could not be written to disk.", (), [((), tally.events_lost)]
         )
         text = "Sidecars that were killed and replaced."
         series = _by_key((), status.sidecar_replacements, _RETRIES)
-        yield self._counter("sidecar_replacements_total", text, ("reason",), series)
+        yield self._metric("sidecar_replacements_total", text, ("reason",), series)
         text = "Connections and messages that the control port refused."
-        yield self._counter("refused_total", text, ("reason",), _by_key((), status.refused))
+        yield self._metric("refused_total", text, ("reason",), _by_key((), status.refused))
         text = "Lines of output that are missing from the logs."
         series = [((group.name,), tally.log_lines_dropped.get(group.name, 0)) for group in groups]
-        yield self._counter("log_lines_dropped_total", text, ("group",), series)
+        yield self._metric("log_lines_dropped_total", text, ("group",), series)
         ours = [(one, _RESTARTS if one.launcher != "external" else ()) for one in groups]
         series = [pair for one, reasons in ours for pair in _by_key((one.name,), one.restarts, reasons)]
-        yield self._counter("restarts_total", "Restarts of the group's replicas.", ("group", "reason"), series)
+        yield self._metric("restarts_total", "Restarts of the group's replicas.", ("group", "reason"), series)
         text = "Publishes by outcome: committed, or the error that ended them."
         series = [pair for one in channels for pair in _by_key((one.name,), one.syncs, ("committed", *ERRORS))]
-        yield self._counter("sync_total", text, ("channel", "outcome"), series)
+        yield self._metric("sync_total", text, ("channel", "outcome"), series)
         text = "Loads that failed: refused before anything was loaded, or failed half-way."
         failed = ((one.name, tally.failed_loads.get(one.name, {})) for one in channels)
         series = [pair for name, counts in failed for pair in _by_key((name,), counts, ("failed", "refused"))]
-        yield self._counter("failed_loads_total", text, ("channel", "outcome"), series)
+        yield self._metric("failed_loads_total", text, ("channel", "outcome"), series)
         text = "Transfers that were made again, by reason."
         series = [pair for one in channels for pair in _by_key((one.name,), one.retries, _RETRIES)]
-        yield self._counter("sync_retries_total", text, ("channel", "reason"), series)
+        yield self._metric("sync_retries_total", text, ("channel", "reason"), series)
         text = "Collectives between peers by outcome: ok, or the error that ended them."
         kinds = {
             one.name: tally.operations.get(one.name, {})
@@ -323,9 +315,10 @@ class Metrics(Collector):
             for kind in _KINDS
             for pair in _by_key((name, kind), _snaked(found.get(kind, {})), ("ok", *ERRORS))
         ]
-        yield self._counter("operations_total", text, ("channel", "kind", "outcome"), series)
+        yield self._metric("operations_total", text, ("channel", "kind", "outcome"), series)
 
     def _times(self, status: RunStatus, tally: Tally) -> Iterator[Metric]:
+        """Yield the histograms of durations."""
         groups, channels, none = status.groups, status.channels, Histogram()
         text = "Seconds from the start of a replica to its readiness."
         spreads: list[tuple[Key, Histogram]]
@@ -361,19 +354,24 @@ class Metrics(Collector):
 
     # ------------------------------------------------------------ families
 
-    def _rows(self, rows: Sequence[_Gauge], labels: Key, things: Sequence[tuple[Key, object]]) -> Iterator[Metric]:
+    def _rows(self, rows: Sequence[_Row], labels: Key, things: Sequence[tuple[Key, object]]) -> Iterator[Metric]:
+        """Yield the metric of each row of a table.
+
+        :param things: (label values, thing): the row's ``value`` is called on each
+            thing.
+        """
         for row in rows:
             found = [(key, value) for key, thing in things if (value := row.value(thing)) is not None]
-            make = self._counter if isinstance(row, _Counter) else self._gauge
-            yield make(row.name, row.text, labels, found)
+            yield self._metric(row.name, row.text, labels, found)
 
-    def _gauge(self, name: str, text: str, labels: Key, series: Series) -> Metric:
-        return self._filled(GaugeMetricFamily(f"replicas_{name}", text, labels=("run", *labels)), series)
+    def _metric(self, name: str, text: str, labels: Key, series: Series) -> Metric:
+        """Return the metric ``replicas_NAME`` with its (label values, number) pairs.
 
-    def _counter(self, name: str, text: str, labels: Key, series: Series) -> Metric:
-        return self._filled(CounterMetricFamily(f"replicas_{name}", text, labels=("run", *labels)), series)
-
-    def _filled(self, family: GaugeMetricFamily | CounterMetricFamily, series: Series) -> Metric:
+        It is a counter if its name ends in ``_total``, and only then, else a gauge.
+        """
+        kind: type[CounterMetricFamily | GaugeMetricFamily]
+        kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+        family = kind(f"replicas_{name}", text, labels=("run", *labels))
         for values, number in series:
             family.add_metric((self._run, *values), float(number))
         return family
@@ -381,6 +379,8 @@ class Metrics(Collector):
     def _histogram(
         self, name: str, text: str, labels: Key, bounds: tuple[float, ...], series: Iterable[tuple[Key, Histogram]]
     ) -> Metric:
+        """Return the histogram ``replicas_NAME`` of these label values and
+        observations."""
         family = HistogramMetricFamily(f"replicas_{name}", text, labels=("run", *labels))
         names = [*map(floatToGoString, bounds), "+Inf"]
         for values, spread in series:
@@ -390,18 +390,23 @@ class Metrics(Collector):
 
 
 def _named(things: Iterable[NodeStatus | GroupStatus | ChannelStatus]) -> list[tuple[Key, object]]:
+    """Return ((name,), thing) for each thing: its name is the value of a label."""
     return [((one.name,), one) for one in things]
 
 
 def _by_state(key: Key, things: Iterable[Any], states: Iterable[str]) -> list[tuple[Key, float]]:
+    """Count things by their state; return (``key`` and the state, count) for each
+    state."""
     found = Counter[str](one.state for one in things)
     return [((*key, state), found[state]) for state in states]
 
 
 def _by_key(key: Key, counts: Mapping[str, int], known: Iterable[str] = ()) -> list[tuple[Key, float]]:
+    """Return (``key`` and a name, count) for each name; ``known`` names begin at 0."""
     counts = {**dict.fromkeys(known, 0), **counts}
     return [((*key, name), number) for name, number in sorted(counts.items())]
 
 
 def _snaked(counts: Mapping[str, int]) -> dict[str, int]:
-    return {_snake(name): number for name, number in counts.items()}
+    """Return the counts with their names in snake_case."""
+    return {snake_case(name): number for name, number in counts.items()}

@@ -25,7 +25,6 @@ from replicas.telemetry.spans import Spans
 from replicas.telemetry.tracks import Span, parts, replica_of
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import SpanProcessor
     from opentelemetry.trace import SpanContext
 
 log = Log("replicas.telemetry.otel")
@@ -40,7 +39,8 @@ _TOLD = ("channel", "version", "outcome", "publisher", "nbytes", "moved_nbytes",
 
 
 def exporters(environ: Mapping[str, str]) -> list[str]:
-    """Return the exporters that the environment names; empty if it names none."""
+    """Return the names of the exporters to use, by the ``OTEL_*`` variables; empty:
+    none."""
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return []
     named = environ.get(_EXPORTER, "").strip() or ("otlp" if any(environ.get(one) for one in _ENDPOINTS) else "none")
@@ -54,11 +54,11 @@ class Traces:
     """Exports the syncs of a run's events.
 
     :param run: its name. :param environ: where the variables are read.
-    :param processor: takes the spans, in place of the exporters that are named there.
     """
 
-    def __init__(self, run: str, environ: Mapping[str, str], processor: SpanProcessor | None = None) -> None:
-        self._run, self._environ, self._processor = run, environ, processor
+    def __init__(self, run: str, environ: Mapping[str, str]) -> None:
+        """Prepare only: the first event starts the thread, which imports the SDK."""
+        self._run, self._environ = run, environ
         self._spans = Spans(most=_SYNCS)
         self._writer: _Writer | None = None
         self._useless = False
@@ -67,20 +67,24 @@ class Traces:
         )
 
     def put(self, record: Record) -> None:
-        """Take the next event; never waits."""
+        """Queue the next event for the thread, or drop it if the queue is full; never
+        wait."""
         self._queue.put(record)
 
     def close(self, timeout_s: float = 3.0) -> None:
-        """Export what is left, for at most ``timeout_s``. Blocks."""
+        """Export what is left, for at most ``timeout_s``; log if that is not enough.
+        Blocks."""
         self._queue.put(None)
         if not self._queue.flush(timeout_s):
             log.warning("the last spans were not exported within %g s", timeout_s)
 
     def _missed(self, count: int) -> None:
+        """Log that the full queue has dropped events."""
         log.warning("%d events were not exported as spans: the collector does not keep up", count)
 
     def _export_record(self, record: Record | None) -> None:
-        """Export the spans that an event has ended, or for None all that are left."""
+        """Export the spans that an event has ended, or for None all that are left. An
+        error is logged, and ends all export."""
         if self._useless:
             return
         try:
@@ -88,7 +92,7 @@ class Traces:
                 if self._writer is not None:
                     self._writer.flush()
                 return
-            self._writer = self._writer or _Writer(self._run, self._environ, self._processor)
+            self._writer = self._writer or _Writer(self._run, self._environ)
             self._spans.feed(record)
             for span in self._spans.changed(record.seq - 1)[0]:
                 self._writer.write(span, record.seq)
@@ -106,7 +110,9 @@ class Traces:
 class _Writer:
     """Writes spans with the SDK, which it imports."""
 
-    def __init__(self, run: str, environ: Mapping[str, str], processor: SpanProcessor | None) -> None:
+    def __init__(self, run: str, environ: Mapping[str, str]) -> None:
+        """Import the SDK and load the exporters. Raises ImportError if one is
+        missing."""
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -115,9 +121,7 @@ class _Writer:
         if not environ.get("OTEL_SERVICE_NAME") and "service.name" not in environ.get("OTEL_RESOURCE_ATTRIBUTES", ""):
             about["service.name"] = "replicas"
         self._provider = TracerProvider(resource=Resource.create(about), shutdown_on_exit=False)
-        if processor is not None:
-            self._provider.add_span_processor(processor)
-        for name in exporters(environ) if processor is None else ():
+        for name in exporters(environ):
             found = next(iter(entry_points(group="opentelemetry_traces_exporter", name=name)), None)
             if found is None:
                 raise ImportError(f"no package here has the exporter {name}")
@@ -127,7 +131,8 @@ class _Writer:
         """The spans of syncs, by the numbers of their events."""
 
     def write(self, span: Span, seq: int) -> None:
-        """Export the spans that the event ``seq`` has ended."""
+        """Export a span that the event ``seq`` has changed: a sync or catch-up that has
+        ended, or the load of a version that has begun; ignore any other."""
         channel = span.track.removeprefix("channel ")
         if span.id == seq and span.kind == "sync":
             self._sync(span, channel)
@@ -137,9 +142,11 @@ class _Writer:
                 self._child(load, "load", about | {"replica": load.track.removeprefix("replica ")})
         elif span.id == seq and span.kind == "catch_up":
             facts = {"channel": channel, "version": span.attributes["version"]}
-            self._end(span, f"catch_up {channel}", facts | {"members": tuple(span.attributes["members"])}, None)
+            self._export_span(span, f"catch_up {channel}", facts | {"members": tuple(span.attributes["members"])}, None)
 
     def _sync(self, span: Span, channel: str) -> None:
+        """Export a sync and its parts, as children of the span in which its trainer
+        published."""
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         facts = span.attributes | {"channel": channel}
@@ -147,7 +154,7 @@ class _Writer:
         about = {name: facts[name] for name in _TOLD if facts.get(name) is not None}
         if slowest := facts.get("slowest"):
             about |= {"slowest": slowest, "slowest_s": facts.get("held", {}).get(replica_of(slowest), facts["seconds"])}
-        self._known[span.id] = self._end(span, f"publish {channel}", about, caller)
+        self._known[span.id] = self._export_span(span, f"publish {channel}", about, caller)
         if len(self._known) > _SYNCS:
             self._known.popitem(last=False)
         for part in parts(span):
@@ -155,12 +162,16 @@ class _Writer:
             self._child(part, "pull" if moved else part.name, part.attributes)
 
     def _child(self, span: Span, name: str, about: Mapping[str, Any]) -> None:
+        """Export a span as a child of its sync's span; do nothing if the sync is not
+        known."""
         from opentelemetry.trace import NonRecordingSpan, set_span_in_context
 
         if (parent := self._known.get(span.parent or 0)) is not None:  # else the parent is of an earlier supervisor
-            self._end(span, name, about, set_span_in_context(NonRecordingSpan(parent)))
+            self._export_span(span, name, about, set_span_in_context(NonRecordingSpan(parent)))
 
-    def _end(self, span: Span, name: str, about: Mapping[str, Any], context: Any) -> SpanContext:
+    def _export_span(self, span: Span, name: str, about: Mapping[str, Any], context: Any) -> SpanContext:
+        """Export a span that has ended, as a child of ``context``; return its own
+        context."""
         from opentelemetry.trace import StatusCode
 
         outcome = span.attributes.get("outcome", "committed")
@@ -178,4 +189,5 @@ class _Writer:
 
 
 def _ns(seconds: float) -> int:
+    """Return seconds in nanoseconds."""
     return round(seconds * 1e9)

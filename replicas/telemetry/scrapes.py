@@ -20,9 +20,10 @@ class Scrapes:
         self._told: set[str] = set()
 
     def note_scrape(self, client: str, now: float, *, over: bool = False) -> None:
-        """Note a scrape.
+        """Record that a client has scraped the metrics now.
 
-        :param client: its address. :param over: it shows how the run ended.
+        :param client: its address. :param over: whether that scrape showed how the run
+            ended.
         """
         _, last = self._times.pop(client, (now, now))
         self._times[client] = last, now
@@ -34,7 +35,8 @@ class Scrapes:
             self._told.discard(first)
 
     def due_s(self, now: float) -> float:
-        """Return seconds to wait for scrapers that have not seen the end, or 0."""
+        """Return how many seconds to wait until regular clients have seen the run's
+        end; 0: none is missing, or it is overdue."""
         waits_s = 0.0
         for client, (before, last) in self._times.items():
             interval_s = last - before

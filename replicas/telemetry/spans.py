@@ -66,7 +66,6 @@ CLOCK_STEP_S = 1.0
 _MARKS: dict[type, str] = {
     effects.LoadFailed: "load_failed",
     effects.MemberLost: "loss",
-    effects.MemberQuarantined: "loss",
     effects.Retried: "retry",
     effects.SidecarReplaced: "retry",
     effects.StepFell: "step",
@@ -111,6 +110,7 @@ class Spans:
         self._reset()
 
     def _reset(self) -> None:
+        """Forget the run, with all spans and marks."""
         self.run = ""
         self.folded: dict[tuple[str, str], Folded] = {}
         self._kept: dict[tuple[str, str], deque[Span]] = {}
@@ -127,13 +127,14 @@ class Spans:
     # ------------------------------------------------------------ results
 
     def spans(self) -> list[Span]:
-        """Return all spans that are kept, by track and start."""
+        """Return all spans that are kept, by track and start; later events change
+        them."""
         kept = [span for one in self._kept.values() for span in one]
         return sorted(kept, key=lambda span: (order(span.track), span.start, span.id))
 
     @property
     def tracks(self) -> int:
-        """Number of tracks that have spans."""
+        """Number of tracks (lines of the timeline) that have spans."""
         return len({track for track, _ in self._kept})
 
     def totals(self) -> dict[str, dict[str, int]]:
@@ -146,6 +147,7 @@ class Spans:
         return found
 
     def marks(self) -> list[Mark]:
+        """Return all marks that are kept, in the order of their events."""
         return sorted((mark for one in self._marks.values() for mark in one), key=lambda mark: mark.seq)
 
     def changed(self, since: int) -> tuple[list[Span], list[Mark]]:
@@ -172,7 +174,7 @@ class Spans:
         self.seq, self.at = record.seq, at
         match event:
             case Transition():
-                self._moved(event)
+                self._apply_transition(event)
             case events.ReplicaExited():
                 self._exited(event)
             case effects.ReplicaLoaded():
@@ -198,6 +200,7 @@ class Spans:
             self._mark(track_of(event), kind, event)
 
     def _run_started(self, record: events.Record, event: events.RunStarted) -> None:
+        """Begin the span of a supervisor; forget the last run unless resumed."""
         before, self.seq = self._open.get(("run", "supervisor", "")), record.seq
         if not event.resumed:
             self._reset()
@@ -223,9 +226,11 @@ class Spans:
             self._note(record, "clock", text, "warning")
 
     def _note(self, record: events.Record, kind: str, text: str, tone: str) -> None:
+        """Add a mark to the track of the run."""
         self._add(Mark(seq=record.seq, track="run", kind=kind, name=kind, at=record.at, text=text, tone=tone))
 
-    def _moved(self, event: Transition) -> None:
+    def _apply_transition(self, event: Transition) -> None:
+        """Apply a change of a replica's state to the spans of the replica."""
         track = track_of(event)
         state, life = self._open.get((track, "state", "")), self._open.get((track, "generation", ""))
         adopted = event.event == "adopt"
@@ -252,6 +257,8 @@ class Spans:
             self._end_versions(track)
 
     def _generation(self, track: str, event: Transition, before: Span | None, *, adopted: bool) -> Span:
+        """Return the span of a generation: a new one, or ``before`` if a new supervisor
+        has adopted the same generation."""
         name = f"generation {event.generation}"
         if before is not None and before.name == name and adopted:
             before.attributes["adopted"] = before.attributes.get("adopted", 0) + 1
@@ -263,6 +270,7 @@ class Spans:
         return self._open_span(track, "generation", name, number=event.generation, nodes=event.nodes, **more)
 
     def _exited(self, event: events.ReplicaExited) -> None:
+        """End the spans of a generation, and note how the ranks ended."""
         track = track_of(event)
         life = self._open.get((track, "generation", ""))
         if life is not None and life.attributes["number"] == event.generation:
@@ -272,6 +280,8 @@ class Spans:
             self._end_versions(track)
 
     def _loaded(self, event: effects.ReplicaLoaded) -> None:
+        """Begin the span of a loaded version; end that of the channel's version
+        before."""
         track, channel, version = track_of(event), event.channel, event.version
         serves = self._open.get((track, "version", channel))
         if serves is not None and serves.attributes["version"] == version:
@@ -290,6 +300,7 @@ class Spans:
             self._touch(sync)
 
     def _synced(self, channel: str, sync: SyncRecord) -> None:
+        """Add the span of a sync, which has just ended."""
         facts = {name: value for name, value in msgspec.structs.asdict(sync).items() if value or name == "version"}
         facts["between"] = self._between(sync.pulled, sync.moved_to, sync.publisher)
         span = self._add_ended_span(f"sync {sync.version}", "sync", channel, sync.seconds, facts)
@@ -301,7 +312,8 @@ class Spans:
     ) -> dict[str, dict[str, int]]:
         """Return bytes by the node that they came from, and by the node they went to.
 
-        A replica without a known node stands for its node.
+        An unknown node is named by its replica. ``pulled``: bytes by taker and giver;
+        ``moved_to``: bytes by replica.
         """
         found: dict[str, dict[str, int]] = {}
         ways = [(holder, member, nbytes) for member, givers in pulled.items() for holder, nbytes in givers.items()]
@@ -313,18 +325,21 @@ class Spans:
         return found
 
     def node_of(self, member: str) -> str:
-        """Return the nodes of a replica, or of its member, by its last generation."""
+        """Return the last nodes of a replica or member, joined by ``+``, or the
+        replica's name if they are not known."""
         name = replica_of(member)
         lives = self._kept.get((f"replica {name}", "generation"))
         return "+".join(dict.fromkeys(lives[-1].attributes["nodes"])) or name if lives else name
 
     def _node_changed(self, event: events.NodeChanged) -> None:
+        """Begin the span of a node's new state."""
         track = track_of(event)
         known = self._open.get((track, "node", ""))
         if known is None or known.name != event.after:
             self._open_span(track, "node", event.after, reason=event.reason, address=event.address)
 
     def _run_ended(self, event: events.RunEnded) -> None:
+        """Note the exit code, and end all open spans."""
         if (own := self._open.get(("run", "supervisor", ""))) is not None:
             own.attributes |= {"exit_code": event.exit_code, "reason": event.reason}
         for key in list(self._open):
@@ -335,7 +350,8 @@ class Spans:
     def _open_span(
         self, track: str, kind: str, name: str, *, key: str = "", parent: int | None = None, ago: float = 0, **more: Any
     ) -> Span:
-        """Begin a span ``ago`` seconds before now; end the open one of its kind."""
+        """Begin a span ``ago`` seconds before now; end the open one of its kind and
+        ``key``."""
         start, before = self.at - ago, self._finish(track, kind, key, at=self.at - ago)
         start = max(start, before.start) if before is not None and ago else start
         span = Span(id=self.seq, track=track, kind=kind, name=name, start=start, parent=parent, attributes=more)
@@ -343,26 +359,32 @@ class Spans:
         return self._keep(span)
 
     def _add_ended_span(self, name: str, kind: str, channel: str, seconds: float, about: dict[str, Any]) -> Span:
+        """Add and return the span of a channel that ends now."""
         track, start = f"channel {channel}", self.at - seconds
         span = Span(id=self.seq, track=track, kind=kind, name=name, start=start, end=self.at, attributes=about)
         return self._keep(span)
 
     def _finish(self, track: str, kind: str, key: str = "", *, at: float | None = None) -> Span | None:
+        """End an open span at time ``at`` or now; return the span, or None without
+        one."""
         if (span := self._open.pop((track, kind, key), None)) is not None:
             span.end = max(span.start, self.at if at is None else at)
             self._touch(span)
         return span
 
     def _close_without_end(self, track: str, kind: str, key: str = "") -> None:
-        """Close a span whose end event is missing."""
+        """End a span whose end event is missing, at a presumed time
+        (``unknown_end``)."""
         if (span := self._finish(track, kind, key, at=self._doubt_at)) is not None:
             span.attributes["unknown_end"] = True
 
     def _end_versions(self, track: str, *, lost: bool = False) -> None:
+        """End the spans of a replica's versions; ``lost``: at an unknown time."""
         for one, kind, channel in [key for key in self._open if key[:2] == (track, "version")]:
             (self._close_without_end if lost else self._finish)(one, kind, channel)
 
     def _keep(self, span: Span) -> Span:
+        """Add and return a span; above the limit drop the oldest that has ended."""
         kept = self._kept.setdefault((span.track, span.kind), deque())
         kept.append(span)
         self._touch(span)
@@ -373,6 +395,7 @@ class Spans:
         return span
 
     def _fold(self, kept: deque[Span], span: Span) -> None:
+        """Drop a span; add its number and seconds to :attr:`folded`."""
         kept.remove(span)
         self._changes.pop(_key(span), None)
         self._syncs.pop((span.track.removeprefix("channel "), span.attributes.get("version", 0)), None)
@@ -383,16 +406,19 @@ class Spans:
         folded.until = max(folded.until, end)
 
     def _touch(self, span: Span) -> None:
+        """Note that the newest event has changed the span."""
         span.changed = self.seq
         self._changes[_key(span)] = span
         self._changes.move_to_end(_key(span))
 
     def _mark(self, track: str, kind: str, event: events.Event) -> None:
+        """Keep a mark of an event, in words, on this track."""
         _, text, tone = in_words(event, self.at)
         name = event.outcome if isinstance(event, events.ReplicaExited) else kind
         self._add(Mark(seq=self.seq, track=track, kind=kind, name=name, at=self.at, text=text, tone=tone))
 
     def _add(self, mark: Mark) -> None:
+        """Keep a mark; above the limit drop the oldest one of the track."""
         kept = self._marks.setdefault(mark.track, deque())
         kept.append(mark)
         if len(kept) > self._most:
@@ -410,10 +436,12 @@ def read(records: Iterable[events.Record], most: int = MOST) -> Spans:
 
 
 def _key(span: Span) -> tuple[int, str, str, str]:
+    """Return the key by which a span is known in ``_changes``."""
     return span.id, span.track, span.kind, span.name
 
 
 def _newer(marks: deque[Mark], since: int) -> Iterator[Mark]:
+    """Yield the marks with a number above ``since``, the newest first."""
     for mark in reversed(marks):
         if mark.seq <= since:
             return

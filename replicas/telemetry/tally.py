@@ -59,13 +59,16 @@ class Histogram(msgspec.Struct):
     total_s: float = 0.0
 
     def observe(self, seconds: float, bounds: tuple[float, ...]) -> None:
+        """Count one duration. ``bounds``: upper bounds of the buckets, the same in each
+        call."""
         if not self.counts:
             self.counts = [0] * (len(bounds) + 1)
         self.counts[bisect_left(bounds, seconds)] += 1
         self.total_s += seconds
 
     def cumulative(self) -> list[int]:
-        """Return the number of observations up to each bound; the last: of all."""
+        """Return the number of observations up to each bound, and last of all; empty
+        before the first observation."""
         return list(accumulate(self.counts))
 
 
@@ -111,7 +114,11 @@ class Tally(msgspec.Struct):
     mixed: dict[str, float] = {}
 
     def count(self, event: Event, at: float = 0.0) -> None:
-        """Count one event, if it has a counter. ``at``: when, in seconds since 1970."""
+        """Count one event, if it has a counter; a new run's start first resets all
+        counters.
+
+        :param at: time of the event, in seconds since 1970.
+        """
         match event:
             case Transition():
                 self._moved(event, at)
@@ -158,15 +165,15 @@ class Tally(msgspec.Struct):
                 fresh = Tally()
                 for name in self.__struct_fields__:
                     setattr(self, name, getattr(fresh, name))
-            case _:
-                pass
 
     def lost_event(self) -> None:
-        """Count an unwritten event now; its later ``EventsLost`` then adds nothing."""
+        """Count an event that could not be written; the ``EventsLost`` that reports it
+        later then adds nothing."""
         self.events_lost += 1
         self.events_untold += 1
 
     def _moved(self, step: Transition, at: float) -> None:
+        """Count a change of a replica's state."""
         (self.ready.add if step.after == "ready" else self.ready.discard)(f"{step.group}/{step.replica}")
         for channel in self.serving:
             self._mix(channel, at)
@@ -178,23 +185,26 @@ class Tally(msgspec.Struct):
             self.recoveries.setdefault(step.group, Histogram()).observe(step.recovery_s, START_BUCKETS)
 
     def _mix(self, channel: str, at: float) -> None:
-        """Update since when ready replicas have served different versions."""
+        """Update ``mixed``: since when ready replicas have served different versions of
+        the channel."""
         if len(self.served(channel)) > 1:
             self.mixed.setdefault(channel, at)
         else:
             self.mixed.pop(channel, None)
 
     def served(self, channel: str) -> dict[int, int]:
-        """Return how many ready replicas serve each version of the channel."""
+        """Return {version: number of ready replicas that serve it} of the channel."""
         serving = self.serving.get(channel, {}).items()
         return dict(Counter(version for name, version in serving if version and name in self.ready))
 
     def _received(self, channel: str, moved_to: Counts) -> None:
+        """Add the bytes that each replica has received."""
         counts = self.received.setdefault(channel, {})
         for replica, nbytes in moved_to.items():
             _add(counts, replica, nbytes)
 
     def _synced(self, event: SyncEnded, at: float) -> None:
+        """Count a sync, and the bytes and phases of a committed one."""
         record = event.record
         _add(self.syncs.setdefault(event.channel, {}), record.outcome)
         if record.outcome != "committed":
@@ -210,7 +220,8 @@ class Tally(msgspec.Struct):
             phases.setdefault(phase, Histogram()).observe(seconds, SYNC_BUCKETS)
 
     def shown_in(self, status: RunStatus, now: float = 0.0) -> RunStatus:
-        """Return the status with these counters. ``now``: in seconds since 1970."""
+        """Return a copy of the status with these counters. ``now``: in seconds since
+        1970."""
         groups = (
             replace(
                 group,
@@ -228,7 +239,7 @@ class Tally(msgspec.Struct):
         )
 
     def channel(self, status: ChannelStatus) -> ChannelStatus:
-        """Return the status of a channel with these counters."""
+        """Return a copy of a channel's status with these counters."""
         name, operations = status.name, Counter[str]()
         for counts in self.operations.get(name, {}).values():
             operations.update(counts)
@@ -247,13 +258,15 @@ class Tally(msgspec.Struct):
         )
 
     def _replica(self, status: ReplicaStatus, now: float) -> ReplicaStatus:
+        """Return a copy of a replica's status with received bytes and lags."""
         received = {name: counts[status.name] for name, counts in self.received.items() if status.name in counts}
         lag_s = {name: self._lag_s(name, version, now) for name, version in status.versions.items()}
         lag_s = {name: min(seconds, status.lived_s) for name, seconds in lag_s.items()}  # no lag before it lived
         return replace(status, received_nbytes=received, lag_s=lag_s)
 
     def _lag_s(self, channel: str, version: int, now: float) -> float:
-        """Return for how many seconds a version newer than this is committed."""
+        """Return for how many seconds a version newer than this one has been committed;
+        0: none is."""
         since = next((at for number, at in self.commits.get(channel, ()) if number > version), now)
         return max(0.0, now - since)
 
@@ -267,7 +280,11 @@ class CounterDeltas:
         self._due = 0.0
 
     def since(self, counts: Mapping[str, int], now: float | None = None) -> list[tuple[str, int]]:
-        """Return name and growth of each grown counter; without ``now`` at once."""
+        """Return (name, growth since the last report) of each counter that has grown.
+
+        :param now: seconds of any one clock; empty if the interval is not over. None:
+            report immediately.
+        """
         if now is not None and now < self._due:
             return []
         grown = [(name, count - self._known.get(name, 0)) for name, count in counts.items()]
@@ -279,4 +296,5 @@ class CounterDeltas:
 
 
 def _add(counts: Counts, key: str, count: int = 1) -> None:
+    """Add ``count`` to a counter, which begins at 0."""
     counts[key] = counts.get(key, 0) + count

@@ -43,7 +43,7 @@ _LANES = 100
 
 
 def trace_json(found: Spans) -> Iterator[bytes]:
-    """Yield the file in pieces, with one event on each line."""
+    """Yield the JSON of the trace file in pieces, with one event on each line."""
     encode = msgspec.json.Encoder(enc_hook=str).encode
     yield b'{"displayTimeUnit":"ms","otherData":' + encode({"run": found.run}) + b',"traceEvents":[\n'
     before = b""
@@ -54,7 +54,7 @@ def trace_json(found: Spans) -> Iterator[bytes]:
 
 
 def trace_events(found: Spans) -> Iterator[Event]:
-    """Yield the events: names of tracks, slices, arrows, and marks."""
+    """Yield the trace events: names of tracks, slices, arrows, and marks."""
     spans = [one for span in found.spans() for one in (span, *parts(span))]
     spans += [shown for span in spans if span.kind == "generation" for shown in _on_nodes(span)]
     marks = found.marks()
@@ -87,7 +87,11 @@ def _on_nodes(life: Span) -> Iterator[Span]:
 
 
 def _slices(spans: Iterable[Span], numbers: dict[str, int], now: float) -> Iterator[tuple[Span, Event]]:
-    """Yield each span with its event, on the first thread of its kind that is free."""
+    """Yield each span with its slice, on the first thread of its kind that is free.
+
+    :param numbers: ``pid`` of each track. :param now: end of spans that are open, in
+        seconds since 1970.
+    """
     taken: dict[tuple[str, str], list[tuple[str, int]]] = {}  # the channel and the end of the last span of each thread
     for span in sorted(spans, key=lambda span: span.start):
         start, end = _us(span.start), _us(now if span.end is None else span.end)
@@ -102,7 +106,8 @@ def _slices(spans: Iterable[Span], numbers: dict[str, int], now: float) -> Itera
 
 
 def _arrows(slices: Iterable[tuple[Span, Event]]) -> Iterator[Event]:
-    """Yield the two ends of an arrow for each version that a sync brought."""
+    """Yield two trace events, the ends of an arrow from a sync to a load, for each load
+    of a version whose sync is among the slices."""
     syncs = {span.id: event for span, event in slices if span.kind == "sync"}
     loads = [
         one for one in slices if one[0].kind == "load" or (one[0].kind == "version" and not one[0].attributes["load_s"])
@@ -117,8 +122,10 @@ def _arrows(slices: Iterable[tuple[Span, Event]]) -> Iterator[Event]:
 
 
 def _meta(what: str, pid: int, tid: int, **about: object) -> Event:
+    """Return the event that names or sorts a process or thread."""
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "ts": 0, "args": about}
 
 
 def _us(seconds: float) -> int:
+    """Return seconds in microseconds."""
     return round(seconds * 1_000_000)

@@ -58,7 +58,8 @@ class Folded(msgspec.Struct):
 
 
 def parts(span: Span) -> Iterator[Span]:
-    """Yield the phases and transfers of a sync, or the load of a version.
+    """Yield the phases and transfers of a sync that has ended, or the load of a
+    version, as new spans; nothing for spans of other kinds.
 
     Phases that overlapped are drawn so that they end when the next part could begin.
     """
@@ -83,6 +84,7 @@ def parts(span: Span) -> Iterator[Span]:
 
 
 def _phases(sync: Span) -> Iterator[tuple[str, tuple[float, float]]]:
+    """Yield each phase of a sync with its (start, end), in seconds since 1970."""
     seconds: dict[str, float] = sync.attributes.get("phases", {})
     end = sync.end if sync.end is not None else sync.start
     latest, now = end - sum(seconds.get(name, 0.0) for name in _LAST), sync.start
@@ -97,6 +99,8 @@ def _phases(sync: Span) -> Iterator[tuple[str, tuple[float, float]]]:
 
 
 def _part(span: Span, kind: str, name: str, start: float, end: float, **about: Any) -> Span:
+    """Return a new span that belongs to ``span``, on the same track; ``about``:
+    attributes."""
     return Span(
         id=span.id,
         track=span.track,
@@ -111,7 +115,8 @@ def _part(span: Span, kind: str, name: str, start: float, end: float, **about: A
 
 
 def track_of(event: events.Event) -> str:
-    """Return the track that an event belongs to."""
+    """Return the track that an event belongs to, such as ``replica rollout/1`` or
+    ``run``."""
     if isinstance(event, events.NodeChanged):
         return f"node {event.node}"
     who = "" if isinstance(event, effects.MemberLost) and event.observes else subject(event)

@@ -12,10 +12,11 @@ from typing import Literal
 
 import msgspec
 
-from replicas.common.sizes import count_text, some
+from replicas.common.sizes import count_text, list_text
 from replicas.core.lives.lifecycle import SETTLED
 from replicas.core.lives.ordering import GOOD, needed_replicas
 from replicas.status import WAIT_S, ChannelStatus, GroupStatus, ReplicaState, ReplicaStatus, RunStatus
+from replicas.telemetry.words import outcome_text
 
 Level = Literal["bad", "warn", "note"]
 BEHIND_S = 30.0
@@ -23,7 +24,7 @@ BEHIND_S = 30.0
 OPEN_S = 60.0
 LOOP_LAG_S = 1.0
 _NAMED = 3
-_ENDS = {"run": "the run ends", "group": "its group ends", "replica": "the replica that fails next stays failed"}
+_ENDS = {"run": "ends the run", "group": "ends its group", "replica": "is final (until replicas reset-failed)"}
 _ORDER = {"bad": 0, "warn": 1, "note": 2}
 
 
@@ -32,7 +33,8 @@ class Trouble(msgspec.Struct, frozen=True, kw_only=True):
 
     ``about``: a track of the timeline, such as ``replica rollout/1`` or ``run``.
     ``since``: when it began; ``until``: when it ends at the latest; both in seconds
-    since 1970, None if unknown.
+    since 1970, None if unknown. ``then``: what happens then, in words; empty: the
+    trouble is over.
     """
 
     level: Level
@@ -40,6 +42,7 @@ class Trouble(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     since: float | None = None
     until: float | None = None
+    then: str = ""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +54,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def verdict(status: RunStatus, now: float) -> Verdict:
-    """Judge a status of the time ``now`` (seconds since 1970)."""
+    """Judge a status of the time ``now`` (seconds since 1970); change nothing."""
     found = sorted(_troubles(status, now), key=lambda one: _ORDER[one.level])
     if status.exit_code is not None:
         why = f": {status.ended_by}" if status.ended_by else ""
@@ -65,6 +68,7 @@ def verdict(status: RunStatus, now: float) -> Verdict:
 
 
 def _well(status: RunStatus) -> str:
+    """Return in words how many replicas are ready, and the versions of channels."""
     replicas = [one for group in status.groups for one in group.replicas]
     parts = [f"{count_text(sum(one.state == 'ready' for one in replicas), 'replica')} ready"]
     if finished := sum(one.state == "finished" for one in replicas):
@@ -74,6 +78,7 @@ def _well(status: RunStatus) -> str:
 
 
 def _troubles(status: RunStatus, now: float) -> Iterator[Trouble]:
+    """Yield all troubles and unfinished work of the run, in no order of severity."""
     if not status.store.up:
         text = "The rendezvous store does not answer: no new process group forms."
         yield Trouble(level="bad", about="run", text=text)
@@ -89,7 +94,7 @@ def _troubles(status: RunStatus, now: float) -> Iterator[Trouble]:
     for channel in status.channels:
         yield from _of_channel(channel, status, now)
     for node in (one for one in status.nodes if one.name in away):
-        runs = f"; it runs {some(node.replicas, _NAMED)}" if node.replicas else ""
+        runs = f"; it runs {list_text(node.replicas, _NAMED)}" if node.replicas else ""
         what = "lost: its replicas start elsewhere" if node.state == "lost" else f"away: its agent is silent{runs}"
         since = now - node.heard_age_s
         yield Trouble(level="warn", about=f"node {node.name}", text=f"Node {node.name} is {what}.", since=since)
@@ -107,53 +112,65 @@ _STATES: tuple[tuple[ReplicaState, Level, str, str], ...] = (
 
 
 def _of_group(group: GroupStatus, away: set[str], now: float) -> Iterator[Trouble]:
+    """Yield the troubles of a group; ``away``: names of nodes that are silent."""
     # the node's own sentence covers silent replicas on a node that is away
     replicas = [one for one in group.replicas if one.state != "silent" or away.isdisjoint(one.nodes)]
     for state, level, *words in _STATES:
         found = [(one, one.state_age_s) for one in replicas if one.state == state]
-        yield from _alike(found, level, *words, now=now)
+        yield from _common_trouble(found, level, *words, now=now)
     good = sum(one.state in GOOD for one in group.replicas)
     if group.min_ready is not None and good < (needed := needed_replicas(group.min_ready, len(group.replicas))):
         text = f"Group {group.name} has {good} of the {needed} ready replicas that it needs."
         yield Trouble(level="bad", about=f"group {group.name}", text=text)
     if group.restart_budget_remaining_ratio < 0.5:
         left = f"{group.restart_budget_remaining_ratio:.0%}"
-        text = f"Group {group.name} has {left} of its restart budget left; then {_ENDS[group.on_failure]}."
+        text = f"Group {group.name} has {left} of its restart budget left; without any, a failure {_ENDS[group.on_failure]}."
         yield Trouble(level="warn", about=f"group {group.name}", text=text)
     if group.no_progress_remaining_ratio < 0.5:
         cycles = max((one.cycles for one in group.replicas), default=0)
-        text = f"Group {group.name} fails without progress, {cycles} of {group.no_progress_cycles} times in a row."
+        names = list_text([one.name for one in group.replicas if one.cycles == cycles], _NAMED)
+        most, mended = group.no_progress_cycles, f"once mended: replicas reset-failed {names}"
+        final = f"from {most} on, a failure {_ENDS[group.on_failure]}"
+        end = f"not started again; {mended}" if cycles >= most else final
+        text = f"{names} failed {count_text(cycles, 'time')} in a row without a new step or version; {end}."
         yield Trouble(level="warn", about=f"group {group.name}", text=text)
 
 
-def _alike(
+def _common_trouble(
     found: Sequence[tuple[ReplicaStatus, float]], level: Level, one: str, many: str, *, now: float
 ) -> Iterator[Trouble]:
-    """Yield one sentence for all replicas with the same trouble, given with its age."""
-    if not found:
-        return
-    since = now - max(age_s for _, age_s in found)
-    first, reasons = found[0][0], {replica.reason for replica, _ in found}
-    reason = f": {first.reason}" if first.reason and len(reasons) == 1 else "."
-    about, what = (f"replica {first.name}", one) if len(found) == 1 else (f"group {first.group}", many)
-    text = f"{some([replica.name for replica, _ in found], _NAMED)} {what}{reason}"
-    yield Trouble(level=level, about=about, text=text, since=since, until=_until([one for one, _ in found], now))
+    """Yield a sentence for each reason of a trouble, for more than three only one.
+
+    :param found: (replica, seconds for which the trouble has lasted).
+    :param one, many: the sentence's predicate for one and for several replicas.
+    """
+    alike: dict[str, list[tuple[ReplicaStatus, float]]] = {}
+    for replica, age_s in found:
+        alike.setdefault(replica.reason, []).append((replica, age_s))
+    for reason, some in alike.items() if len(alike) <= _NAMED else [("", found)]:
+        replicas, since = [replica for replica, _ in some], now - max(age_s for _, age_s in some)
+        about, what = (f"replica {replicas[0].name}", one) if not some[1:] else (f"group {replicas[0].group}", many)
+        text = f"{list_text([replica.name for replica in replicas], _NAMED)} {what}{f': {reason}' if reason else '.'}"
+        then = "stopped" if replicas[0].state == "starting" else ""
+        yield Trouble(level=level, about=about, text=text, since=since, until=_until(replicas, now), then=then)
 
 
 def _until(replicas: Sequence[ReplicaStatus], now: float) -> float | None:
-    """Return when the last of these states ends at the latest, or None if unknown."""
+    """Return when the last of the present states of these replicas ends at the latest,
+    in seconds since 1970, or None if that is unknown for one."""
     left_s = [one.left_s for one in replicas if one.left_s is not None]
     return now + max(left_s) if left_s and len(left_s) == len(replicas) else None
 
 
 def _of_channel(channel: ChannelStatus, status: RunStatus, now: float) -> Iterator[Trouble]:
+    """Yield the troubles of a channel, also of ready replicas on the channel."""
     about = f"channel {channel.name}"
-    if channel.step is not None and channel.step_before is not None:
+    if channel.step is not None and channel.step_before is not None and channel.step < channel.step_before:
         text = f"The step of {channel.name} fell from {channel.step_before:g} to {channel.step:g}"
         text += ": did its trainer lose its checkpoint?"
         yield Trouble(level="bad", about=about, text=text)
     if (last := channel.last_sync) is not None and last.outcome != "committed":
-        text = f"Version {last.version} of {channel.name} was not committed: {last.outcome.replace('_', ' ')}."
+        text = f"Version {last.version} of {channel.name} was not committed: {outcome_text(last.outcome)}."
         yield Trouble(level="warn", about=about, text=text)
     if channel.disk_problem:
         text = f"A decision of {channel.name} cannot be written to disk, and waits: {channel.disk_problem}"
@@ -163,25 +180,26 @@ def _of_channel(channel: ChannelStatus, status: RunStatus, now: float) -> Iterat
         yield Trouble(level="note", about=about, text=text, until=now + channel.left_s)
     for one in channel.under_way:
         if one.seconds > WAIT_S and one.waits:
-            text = f"Version {one.version} of {channel.name} is {one.state}, and waits {one.waits}."
-            yield Trouble(level="note", about=about, text=text, since=now - one.seconds, until=now + one.left_s)
-    if channel.mixed_since is not None:
-        counts = ", ".join(f"{version} on {count}" for version, count in sorted(channel.served.items(), reverse=True))
-        if channel.adopt_together or now - channel.mixed_since > BEHIND_S:
-            text = f"The fleet serves different versions of {channel.name}: {counts}."
-            yield Trouble(level="warn", about=about, text=text, since=channel.mixed_since)
+            then = "" if one.state == "moving" else "it fails"
+            text = f"The publish of version {one.version} of {channel.name} ({one.state}) waits {one.waits}."
+            yield Trouble(
+                level="note", about=about, text=text, since=now - one.seconds, until=now + one.left_s, then=then
+            )
     name = channel.name
     replicas = [one for group in status.groups for one in group.replicas if one.state == "ready"]
+    if channel.mixed_since is not None and (channel.adopt_together or now - channel.mixed_since > BEHIND_S):
+        on = {v: list_text([one.name for one in replicas if one.versions.get(name) == v]) for v in channel.served}
+        parts = (f"version {v} on {on[v] or n}" for v, n in sorted(channel.served.items(), reverse=True))
+        late = next((one.name for one in replicas if one.versions.get(name) == min(channel.served)), "")
+        hint = f" (see replicas stacks {late})" if late else ""
+        text = f"Replicas serve different versions of {name}: {', '.join(parts)}{hint}."
+        yield Trouble(level="warn", about=about, text=text, since=channel.mixed_since)
     behind = [(one, one.lag_s[name]) for one in replicas if one.lag_s.get(name, 0.0) > BEHIND_S]
     words = (f"{verb} behind: a newer version of {name} is not loaded yet" for verb in ("is", "are"))
-    yield from _alike(behind, "warn", *words, now=now)
+    yield from _common_trouble(behind, "warn", *words, now=now)
     holding = [(one, one.open_s[name]) for one in replicas if one.open_s.get(name, 0.0) > OPEN_S]
     words = (f"{verb} an update of {name} open, and with it a slot" for verb in ("holds", "hold"))
-    yield from _alike(holding, "warn", *words, now=now)
-    for member in channel.members:
-        if member.state == "quarantined":
-            text = f"{member.name} is in quarantine on {channel.name}: {member.note}"
-            yield Trouble(level="warn", about=about, text=text)
+    yield from _common_trouble(holding, "warn", *words, now=now)
 
 
 _ILL = ("failed", "silent", "backoff", "draining", "behind", "starting", "pending", "drained")
@@ -190,13 +208,15 @@ WELL = len(_ILL)
 
 
 def illness(replica: ReplicaStatus) -> int:
-    """Return how ill the replica is, from 0 for the worst to :data:`WELL`."""
+    """Return a rank of the replica's state: 0 is the worst, :data:`WELL` is healthy. A
+    ready replica that is long behind a commit ranks as ``behind``."""
     behind = replica.state in GOOD and max(replica.lag_s.values(), default=0.0) > BEHIND_S
     state = "behind" if behind else replica.state
     return _ILL.index(state) if state in _ILL else WELL
 
 
 def ill_first(status: RunStatus) -> tuple[list[GroupStatus], list[ReplicaStatus]]:
-    """Return all groups and all replicas, the worst first."""
+    """Return all groups and all replicas as new lists, those in the worst state
+    first."""
     groups = sorted(status.groups, key=lambda group: min(map(illness, group.replicas), default=WELL))
     return groups, sorted((one for group in groups for one in group.replicas), key=illness)

@@ -6,11 +6,19 @@ import msgspec
 
 from replicas.common.sizes import count_text, size_text
 from replicas.core.base import effects
+from replicas.core.base.effects import LOSS_WORDS
 from replicas.core.lives.lifecycle import RUNNING, Transition
 from replicas.telemetry import events
 
-TONES = ("", "quiet", "title", "warning", "error", "alarm")
-"""Tones of a text: quiet is routine, an alarm is never expected."""
+_DRAINS = {"over": "the run is over", "scaled": "scaled down", "node": "its replicas move", "reloaded": "removed"}
+
+_FAULTS = {"failed": "a lane failed", "store": "the store was replaced", "refused": "a member was not ready"}
+_REFUSED = LOSS_WORDS | {
+    "token": "a wrong or an old token",
+    "hello": "a join that does not fit",
+    "fenced": "an old process, which a newer one has replaced (nothing to do)",
+    "tls": "no TLS 1.3",
+}
 
 
 def duration_text(seconds: float) -> str:
@@ -27,19 +35,30 @@ def duration_text(seconds: float) -> str:
     return " ".join(f"{number}{unit}" for number, unit in units[first : first + 2] if number)
 
 
-def concerns(record: events.Record, target: str) -> bool:
-    """Return True if the event concerns this group, replica or rank, or all."""
+def outcome_text(outcome: str) -> str:
+    """Return why a version was not committed: ``peers lost``, ``no free slot``."""
+    return "no free slot" if outcome == "busy" else outcome.replace("_", " ")
+
+
+def concerns(record: events.Record, target: str, *, itself: bool = False) -> bool:
+    """Return True if the event concerns ``target`` or a part of it, what ``target`` is
+    a part of, or the whole run.
+
+    :param target: name of a group, replica or rank, such as ``rollout/1``.
+    :param itself: the event must be of the target, or of a part of it.
+    """
     member = getattr(record.event, "member", None)
     who = subject(record.event) if member is None else member.name
-    return not who or who == target or who.startswith(f"{target}/") or target.startswith(f"{who}/")
+    names = f"{who}/".startswith(f"{target}/")
+    return names or (not itself and (not who or target.startswith(f"{who}/")))
 
 
 def routine(event: events.Event) -> bool:
-    """Return True if every successful version or collective has such events.
+    """Return True for an event of ordinary success, such as a committed version, and
+    for an event that another event explains.
 
-    Also True if another event tells the same: a change of state tells how the replica
-    ended and which version it had; ``LoadFailed`` why a version was not loaded by all
-    ranks.
+    A change of state tells how the replica ended and which version it had;
+    ``LoadFailed`` why a version was not loaded by all ranks.
     """
     if isinstance(event, effects.SyncEnded):
         return event.record.outcome == "committed" and not event.record.lost
@@ -63,19 +82,21 @@ def subject(event: events.Event) -> str:
 def in_words(event: events.Event, at: float) -> tuple[str, str, str]:
     """Return subject, text and tone of an event at ``at`` (seconds since 1970).
 
-    The tone is one of :data:`TONES`, or the state of a replica.
+    The tone is empty, quiet (routine), title, warning, error or alarm (never expected),
+    or the state of a replica.
     """
     who = subject(event)
     match event:
         case Transition():
             return who, _transition(event), event.after
         case events.RunStarted():
-            how = ", continues the run of a dead one" if event.resumed else ""
+            how = ", continues the run of a supervisor that died" if event.resumed else ""
             return "run", f"{event.run}: supervised by process {event.pid}, release {event.version}{how}", "title"
         case events.RunEnded():
             return "run", f"over, exit code {event.exit_code}{_because(event.reason)}", "title"
         case events.Draining():
-            return who or "run", f"draining ({event.reason}{', at once' if event.hurry else ''})", "warning"
+            why = _DRAINS.get(event.reason, event.reason)
+            return who or "run", f"draining ({why}{', at once' if event.hurry else ''})", "warning"
         case events.Drained():
             return who or "run", f"drained in {duration_text(event.seconds)}", ""
         case events.Scaled():
@@ -83,7 +104,7 @@ def in_words(event: events.Event, at: float) -> tuple[str, str, str]:
         case events.RestartAsked():
             return who, f"{'rolling ' if event.rolling else ''}restart requested", ""
         case events.FailedReset():
-            budgets = f"full restart budget: {', '.join(event.groups)}" if event.groups else ""
+            budgets = f"restart budget of {', '.join(event.groups)} restored" if event.groups else ""
             failed = f"failures forgotten: {', '.join(event.replicas)}" if event.replicas else ""
             return "run", "; ".join(filter(None, (failed, budgets))), ""
         case events.Reloaded():
@@ -102,6 +123,8 @@ def in_words(event: events.Event, at: float) -> tuple[str, str, str]:
         case events.LeftoverFound():
             fate = "killed" if event.swept else "NOT killed"
             return who or "run", f"left over by a dead run: process {event.pid} ({event.command}), {fate}", "warning"
+        case events.StacksSaved():
+            return who, f"stacks of generation {event.generation} are in its log{_because(event.reason)}", ""
         case events.LeasesAwaited():
             nodes = ", ".join(node or "an unknown node" for node in event.nodes)
             return "run", f"waits up to {duration_text(event.seconds)} for the leases of {nodes}", "warning"
@@ -110,40 +133,55 @@ def in_words(event: events.Event, at: float) -> tuple[str, str, str]:
             return f"node {event.node}", f"{event.after}{_because(event.reason)}", style
         case events.TokenChanged():
             return "run", f"{event.role} token {event.change}", "warning" if event.change == "revoked" else ""
+        case events.ConnectionsRefused():
+            why = _REFUSED.get(event.reason, event.reason.replace("_", " "))
+            return "run", f"refused {count_text(event.count, 'connection')}: {why}", ""
     return _channel_words(who, event)
 
 
 def _transition(event: Transition) -> str:
+    """Return a change of a replica's state as text."""
     if event.after == "ready" and event.start_s is not None:
         recovered = "" if event.recovery_s is None else f", {duration_text(event.recovery_s)} after it was lost"
         return f"ready after {duration_text(event.start_s)} (generation {event.generation}{recovered})"
     if event.after == "starting" and event.before not in RUNNING:
         return f"starting (generation {event.generation})"
-    again = f"; starts again in {duration_text(event.resume_s)}" if event.resume_s is not None else ""
+    when = f"in {duration_text(event.resume_s)}" if event.resume_s else "as soon as it can"
+    again = f"; starts again {when}" if event.resume_s is not None else ""
     return f"{event.before} -> {event.after}{_because(event.reason)}{again}"
 
 
 def _channel_words(who: str, event: events.Event) -> tuple[str, str, str]:
+    """Return subject, text and tone of an event of a channel, or of any other event.
+
+    :param who: the subject of events that name no member or channel.
+    """
     match event:
         case effects.MemberJoined():
             return event.member.name, f"joined {event.channel}", ""
         case effects.MemberLost():
-            return event.member.name, f"left {event.channel}{_because(event.reason)}", "warning"
-        case effects.MemberQuarantined():
-            return event.member.name, f"quarantined on {event.channel}{_because(event.reason)}", "error"
+            how = (
+                ": its program has closed the channel"
+                if event.reason == "left"
+                else _because(LOSS_WORDS.get(event.reason, event.reason))
+            )
+            return event.member.name, f"left {event.channel}{how}", "warning"
         case effects.EpochStarted():
             return event.channel, f"epoch {event.epoch} of {count_text(len(event.members), 'member')}", "quiet"
         case effects.SyncEnded():
             sync = event.record
             lost = f", without {', '.join(sync.lost)}" if sync.lost else ""
-            what = f"version {sync.version} {sync.outcome} in {duration_text(sync.seconds)}, {size_text(sync.nbytes)}"
-            style = "" if sync.outcome == "committed" else "error"
-            return event.channel, f"{what}, {count_text(sync.members, 'member')}{lost}", style
+            if sync.outcome != "committed":
+                why = f"{outcome_text(sync.outcome)}, after {duration_text(sync.seconds)}{lost}"
+                return event.channel, f"version {sync.version} was not committed: {why}", "error"
+            what = f"version {sync.version} committed in {duration_text(sync.seconds)}, {size_text(sync.nbytes)}"
+            return event.channel, f"{what}, {count_text(sync.members, 'member')}{lost}", ""
         case effects.StepFell():
-            return event.channel, f"version {event.version} has step {event.step:g} after {event.before:g}", "alarm"
+            what = f"the step fell from {event.before:g} to {event.step:g} with version {event.version}"
+            return event.channel, f"{what}: did its trainer lose its checkpoint?", "alarm"
         case effects.CaughtUp():
             names = ", ".join(member.name for member in event.members)
-            return event.channel, f"caught up with version {event.version}: {names}", "quiet"
+            return event.channel, f"{names} caught up with version {event.version}", "quiet"
         case effects.WrongBytes():
             what = f"was served wrong bytes of version {event.version} by {event.holder}"
             return event.member.name, f"{what}{_because(event.reason)}", "error"
@@ -153,19 +191,27 @@ def _channel_words(who: str, event: events.Event) -> tuple[str, str, str]:
         case effects.LoadFailed():
             what = "refused" if event.kept else "did not load"
             return who, f"{what} version {event.version} of {event.channel}{_because(event.reason)}", "error"
+        case effects.ReplicaIdle():
+            return who, f"has ended its work on {event.channel}", ""
         case effects.OperationEnded():
             tone = "quiet" if event.outcome == "ok" else "error"
-            return event.channel, f"{event.kind} {event.outcome} in {duration_text(event.seconds)}", tone
+            what = f"{event.kind} {event.outcome} in {duration_text(event.seconds)}"
+            return event.channel, f"{what}{_because(event.error)}", tone
+        case effects.Retried():
+            why = event.why or _FAULTS.get(event.reason, f"a member was {event.reason}")
+            return event.channel, f"tries again: {why}", ""
         case effects.StoreChanged():
-            return event.channel, f"store {'up' if event.up else 'down'}", "" if event.up else "alarm"
-    return who or "run", _plain(event), ""
+            return event.channel, f"rendezvous store {'up' if event.up else 'down'}", "" if event.up else "alarm"
+    return who or getattr(event, "channel", "run"), _plain(event), ""
 
 
 def _because(reason: str) -> str:
+    """Return ``: REASON``, or an empty text without a reason."""
     return f": {reason}" if reason else ""
 
 
 def _plain(event: events.Event) -> str:
+    """Return the name of an event and its fields, as text."""
     name = "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in type(event).__name__).strip()
     fields = {
         field: value

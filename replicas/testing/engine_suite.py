@@ -76,10 +76,13 @@ class _Watched:
         self._under_way = 0
 
     def __getattr__(self, name: str) -> Any:
+        """Return the engine's attribute; a verb is wrapped by :meth:`_call`."""
         found = getattr(self._engine, name)
         return partial(self._call, name, found) if name in _LOGGED else found
 
     def _call(self, name: str, verb: Callable[..., Any], *arguments: Any) -> Any:
+        """Record the verb's name; call ``before``, the verb and ``after``; return the
+        verb's result."""
         self.calls.append(name)
         self._under_way += 1
         assert self._under_way == 1, f"{name} is called during another verb"
@@ -101,16 +104,20 @@ class _Gate:
 
     @property
     def version(self) -> int:
+        """The version of the last :meth:`open`; 0 before."""
         return self.versions[-1] if self.versions else 0
 
     def open(self, version: int) -> None:
+        """Record the version, and that the gate is open."""
         self.versions.append(version)
         self.is_open = True
 
     def shut(self) -> None:
+        """Record that the gate is shut."""
         self.is_open = False
 
     def paused(self, seconds: float) -> None:
+        """Check the number only."""
         assert seconds >= 0
 
 
@@ -121,6 +128,7 @@ class _Stage:
     """
 
     def __init__(self, trial: Trial, run: FakeRun) -> None:
+        """Join the run as its trainer; followers come with :meth:`following`."""
         self.trial, self.run = trial, run
         self.trainer = run.join("trainer")
         self.gate = _Gate()
@@ -129,7 +137,12 @@ class _Stage:
 
     @contextmanager
     def following(self, **options: Any) -> Iterator[_Watched]:
-        """Run a follower in a thread; stop and join it on leaving."""
+        """Context manager: run a follower of a new engine in a thread; stop and join it
+        on leaving. The value is the engine, with recorded calls.
+
+        :param options: arguments of :func:`replicas.engine.follow`, over those of the
+            stage.
+        """
         engine: Any = _Watched(self.trial.connect(), self.calls)
         stop, self.error = threading.Event(), None
         where = {"endpoint": self.run.endpoint, "token": self.run.token, "group": "rollout", "replica": 0}
@@ -151,10 +164,17 @@ class _Stage:
         assert not self.thread.is_alive(), "the follower does not end"
 
     def publish(self, value: float, more: Mapping[str, torch.Tensor] | None = None) -> int:
+        """Publish tensors filled with this value, and wait for the commit.
+
+        :param more: further tensors of the version.
+        :returns: the version's number.
+        """
         sent = {**self.trial.weights(value), **(more or {})}
         return self.trainer.publish(sent, new_manifest=True).wait(self.trial.limit_s).version
 
     def until(self, condition: Callable[[], object], what: str) -> None:
+        """Wait until the condition is true; at the trial's limit, raise AssertionError
+        with ``what``."""
         until = time.monotonic() + self.trial.limit_s
         while not condition():
             assert time.monotonic() < until, (
@@ -162,8 +182,9 @@ class _Stage:
             )
             time.sleep(0.005)
 
-    def serves(self, value: float) -> None:
-        """Wait until the newest version is served, and check that it has this value."""
+    def wait_until_served(self, value: float) -> None:
+        """Wait until the gate is open with the newest version, and check that the
+        server computes with this value."""
         newest = self.trainer.latest
         self.until(lambda: self.gate.is_open and self.gate.version == newest, f"version {newest} is served")
         found = self.trial.answer()
@@ -176,7 +197,9 @@ class _Stage:
 
 
 def play(scene: str, trial: Trial) -> None:
-    """Play one of :data:`SCENES`; it takes less than a second for a fast engine.
+    """Run one of :data:`SCENES`, by its name, with the trial's server.
+
+    A fast engine takes less than a second.
 
     :raises AssertionError: the engine does not do what it should.
     """
@@ -191,36 +214,41 @@ def play(scene: str, trial: Trial) -> None:
 
 
 def _serves_each_version(stage: _Stage) -> None:
+    """Check that each published version is loaded and served."""
     with stage.following():
         for value in (1.0, 2.0, 3.0):
             stage.publish(value)
-            stage.serves(value)
+            stage.wait_until_served(value)
     assert stage.error is None
     assert [call for call in stage.calls if call in VERBS] == [*VERBS] * 3
     assert stage.trial.answer() == 3.0, "a follower that is stopped leaves its server serving"
 
 
 def _a_load_fails_once(stage: _Stage, when: str) -> None:
+    """Check that a load is repeated after one error, raised ``when``: "before" or
+    "after" the engine's load."""
     with stage.following() as engine:
         stage.publish(1.0)
-        stage.serves(1.0)
+        stage.wait_until_served(1.0)
         failures = iter([errors.SyncError("it fails once", hint="")])
         getattr(engine, when)["load"] = partial(_raise_next, failures)
         stage.publish(2.0)
-        stage.serves(2.0)
+        stage.wait_until_served(2.0)
     assert stage.error is None
     assert [call for call in stage.calls if call in VERBS][4:] == ["pause", "load", "load", "reset_caches", "resume"]
 
 
 def _raise_next(failures: Iterator[BaseException]) -> None:
+    """Raise the next error; do nothing when none is left."""
     for error in failures:
         raise error
 
 
 def _a_load_fails_for_good(stage: _Stage) -> None:
+    """Check that two failed loads leave the server paused, and end the follower."""
     with stage.following() as engine:
         stage.publish(1.0)
-        stage.serves(1.0)
+        stage.wait_until_served(1.0)
         failures = iter([errors.SyncError("it always fails", hint="") for _ in range(9)])
         engine.after["load"] = partial(_raise_next, failures)
         stage.publish(2.0)
@@ -234,9 +262,13 @@ def _a_load_fails_for_good(stage: _Stage) -> None:
 
 
 def _does_not_fit(stage: _Stage, change: Callable[[str, torch.Tensor], tuple[str, torch.Tensor]]) -> None:
+    """Check that a version is refused without a pause.
+
+    :param change: returns the wrong name and tensor of one of its tensors.
+    """
     with stage.following():
         stage.publish(1.0)
-        stage.serves(1.0)
+        stage.wait_until_served(1.0)
         calls = len(stage.calls)
         name, tensor = next(iter(stage.trial.weights(2.0).items()))
         bad = dict([change(name, tensor)])
@@ -252,14 +284,16 @@ def _does_not_fit(stage: _Stage, change: Callable[[str, torch.Tensor], tuple[str
         assert "pause" not in stage.calls[calls:], "the server was paused for a version that does not fit"
         assert stage.trial.answer() == 1.0
         stage.publish(3.0)
-        stage.serves(3.0)
+        stage.wait_until_served(3.0)
     assert stage.error is None
 
 
 def _killed(stage: _Stage, verb: str) -> None:
+    """Check that the follower ends with an error when the server is killed as ``verb``
+    begins."""
     with stage.following() as engine:
         stage.publish(1.0)
-        stage.serves(1.0)
+        stage.wait_until_served(1.0)
         engine.before[verb] = stage.trial.kill
         # other names, so that the version is checked; the server dies before the result
         stage.publish(2.0, {"another": torch.ones(1)} if verb == "check" else None)
@@ -271,20 +305,22 @@ def _killed(stage: _Stage, verb: str) -> None:
 
 
 def _the_follower_dies(stage: _Stage, verb: str) -> None:
+    """Check that a second follower works when the first dies right after a ``verb``."""
     with stage.following() as engine:
         stage.publish(1.0)
-        stage.serves(1.0)
+        stage.wait_until_served(1.0)
         engine.after[verb] = partial(_raise_next, iter([_Died()]))
         stage.publish(2.0)
         assert isinstance(stage.ends(), _Died)
     with stage.following():
         stage.until(lambda: stage.trial.answer() == 2.0, "the next follower has the server serve again")
         stage.publish(3.0)
-        stage.serves(3.0)
+        stage.wait_until_served(3.0)
     assert stage.error is None
 
 
 def _versions_are_faster_than_loads(stage: _Stage) -> None:
+    """Check that versions are skipped when they come faster than they load."""
     with stage.following() as engine:
         go = threading.Event()
         engine.before["load"] = partial(go.wait, stage.trial.limit_s)
@@ -293,15 +329,16 @@ def _versions_are_faster_than_loads(stage: _Stage) -> None:
         for value in range(2, 9):
             stage.publish(float(value))
         go.set()
-        stage.serves(8.0)
+        stage.wait_until_served(8.0)
     assert stage.gate.versions == sorted(set(stage.gate.versions))
     assert len(stage.gate.versions) < 8, "each was loaded, though newer ones were there"
 
 
 def _it_is_watched(stage: _Stage) -> None:
+    """Check that the follower ends when the server is killed between loads."""
     with stage.following():
         stage.publish(1.0)
-        stage.serves(1.0)
+        stage.wait_until_served(1.0)
         stage.trial.kill()
         stage.publish(2.0)  # the trainer goes on
         assert isinstance(stage.ends(), errors.SyncError)

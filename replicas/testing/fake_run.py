@@ -78,6 +78,7 @@ class FakeRun:
         *,
         groups: Mapping[str, GroupShape | int] | None = None,
     ) -> None:
+        """Check channels and groups; the run begins with its ``with`` block."""
         self._number = next(_numbers)
         self._channels = POLICY if channels is None else channels
         self._groups = groups
@@ -106,15 +107,17 @@ class FakeRun:
 
     @property
     def endpoint(self) -> str:
-        """Address of this run for ``replicas.join``; nothing listens there."""
+        """Address of this run, to pass to ``replicas.join``; nothing listens there."""
         return f"fake-run-{self._number}.invalid:1"
 
     @property
     def token(self) -> str:
-        """The token for ``replicas.join``."""
+        """Secret of this run, to pass to ``replicas.join``."""
         return self._coordinator.token
 
     def __enter__(self) -> Self:
+        """Begin the run: let this process's ``replicas.join`` find it, and start its
+        timers."""
         self._token_fd = os.memfd_create("replicas-token")  # never on disk, even if this process is killed
         os.write(self._token_fd, self.token.encode())
         in_process[self.endpoint] = self._connect
@@ -124,6 +127,8 @@ class FakeRun:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """End the run: thaw and close all members, stop the targets' threads, and
+        forget it."""
         try:
             self._on_loop(self._thaw_all)
             for target in self._targets:
@@ -140,7 +145,8 @@ class FakeRun:
     def environ(
         self, group: str, replica: int | Literal["auto"] = 0, rank: int = 0, world_size: int = 1
     ) -> dict[str, str]:
-        """The environment variables of a rank, as the supervisor would set them.
+        """Return the environment variables of a rank, as the supervisor would set them;
+        set none.
 
         ::
 
@@ -168,11 +174,12 @@ class FakeRun:
         channel: str | None = None,
         **more: Any,
     ) -> Channel:
-        """Join as a member; the run closes its channel at the end.
+        """Join as a member; return its channel, which the end of the run closes.
 
         :param channel: name of the channel; default: the first.
         :param more: ``observe``, ``info`` and ``timeout`` of :func:`replicas.join`.
         :raises replicas.errors.ReplicasError: as :func:`replicas.join`.
+        :raises replicas.errors.UsageError: outside the ``with`` block.
         """
         self._check_begun()
         identity: dict[str, Any] = {"group": group, "replica": replica, "rank": rank, "world_size": world_size}
@@ -189,7 +196,8 @@ class FakeRun:
         channel: str | None = None,
         load: Callable[[Update], object] | None = None,
     ) -> VirtualTarget:
-        """Join a target that loads each version, in a thread of its own.
+        """Join a target that loads each version, in a thread of its own until the run
+        ends; return it.
 
         :param load: called with each :class:`replicas.Update`; if it raises, the
             version is reported as failed. Default: copy its tensors.
@@ -201,32 +209,36 @@ class FakeRun:
     # ------------------------------------------------------------ faults
 
     def kill(self, channel: Channel) -> None:
-        """Lose the member, as if its process had been killed.
+        """Declare this channel's member lost, as if its process had been killed.
 
         The channel has ended: its calls raise Fenced. Join again for a restart.
         """
         self._on_loop(self._kill, channel.member)
 
     def freeze(self, channel: Channel) -> None:
-        """Hold back all messages of the member, as if its process were stopped.
+        """Hold back all messages to and from the channel's member, as if its process
+        were stopped.
 
         When its lease is over (``heartbeat_timeout_s`` of its group), it is lost.
         """
         self._on_loop(self._freeze, channel.member)
 
     def thaw(self, channel: Channel) -> None:
-        """End :meth:`freeze`: deliver the messages that waited."""
+        """End :meth:`freeze`: deliver the messages that waited. Do nothing for a member
+        that is not frozen."""
         self._on_loop(self._thaw, channel.member)
 
     def disconnect(self, channel: Channel) -> None:
-        """Break the member's connection; its session reconnects and resumes."""
+        """Break the connection of the channel's member; its session reconnects and
+        resumes."""
         self._on_loop(self._cut, channel.member)
 
     def restart_coordinator(self) -> None:
         """Replace the coordinator by a new one, which learns its state from the
         members.
 
-        Return when all members that are not frozen have reconnected.
+        Return when all members that are not frozen have reconnected; raise TimeoutError
+        after 30 s.
         """
         self._loop.run(self._restart, CALL_TIMEOUT_S)
 
@@ -246,10 +258,14 @@ class FakeRun:
     # ------------------------------------------------------------ on the session thread
 
     def _check_begun(self) -> None:
+        """Raise UsageError outside the ``with`` block."""
         if self._token_fd < 0:
             raise errors.UsageError("this fake run has not begun, or is over", hint="use it in its `with` block")
 
     def _on_loop(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function on the session thread; return its result, or raise its
+        error."""
+
         async def call() -> T:
             return function(*arguments)
 
@@ -257,6 +273,8 @@ class FakeRun:
         return self._loop.run(make, CALL_TIMEOUT_S)
 
     def _connect(self, token: str) -> Wire:
+        """Return a new wire for a session that shows this token; a wrong token is
+        refused on the wire."""
         return Wire(self._coordinator.engine, self._welcome, accepted=hmac.compare_digest(token, self.token))
 
     def _welcome(self, wire: Wire, member: Member) -> None:
@@ -266,9 +284,11 @@ class FakeRun:
         wire.frozen = self._frozen.get(member)
 
     def _start_ticks(self) -> None:
+        """Start the task that runs the engine's timers."""
         self._tick = self._loop.spawn(self._coordinator.engine.tick_forever(), f"{self.endpoint} ticks")
 
     def _stop(self) -> None:
+        """End the timers, cut all wires, and close the engine."""
         if self._tick is not None:
             self._tick.cancel()
         for wire in self._wires.values():
@@ -277,6 +297,7 @@ class FakeRun:
         self._coordinator.engine.close()
 
     async def _restart(self) -> None:
+        """Replace the coordinator; return when unfrozen members have reconnected."""
         known = {state.member for one in self._coordinator.engine.channels.values() for state in one.roster}
         self._stop()
         old = self._coordinator
@@ -289,21 +310,25 @@ class FakeRun:
             await self._came.wait()
 
     def _kill(self, member: Member) -> None:
+        """Declare the member lost, and let its waiting messages pass."""
         self._coordinator.engine.lose(member, "exited")
         self._thaw(member)
 
     def _freeze(self, member: Member) -> None:
+        """Hold back the frames of the member's wire, and of its later ones."""
         thawed = self._frozen.setdefault(member, asyncio.Event())
         if (wire := self._wires.get(member)) is not None:
             wire.frozen = thawed
 
     def _thaw(self, member: Member) -> None:
+        """Let the frames of the member's wire pass again."""
         if (thawed := self._frozen.pop(member, None)) is not None:
             thawed.set()
         if (wire := self._wires.get(member)) is not None:
             wire.frozen = None
 
     def _thaw_all(self) -> None:
+        """Thaw all frozen members."""
         for member in list(self._frozen):
             self._thaw(member)
 
@@ -314,5 +339,6 @@ class FakeRun:
             self._kill(member)
 
     def _cut(self, member: Member) -> None:
+        """Cut the member's wire, if it has one; its session then connects again."""
         if (wire := self._wires.get(member)) is not None:
             wire.abort()

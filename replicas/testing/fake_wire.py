@@ -41,11 +41,16 @@ class Wire:
 
     @property
     def heard(self) -> float:
-        """Time of the last message. While frozen, return now: a stopped process would
-        not count the time, and reads first when it wakes."""
+        """Time (``time.monotonic()``) of the coordinator's last message; while frozen,
+        now.
+
+        A stopped process would not count the time, and reads first when it wakes.
+        """
         return time.monotonic() if self.frozen is not None else self._heard
 
     async def send(self, message: bytes, /) -> None:
+        """Pass the member's message to the engine in this process; while frozen, wait
+        first. Raises ConnectionError after a cut."""
         await self._passes()
         if self._cut.is_set():
             raise ConnectionError("the connection was cut")
@@ -56,6 +61,8 @@ class Wire:
             self.abort()
 
     async def recv(self) -> bytes:
+        """Wait for the next frame of the coordinator, and return it. Raises
+        ConnectionError after a cut."""
         cut = asyncio.ensure_future(self._cut.wait())
         frame = asyncio.ensure_future(self._frames.get())
         try:
@@ -69,22 +76,27 @@ class Wire:
             frame.cancel()
 
     async def close(self) -> None:
+        """Cut the connection, as :meth:`abort`."""
         self.abort()
 
     def abort(self) -> None:
-        """Cut the connection; frames written before still arrive."""
+        """Cut the connection, and detach the member's session at the engine; frames
+        written before still arrive."""
         if not self._cut.is_set():
             self._cut.set()
             if self._session is not None:
                 self._engine.detach(self._session, self)
 
     async def _passes(self) -> None:
+        """Wait until the wire is not frozen."""
         while (frozen := self.frozen) is not None:
             await frozen.wait()
 
     # ------------------------------------------------------------ the coordinator's end
 
     def _introduce(self, hello: protocol.Hello) -> None:
+        """Open the member's session at the engine, or answer with its refusal. Cut the
+        connection if the engine cannot take the member yet."""
         try:
             if not self._accepted:
                 raise errors.UsageError(f"this fake run does not accept the token of {hello.member}")
@@ -99,12 +111,16 @@ class Wire:
         self._introduced(self, hello.member)
 
     def takes_more(self) -> bool:
+        """Return True until the connection is cut: the coordinator may write."""
         return not self._cut.is_set()
 
     def rtt_s(self) -> float:
+        """Return a constant round-trip time in seconds."""
         return 1e-6  # 0 would mean that it is not known
 
     def write(self, messages: Sequence[bytes]) -> None:
+        """Queue the coordinator's messages for the member's :meth:`recv`; never
+        wait."""
         self._heard = time.monotonic()
         for message in messages:
             self._frames.put_nowait(message)

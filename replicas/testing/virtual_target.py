@@ -27,6 +27,7 @@ class VirtualTarget:
     """
 
     def __init__(self, channel: Channel, load: Callable[[Update], object] | None) -> None:
+        """Start the thread, which loads versions from now on."""
         self.channel = channel
         self.versions: list[int] = []
         self.weights: dict[str, torch.Tensor] = {}
@@ -37,6 +38,7 @@ class VirtualTarget:
         self._thread.start()
 
     def _run(self) -> None:
+        """Load versions until the channel ends; keep the error that ended it."""
         try:
             while True:
                 self._load_update(self.channel.receive().wait())
@@ -45,6 +47,8 @@ class VirtualTarget:
                 self.error = error
 
     def _load_update(self, update: Update) -> None:
+        """Load one version by ``load``, and report it loaded or failed; skip it if no
+        target may load it."""
         try:
             update.adopt().wait()
             self._load(update)
@@ -58,10 +62,12 @@ class VirtualTarget:
         update.loaded()
 
     def _copy(self, update: Update) -> None:
+        """Keep copies of the version's tensors in ``weights``."""
         self.weights = {name: tensor.clone() for name, tensor in update.tensors().items()}
 
     def end(self) -> None:
-        """Close the channel, and wait up to 30 s for the thread to finish its load."""
+        """Close the channel, and wait up to 30 s for the thread to finish its load; log
+        a load that still runs then."""
         self._over = True
         self.channel.close(wait=False)
         self._thread.join(END_TIMEOUT_S)

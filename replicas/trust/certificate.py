@@ -30,7 +30,9 @@ _NAME = "replicas"
 
 
 def key_hash(certificate: bytes) -> str:
-    """Return the hash of the key of a certificate (in DER), as in join tokens.
+    """Return the SHA-256, in hexadecimal, of the public key of a certificate (in DER).
+
+    Join tokens have the same.
 
     :raises ValueError: it is malformed, or its key is of an unknown kind.
     """
@@ -81,7 +83,7 @@ class PortKey:
 
     @classmethod
     def configured(cls, certificate: Path, key: Path | None = None) -> PortKey:
-        """Read PEM files. The default of ``key`` is the certificate's file.
+        """Return the port key of PEM files; ``key`` defaults to the certificate's file.
 
         :raises replicas.errors.UsageError: they cannot be read, or do not match.
         """
@@ -97,7 +99,9 @@ class PortKey:
 
     @classmethod
     def of_folder(cls, folder: Path) -> PortKey:
-        """Read the folder's key; make it if missing. The caller has the folder's lock.
+        """Return the key saved in a folder; make and save one if there is none.
+
+        The caller has the folder's lock.
 
         :raises replicas.errors.UsageError: it cannot be made or used.
         """
@@ -116,12 +120,12 @@ class PortKey:
 
     @classmethod
     def of_pem(cls, pem: bytes) -> PortKey:
-        """Use a key and its certificate in memory."""
+        """Return the port key of a private key and its certificate in PEM."""
         return cls(context_of(pem), key_hash(_der(pem)))
 
 
 def context_of(pem: bytes) -> ssl.SSLContext:
-    """Return a server's TLS context for a key and its certificate in memory."""
+    """Return a server's TLS context for a private key and its certificate in PEM."""
     with _as_file(pem) as path:
         return _context(path)
 
@@ -132,10 +136,12 @@ def certificate_hash(pem: bytes) -> str:
 
 
 def _der(pem: bytes) -> bytes:
+    """Return the first certificate of the PEM as DER."""
     return ssl.PEM_cert_to_DER_cert(_first(pem.decode("ascii")))
 
 
 def _context(certificate: Path, key: Path | None = None) -> ssl.SSLContext:
+    """Return a server's TLS 1.3 context for a certificate and key in files."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.num_tickets = 0
@@ -144,10 +150,12 @@ def _context(certificate: Path, key: Path | None = None) -> ssl.SSLContext:
 
 
 def _no_password() -> str:
+    """Raise ValueError when OpenSSL asks for the password of a key."""
     raise ValueError("the key has a password")
 
 
 def _first(pem: str) -> str:
+    """Return the first certificate of a PEM text; raise ValueError without one."""
     begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
     _, found, rest = pem.partition(begin)
     body, ended, _ = rest.partition(end)
@@ -158,7 +166,10 @@ def _first(pem: str) -> str:
 
 @contextlib.contextmanager
 def _as_file(data: bytes) -> Iterator[Path]:
-    """Yield a path of a memfd with the data, as OpenSSL reads only files."""
+    """Yield the path of a memfd with the data, valid in the block.
+
+    OpenSSL reads only files.
+    """
     descriptor = os.memfd_create("replicas-key")
     try:
         os.write(descriptor, data)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 from websockets.asyncio.client import ClientConnection, connect
 
-from replicas.linux.sockets import foreign, listener_uids, whose
+from replicas.linux.sockets import describe_owner, listener_uids, may_be_foreign
 from replicas.trust.way import Way
 
 CLOSE_TIMEOUT_S = 1.0
@@ -34,10 +34,14 @@ class PortConnection(ClientConnection):
     owners: frozenset[int] | None = None
 
     async def handshake(self, *given: Any, **options: Any) -> None:
+        """Send the request, which has the token, to a port of ``owners`` only.
+
+        :raises ConnectionRefusedError: the port is another user's; nothing was sent.
+        """
         if self.owners is not None:
             uids = listener_uids(self.transport.get_extra_info("socket"))
-            if foreign(uids, self.owners):
-                raise ConnectionRefusedError(f"the port {whose(uids)}: the run's token was not shown to it")
+            if may_be_foreign(uids, self.owners):
+                raise ConnectionRefusedError(f"the port {describe_owner(uids)}: the run's token was not shown to it")
         await super().handshake(*given, **options)
 
 
@@ -45,7 +49,7 @@ Made = TypeVar("Made", bound=PortConnection)
 
 
 async def dial(way: Way, path: str, made: type[Made], **options: Any) -> Made:
-    """Connect by ``way``.
+    """Open a WebSocket to ``path`` by ``way``.
 
     :param made: the class of the connection.
     :param options: further options of websockets' ``connect``.
@@ -69,5 +73,8 @@ async def dial(way: Way, path: str, made: type[Made], **options: Any) -> Made:
 
 
 async def dial_socket(sock: socket.socket, path: str, **options: Any) -> ClientConnection:
-    """Open a WebSocket over a connected Unix socket; the kernel identifies the user."""
+    """Open a WebSocket to ``path`` over a connected Unix socket; show no token.
+
+    The server identifies this user by the kernel's SO_PEERCRED.
+    """
     return await connect(f"ws://run{path}", sock=sock, **_OPTIONS, **options)

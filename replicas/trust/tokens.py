@@ -47,6 +47,7 @@ _RETIRED = 16
 
 
 def new_secret() -> str:
+    """Return a new random secret, as text for URLs."""
     return secrets.token_urlsafe(_SECRET_NBYTES)
 
 
@@ -82,7 +83,10 @@ class JoinToken(NamedTuple):
 
 
 def another_key(what: str) -> errors.UsageError:
-    """Return the error for a token with another key than the control port's."""
+    """Return the error for a token with another key than the control port's.
+
+    :param what: what has the token, for the message.
+    """
     return errors.UsageError(
         f"{what} names another key than that of the control port",
         hint="give the certificate and key that it was made with, or only the part after its dot",
@@ -116,12 +120,14 @@ class Tokens:
 
     @classmethod
     def restored(cls, saved: SavedTokens) -> Tokens:
+        """Return tokens with the secrets of :meth:`saved`, without a :attr:`key`."""
         made = cls(saved.member[0], saved.operator[0])
         made._secrets = {"member": [*saved.member[:2]], "operator": [*saved.operator[:2]]}
         made._retired = [*saved.retired]
         return made
 
     def saved(self) -> SavedTokens:
+        """Return the secrets in the form to be saved, without writing a file."""
         return SavedTokens(
             member=tuple(self._secrets["member"]),
             operator=tuple(self._secrets["operator"]),
@@ -129,7 +135,10 @@ class Tokens:
         )
 
     def copy(self) -> Tokens:
-        """Return a copy, to be changed and saved before :meth:`replace_by`."""
+        """Return a copy, to be changed and saved before :meth:`replace_by`.
+
+        Connections that are :meth:`watched` stay with this object.
+        """
         made = Tokens.restored(self.saved())
         made.key = self.key
         return made
@@ -142,10 +151,11 @@ class Tokens:
         self._end_users_of(old)
 
     def text(self, role: Role) -> str:
-        """Return the present join token of a role."""
+        """Return the present join token of a role, which names :attr:`key` if set."""
         return str(JoinToken(self.key, self._secrets[role][0]))
 
     def secret(self, role: Role) -> str:
+        """Return the present secret of a role: the part of its token that is sent."""
         return self._secrets[role][0]
 
     def both_valid(self, role: Role) -> bool:
@@ -155,11 +165,15 @@ class Tokens:
     # ------------------------------------------------------------ who asks
 
     def role_of(self, headers: Mapping[str, str]) -> Role | None:
-        """Return the role by the headers of a request or WebSocket, or None."""
+        """Return the role whose secret these headers show, or None for no valid one."""
         return self.role(headers.get("authorization", "").encode())
 
     def role(self, authorization: bytes) -> Role | None:
-        """Return the role by the value of an Authorization header, or None."""
+        """Return the role whose secret the header shows, or None if it is not valid.
+
+        :param authorization: the header's value, ``Bearer SECRET`` or with a whole
+            token.
+        """
         given = _secret_of(authorization)
         found: Role | None = None
         for role in ROLES:
@@ -169,7 +183,10 @@ class Tokens:
         return found
 
     def refusal(self, headers: Mapping[str, str]) -> str:
-        """Return why these headers are refused, for their sender."""
+        """Return why these headers are refused, as a text for their sender.
+
+        "missing token", "old token: ..." for a retired one, else "wrong token".
+        """
         authorization = headers.get("authorization", "")
         if not authorization:
             return "missing token"
@@ -180,9 +197,13 @@ class Tokens:
     # ------------------------------------------------------------ rotation
 
     def rotate(self, role: Role, secret: str | None = None) -> None:
-        """Add a new token of a role; the present one becomes the previous one.
+        """Add a new token of a role.
+
+        The present one becomes the previous one, still valid. The token before is
+        retired, and its connections are ended.
 
         :param secret: the new secret; default: a random one.
+        :raises replicas.errors.UsageError: the secret is valid already.
         """
         present = self._secrets[role]
         secret = new_secret() if secret is None else secret
@@ -198,17 +219,19 @@ class Tokens:
         self._retire(old)
 
     def _retire(self, old: list[str]) -> None:
+        """Keep the digests of secrets that end, and end connections that use them."""
         self._retired = [*self._retired, *(_digest(one.encode()) for one in old)][-_RETIRED:]
         self._end_users_of(old)
 
     def _end_users_of(self, old: list[str]) -> None:
+        """Call ``end`` of the watched connections that use these secrets."""
         for secret, end in [*self._watched.values()]:
             if secret in old:
                 end()
 
     @contextmanager
     def watched(self, headers: Mapping[str, str], end: Callable[[], None]) -> Iterator[None]:
-        """Call ``end`` when the token in these headers is retired within the block."""
+        """Call ``end`` if the token in these headers is retired within the block."""
         key = object()
         self._watched[key] = _secret_of(headers.get("authorization", "").encode()).decode("latin-1"), end
         try:
@@ -218,6 +241,7 @@ class Tokens:
 
 
 def _secret_of(authorization: bytes) -> bytes:
+    """Return the secret in a Bearer header, also of a whole token; else b""."""
     kind, _, given = authorization.partition(b" ")
     if kind.lower() != b"bearer":
         return b""
@@ -227,4 +251,5 @@ def _secret_of(authorization: bytes) -> bytes:
 
 
 def _digest(secret: bytes) -> str:
+    """Return the SHA-256 of a secret in hexadecimal."""
     return hashlib.sha256(secret).hexdigest()

@@ -54,10 +54,14 @@ class Way(NamedTuple):
     headers: dict[str, str]
 
     def url(self, path: str, scheme: str = "ws") -> str:
+        """Return the URL of ``path`` at the endpoint: ``wss://`` with TLS.
+
+        :param scheme: ``"ws"`` or ``"http"``; TLS adds an ``s``.
+        """
         return f"{scheme}{'s' if self.context is not None else ''}://{self.endpoint}{path}"
 
     def refusal(self, error: BaseException) -> errors.UsageError | None:
-        """Return the error to raise for a TLS error, None if a retry may succeed."""
+        """Return the error to raise for an error of TLS, None if to be retried."""
         if isinstance(error, WrongKey):
             return errors.UsageError(str(error.strerror), hint=_HINT)
         if isinstance(error, ssl.SSLCertVerificationError):
@@ -77,7 +81,10 @@ class Way(NamedTuple):
 def way_to(endpoint: str, token: str, environment: Mapping[str, str] | None = None) -> Way:
     """Return the way to the control port at ``endpoint`` with this join token.
 
+    It opens no connection.
+
     :param token: empty for pages that need no token.
+    :param environment: instead of ``os.environ``.
     :raises replicas.errors.UsageError: the port is not on loopback, and neither token
         nor environment identify its key; or the CA's file cannot be used.
     """
@@ -103,13 +110,13 @@ def way_to(endpoint: str, token: str, environment: Mapping[str, str] | None = No
 
 
 def split(endpoint: str) -> tuple[str, int]:
-    """Return host and port of ``host:port`` or ``[ipv6]:port``."""
+    """Return ``(host, port)`` of ``host:port`` or ``[ipv6]:port``, without brackets."""
     host, _, port = endpoint.rpartition(":")
     return host.strip("[]"), int(port)
 
 
 def is_local(host: str) -> bool:
-    """Return True if a host name or address is a loopback one."""
+    """Return True if a host is a loopback address, or the name ``localhost``."""
     try:
         return ip_address(host.partition("%")[0]).is_loopback
     except ValueError:
@@ -117,11 +124,13 @@ def is_local(host: str) -> bool:
 
 
 def _pinned(endpoint: str, key: str) -> ssl.SSLContext:
+    """Return a client's TLS context that accepts only a port with this key."""
     context = _client_context()
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
 
     def check(certificate: bytes | None) -> None:
+        """Raise WrongKey unless the certificate (in DER) has the key."""
         found = ""
         with contextlib.suppress(ValueError):  # it is not a control port
             found = key_hash(certificate) if certificate else ""
@@ -148,6 +157,7 @@ def _pinned(endpoint: str, key: str) -> ssl.SSLContext:
 
 
 def _by_authority(path: str) -> ssl.SSLContext:
+    """Return a client's TLS context for certificates by the CA in this file."""
     context = _client_context()
     try:
         context.load_verify_locations(path)
@@ -160,6 +170,7 @@ def _by_authority(path: str) -> ssl.SSLContext:
 
 
 def _client_context() -> ssl.SSLContext:
+    """Return a client's context for TLS 1.3; the caller adds what it trusts."""
     context: Any = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     found: ssl.SSLContext = context

@@ -47,6 +47,7 @@ _GROUPS_KEPT = 8
 @cache
 @torch.inference_mode(False)  # cached for threads in other modes
 def _none(dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """Return an empty tensor on the CPU, always the same one for a dtype."""
     return torch.empty(0, dtype=dtype, device="cpu")
 
 
@@ -70,6 +71,7 @@ class Change:
 
 
 def all_of(name: str, tensor: torch.Tensor) -> Change:
+    """Return the change of a tensor that counts as changed completely."""
     return Change(name, tensor, values=tensor.view(-1)[:0])
 
 
@@ -114,24 +116,32 @@ class Difference:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._lose()
+        self._close_base()
 
-    def _lose(self) -> None:
+    def _close_base(self) -> None:
+        """Close the base; all tensors that were not compared yet count as changed."""
         base, self._base = self._base, None
         if base is not None:
             base.close()
 
     def groups(self) -> Iterator[Group]:
-        """Yield the changes of all groups of several tensors, in the bytes' order."""
+        """Yield the changes, group by group, in the bytes' order, compared on demand.
+
+        Tensors that form no group (large ones) are left out.
+        """
         groups = enumerate(self.places.groups)
         return (self._group(number) for number, (first, last) in groups if last - first > 1)
 
     def _group(self, number: int) -> Group:
+        """Return the changes of group ``number`` of the places, cached.
+
+        All tensors count as changed if the base was overwritten by then.
+        """
         if (known := self._known.get(number)) is not None:
             return known
         found = self._compared(*self.places.groups[number])
         if self._base is not None and not self._base.unchanged:
-            self._lose()
+            self._close_base()
             found = self._compared(*self.places.groups[number])
         while len(self._known) >= _GROUPS_KEPT:
             del self._known[next(iter(self._known))]
@@ -140,6 +150,7 @@ class Difference:
         return found
 
     def _compared(self, first: int, last: int) -> Group:
+        """Compare tensors ``first`` to ``last`` with the base; return changes."""
         starts, item, alone = self.places.edges[first : last + 1], self.places.items[first], last - first == 1
         begin, end, width = int(starts[0]), int(starts[-1]), min(item, _WIDTH_MAX)
         starts = (starts - begin) // item
@@ -156,9 +167,11 @@ class Difference:
         return Group(first, whole, bounds, numbers - np.repeat(starts[:-1], np.diff(bounds)), elements[numbers])
 
     def _changed(self, begin: int, end: int, width: int, share: int) -> npt.NDArray[np.int64] | None:
-        """Return the indices of elements that differ in bytes ``begin`` to ``end``.
+        """Return indices of the elements that differ in bytes ``begin`` to ``end``.
 
         Returns None if more than one in ``share`` elements differs.
+
+        :param width: bytes of an element.
         """
         self._lines.compare(begin, end, self._threads)
         parts: list[npt.NDArray[np.int64]] = []
@@ -171,7 +184,10 @@ class Difference:
         return np.concatenate(parts)
 
     def _found(self, name: str) -> tuple[Group, slice] | None:
-        """Return a tensor's group and its range there; None to take all of it."""
+        """Return (a tensor's group, slice of its changes there); None if changed whole.
+
+        Also None for an empty tensor.
+        """
         place = self.places.group_of.get(name)
         if place is None:  # it is empty
             return None
@@ -179,12 +195,15 @@ class Difference:
         return None if group.whole[number] else (group, slice(group.bounds[number], group.bounds[number + 1]))
 
     def positions(self, name: str) -> torch.Tensor | None:
-        """Return a tensor's changed positions; None to take the whole tensor."""
+        """Return the indices of a tensor's changed elements, rising (int64).
+
+        None means that the whole tensor counts as changed.
+        """
         found = self._found(name)
         return None if found is None else torch.from_numpy(found[0].positions[found[1]])
 
     def of(self, name: str) -> Change:
-        """Return the change of a tensor."""
+        """Return the change of a tensor; if whole, as a view of the image."""
         number = self._manifest.index[name]
         spec = self._manifest.tensors[number]
         dtype, found = torch_dtype(spec.dtype), self._found(name)

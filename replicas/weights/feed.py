@@ -84,7 +84,7 @@ class Ties:
         self._first: dict[object, str] = {}
 
     def alias(self, name: str, value: object) -> str | None:
-        """Return the earlier name of this same tensor, if any; equal on all ranks."""
+        """Return the first name given for this same tensor; None for a new one."""
         if not isinstance(value, torch.Tensor) or is_lazy(value):
             return None
         try:
@@ -97,7 +97,7 @@ class Ties:
         return first if first != name else None
 
     def _key(self, value: torch.Tensor) -> object:
-        """Return a key that is equal for tied tensors, or None if it cannot be tied."""
+        """Return a key that tied tensors share; None for a value that is never tied."""
         if type(value) in PLAIN:
             dense = value.numel() and value.layout is torch.strided and not value.is_meta
             return ((), "", self._place(value)) if dense else None
@@ -107,6 +107,7 @@ class Ties:
 
     @staticmethod
     def _place(tensor: torch.Tensor) -> object:
+        """Return a key of the tensor's storage, offset, shape, strides and dtype."""
         # The storage object, not its address, so that a rank with an empty shard also
         # sees the tie.
         storage = tensor.untyped_storage()._cdata
@@ -143,7 +144,7 @@ class Feed:
         self.cast_to(dtype)
 
     def cast_to(self, dtype: torch.dtype | None) -> None:
-        """Publish plain floating tensors as ``dtype``; None keeps all dtypes.
+        """Set the dtype to publish plain floating tensors in; None keeps all dtypes.
 
         Scales keep their dtype: rounding one would change every element of a quantised
         weight. A tensor is a scale if the last part of its name has the word ``scale``
@@ -193,6 +194,7 @@ class Feed:
             raise
 
     def _declared_row(self, row: object) -> TensorSpec:
+        """Return the spec of one row of ``metadata()``, or raise ManifestMismatch."""
         match (row.name, row) if hasattr(row, "name") else tuple(row) if isinstance(row, Iterable) else ():
             case (
                 (str(name), torch.dtype() as dtype, shape)
@@ -206,12 +208,15 @@ class Feed:
                 raise ManifestMismatch(text, hint=hint)
 
     def known(self) -> dict[str, object] | None:
-        """Return all names and values of a module or a mapping; None for a stream."""
+        """Return all values of a module or mapping, unchecked; None for a stream."""
         self._open()
         return self._known
 
     def known_entries(self) -> list[Entry] | None:
-        """Return the known values as entries, without gathers; raise as in ``plan``."""
+        """Return the known values as entries; a DTensor's has no tensor for an image.
+
+        Returns None for a stream; raises ManifestMismatch as :meth:`plan`.
+        """
         known = self.known()
         if known is None:
             return None
@@ -220,18 +225,22 @@ class Feed:
             return [self._entry(name, value, ties, gather=False) for name, value in known.items() if value is not None]
 
     def take_known(self) -> None:
-        """End the walk, as all known values were copied without it."""
+        """Mark the walk as finished: all known values were copied without it."""
         self._end(failed=False)
 
     def __iter__(self) -> Iterator[Entry]:
-        """Yield the entries; raise as the user's code does, or ManifestMismatch."""
+        """Yield an entry for each value; gather DTensors for an image.
+
+        :raises ManifestMismatch: a value cannot be published. The user's exceptions
+            pass.
+        """
         while (step := self._step()) is not None:
             name, value = step
             if value is not None:
                 yield self._entry(name, value, self._ties, gather=True)
 
     def drain(self) -> None:
-        """Walk to the end, with gathers; raise only as the user's code does."""
+        """Walk to the end, with all gathers; raise only the user's exceptions."""
         try:
             while (step := self._step()) is not None:
                 name, value = step
@@ -244,6 +253,7 @@ class Feed:
             return  # weights that cannot be walked
 
     def _open(self) -> None:
+        """Begin the walk, once; raise UsageError if the weights cannot be walked."""
         if self._source is not None:
             return
         if not isinstance(self.weights, (torch.nn.Module, Iterable)) or isinstance(self.weights, torch.Tensor):
@@ -260,7 +270,7 @@ class Feed:
         self._ties = Ties() if self._known is not None else None
 
     def _step(self) -> tuple[Any, Any] | None:
-        """Return the next name and value, unchecked, or None at the end."""
+        """Return the next (name, value), (None, step) if malformed, None at the end."""
         if self.finished:
             return None
         self._open()
@@ -277,10 +287,14 @@ class Feed:
         return (step[0], step[1]) if isinstance(step, (tuple, list)) and len(step) == 2 else (None, step)
 
     def _end(self, *, failed: bool) -> None:
+        """Mark the walk as finished; ``failed`` by an exception of the user's code."""
         self.finished, self.user_failed = True, failed
 
     def _gather(self, name: str, value: DTensor) -> torch.Tensor:
-        """Gather by a collective of the user's group; errors count as the user's."""
+        """Return the whole tensor, by a collective of the user's group.
+
+        Its exceptions count as the user's. :raises ManifestMismatch: no local memory.
+        """
         why, value = _gatherable(value)
         try:
             with torch.no_grad():
@@ -293,7 +307,10 @@ class Feed:
         return gathered
 
     def _entry(self, name: Any, value: Any, ties: Ties | None, *, gather: bool) -> Entry:
-        """Return a value as an entry. Gathers before any check, as the peers gather."""
+        """Return a value's checked entry; gather before any check, as the peers do.
+
+        :param ties: finds earlier names of the same tensor; None in a stream.
+        """
         try:
             alias = ties.alias(name, value) if ties is not None else None
             gathered = None
@@ -310,6 +327,10 @@ class Feed:
             raise ManifestMismatch(text, hint="publish dense tensors that have values") from error
 
     def _described(self, name: Any, value: Any, alias: str | None, gathered: torch.Tensor | None) -> Entry:
+        """Return a value's checked entry, or raise ManifestMismatch.
+
+        :param gathered: a DTensor's whole tensor, if it was gathered.
+        """
         if not isinstance(name, str) or not isinstance(value, (torch.Tensor, Shard)):
             given = type(value).__name__ if name is None else f"({name!r}, {type(value).__name__})"
             text = f"publish was given {given}"
@@ -346,6 +367,7 @@ class Feed:
         return Entry(name, taken, dtype, shape, box)
 
     def _published(self, name: str, dtype: torch.dtype) -> str:
+        """Return the name of the dtype to publish, after the cast if it applies."""
         if self.dtype is None or not is_castable(dtype) or dtype == self.dtype or is_scale(name):
             return dtype_name(dtype)
         keeps = getattr(self.weights, "keeps_dtype", None)
@@ -354,12 +376,13 @@ class Feed:
 
 
 def is_scale(name: str) -> bool:
-    """Return True for a scale of quantised weights, which a cast must not round."""
+    """Return True for the name of a quantised weight's scale, which keeps its dtype."""
     words = name.rpartition(".")[2].split("_")
     return "scale" in words or "scales" in words
 
 
 def _extents(name: str, shape: object) -> tuple[int, ...]:
+    """Return a declared shape as integers, or raise ManifestMismatch."""
     try:
         return arguments.integers(f"metadata(): the shape of {name!r}", shape)
     except UsageError as error:
@@ -367,7 +390,7 @@ def _extents(name: str, shape: object) -> tuple[int, ...]:
 
 
 def _gatherable(value: DTensor) -> tuple[str, DTensor]:
-    """Return why ``value`` cannot be gathered, or "", and a DTensor that can.
+    """Return (why ``value`` cannot be gathered or "", a DTensor to gather instead).
 
     A local tensor without memory would end the process in torch's collective, while the
     peers wait there; so zeros replace it.
@@ -383,7 +406,7 @@ def _gatherable(value: DTensor) -> tuple[str, DTensor]:
 
 
 def _full(value: DTensor) -> torch.Tensor:
-    """Gather ``value``; as integers if torch may not copy its dtype (Gloo, float8)."""
+    """Gather ``value``, as integers if torch may not copy its dtype (Gloo, float8)."""
     given: Any = value.detach()
     if is_copied(value.dtype):
         return cast("torch.Tensor", given.full_tensor())

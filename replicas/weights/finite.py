@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from replicas.common.sizes import some
+from replicas.common.sizes import list_text
 from replicas.core.base.manifest import PartManifest
 from replicas.weights.layout import Places
 
@@ -15,7 +15,7 @@ CHUNK = 1 << 22
 
 
 def not_finite(data: torch.Tensor, manifest: PartManifest) -> dict[str, int]:
-    """Return the number of values that are not finite, by name of their tensor.
+    """Return ``{tensor name: number of NaN and infinite values}``, without zeros.
 
     :param data: the data section of an image, or a packed part; on any device.
     """
@@ -29,7 +29,7 @@ def not_finite(data: torch.Tensor, manifest: PartManifest) -> dict[str, int]:
 
 
 def overflows(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return True if a cast to ``dtype`` turns finite values into infinities."""
+    """Return True if a cast to ``dtype`` would make a finite value infinite."""
     if not tensor.numel():
         return False
     most = torch.finfo(dtype).max
@@ -40,15 +40,20 @@ def overflows(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def counts_text(found: dict[str, int]) -> str:
-    """Name the first tensors of :func:`not_finite` with their counts, for an error."""
-    return some([f"{name!r} ({count:,})" for name, count in found.items()], NAMED)
+    """Return a text that names the first three tensors with their counts.
+
+    :param found: the result of :func:`not_finite`.
+    """
+    return list_text([f"{name!r} ({count:,})" for name, count in found.items()], NAMED)
 
 
 def _chunks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the elements as flat chunks of at most 4 Mi elements."""
     return torch.split(tensor.reshape(-1), CHUNK)
 
 
 def _count(view: torch.Tensor) -> int:
+    """Return the number of values that are not finite."""
     count = 0
     for chunk in _chunks(view):
         try:

@@ -44,7 +44,7 @@ class Entry:
 
 
 def layout(entries: Sequence[Entry], mode: Literal["image", "parts"]) -> PartManifest:
-    """Return the manifest of these entries. A part's pieces are sorted by item size.
+    """Return the manifest of these entries; pieces of a part are sorted by item size.
 
     :raises ManifestMismatch: a name appears twice, or shards of one tensor disagree
         about its dtype or shape.
@@ -79,12 +79,15 @@ def layout(entries: Sequence[Entry], mode: Literal["image", "parts"]) -> PartMan
     return part
 
 
+NO_TENSORS = "an iterator gives its tensors once: make a new one for each publish, or give the module"
 GROUP_NBYTES = 1 << 20
 """Small pieces within one range of this size are compared together."""
 
 
 class Places:
-    """The byte ranges of a manifest's pieces, in their order, without empty pieces.
+    """Where a manifest's pieces (tensors, or boxes of them) are in a run of bytes.
+
+    They come in the order of their bytes, without empty ones.
 
     :ivar order: each piece's index among the tensors of an image, or the pieces of a
         part.
@@ -114,16 +117,16 @@ class Places:
 
     @cached_property
     def index(self) -> dict[tuple[int, tuple[int, ...], tuple[int, ...]], int]:
-        """Index of each piece in this order, by tensor number, offsets and shape."""
+        """Each piece's index in this order, by (tensor number, offsets, shape)."""
         return {self._keys[number]: index for index, number in enumerate(self.order)}
 
     @cached_property
     def odd(self) -> tuple[int, ...]:
-        """Pieces whose dtype torch may be unable to copy: copied as integers."""
+        """Indices of pieces whose dtype torch may not copy: copy them as integers."""
         return tuple(index for index, dtype in enumerate(self.dtypes) if not is_copied(dtype))
 
     def cuts(self, nbytes: int = STEP_NBYTES) -> list[Cut]:
-        """Return cuts of about ``nbytes`` that cover all pieces; cached."""
+        """Return cuts, steps of about ``nbytes``, that cover all pieces; cached."""
         if (found := self._cuts.get(nbytes)) is not None:
             return found
         ends = [start + size for start, size in zip(self.starts, self.kinds.sizes.tolist(), strict=True)]
@@ -132,13 +135,14 @@ class Places:
 
     @cached_property
     def edges(self) -> npt.NDArray[np.int64]:
-        """``starts`` as an array, and the end of the last piece."""
+        """First byte of each piece as an array, and last the end of the last piece."""
         return np.array([*self.starts, self.extent(-1)[1] if self.order else 0], np.int64)
 
     @cached_property
     def groups(self) -> list[tuple[int, int]]:
-        """First and end of groups of small neighbours with one item size, or of single
-        pieces.
+        """(first, end) indices of runs of small neighbours with one item size.
+
+        A larger piece is a group of its own.
         """
 
         def kind(one: int) -> tuple[int, ...]:
@@ -150,20 +154,25 @@ class Places:
 
     @cached_property
     def group_of(self) -> dict[str, tuple[int, int]]:
-        """The group of each tensor of an image that is not empty, and its index in the
-        group.
+        """``{tensor name: (number of its group, index in the group)}``, of an image.
+
+        Empty tensors are left out.
         """
         groups = enumerate(self.groups)
         return {self.name(one): (number, one - first) for number, (first, last) in groups for one in range(first, last)}
 
     def steps(self, destinations: list[torch.Tensor], sources: list[torch.Tensor], nbytes: int) -> Iterator[Step]:
-        """Yield steps of about ``nbytes``; both lists are in the order of the bytes."""
+        """Yield copy steps of about ``nbytes`` each.
+
+        :param destinations: one tensor for each piece, as is ``sources``, in this
+            order.
+        """
         for cut in self.cuts(nbytes):
             yield Step(cut.start, cut.end, cut.of(destinations), cut.of(sources))
 
     @cached_property
     def kinds(self) -> Kinds:
-        """The kinds of tensors that have the pieces' shapes and dtypes."""
+        """The shapes and dtypes of the pieces, to compare tensors with."""
         return Kinds(self.shapes, self.dtypes, self.dtypes)
 
     def addresses(self, data: torch.Tensor) -> Addresses:
@@ -206,7 +215,10 @@ _KNOWN_MOST = 4
 
 
 def places_of(manifest: Manifest, again: tuple[str, ...] = ()) -> Places:
-    """Return the places of all tensors, and again those of the tensors in ``again``."""
+    """Return the places of an image's tensors; the last four manifests are cached.
+
+    :param again: names of tensors to list a second time, for further copies.
+    """
     found = _KNOWN.get((manifest.hash, again))
     if found is None:
         pieces = None
@@ -261,8 +273,9 @@ class Writer:
         put(self._destinations[index], source, *self._places.extent(index), entry.name)
 
     def finish(self) -> None:
-        """Raise ManifestMismatch if tensors are missing, naming the first."""
+        """Raise ManifestMismatch if a tensor of the manifest was not written."""
         absent = self._unseen | {self._manifest.tensors[key[0]].name for key in self._missing}
         if absent:
             first = next(spec.name for spec in self._manifest.tensors if spec.name in absent)
-            raise ManifestMismatch(f"tensor {first!r} was not given ({len(absent)} missing in all)")
+            hint = NO_TENSORS if absent.issuperset(spec.name for spec in self._manifest.tensors) else None
+            raise ManifestMismatch(f"tensor {first!r} was not given ({len(absent)} missing in all)", hint=hint)

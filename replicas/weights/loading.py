@@ -1,6 +1,6 @@
 """View a slot's bytes as tensors, and copy them: into a model, or from parts to images.
 
-load_into(model, views(image, manifest), manifest.aliases)
+load_image(model, image, manifest)
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from replicas.common.sizes import some
+from replicas.common.sizes import list_text
 from replicas.core.base.manifest import Manifest, PartManifest, Piece
 from replicas.errors import ManifestMismatch, ReplicasError
 from replicas.messages.bounds import text_of
@@ -50,9 +50,10 @@ _T = TypeVar("_T")
 
 
 def named_views(data: torch.Tensor, manifest: PartManifest) -> dict[str, torch.Tensor]:
-    """Return views of the data section of an image, or of a packed part, by name.
+    """Return a view of ``data`` for each tensor, by name, in published dtype and shape.
 
-    The part must have at most one piece of each tensor.
+    :param data: uint8: the data section of an image, or a packed part with at most one
+        piece of each tensor. A tensor without a piece gets an empty tensor.
     """
     places = Places(manifest)
     found = dict(zip(places.order, places.views(data, as_bits=False), strict=True))
@@ -69,7 +70,10 @@ def named_views(data: torch.Tensor, manifest: PartManifest) -> dict[str, torch.T
 
 
 def each_name(found: Iterable[tuple[str, _T]], aliases: Iterable[tuple[str, str]]) -> Iterator[tuple[str, _T]]:
-    """Yield each value under its name, and then under the names tied to that."""
+    """Yield each (name, value), then the same value under each of its other names.
+
+    :param aliases: (other name, name) pairs.
+    """
     others = defaultdict[str, list[str]](list)
     for alias, name in aliases:
         others[name].append(alias)
@@ -87,18 +91,16 @@ def views(image: torch.Tensor, manifest: Manifest | PartManifest) -> dict[str, t
 
 
 def piece_pairs(
-    manifest: Manifest, pieces: Sequence[Piece], source: torch.Tensor, data: torch.Tensor, start: int = 0
+    manifest: Manifest, pieces: Sequence[Piece], source: torch.Tensor, data: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield a view of each piece in ``data``, of an image, and its view in ``source``.
+    """Yield (view of the piece in ``data``, view of it in ``source``) for each piece.
 
-    :param source: uint8: a packed part from its byte ``start`` on.
+    :param source: uint8: a packed part, from the begin of its memory on.
+    :param data: the data section of an image.
     """
     for piece in pieces:
         view = piece_view(data, manifest, piece)
-        first = piece.source_offset - start
-        chunk = source[first : first + view.numel() * view.itemsize]
-        if chunk.storage_offset() % view.itemsize:  # a bucket may start between two elements of the widest dtype
-            chunk = chunk.clone()
+        chunk = source[piece.source_offset : piece.source_offset + view.numel() * view.itemsize]
         yield view, chunk.view(view.dtype).view(view.shape)
 
 
@@ -107,7 +109,7 @@ class Loadable(Protocol):
     """An object that names the tensors to load into."""
 
     def destinations(self) -> dict[str, torch.Tensor]:
-        """Return the tensors to write, by the version's names."""
+        """Return the tensors to write, by their names in the version."""
 
 
 Model = torch.nn.Module | Mapping[str, torch.Tensor] | Loadable
@@ -117,71 +119,42 @@ def load_image(
     model: Model,
     image: torch.Tensor,
     manifest: Manifest,
+    difference: Difference | None = None,
     *,
     sharing: int = 1,
     on_device: Callable[[], object] = lambda: None,
 ) -> None:
-    """Do :func:`load_into` with the tensors of an image, without views if possible.
-
-    :param image: uint8 of shape ``[manifest.image_nbytes]``, header included.
-    """
-    check_modes("load_into")
-    targets = _destinations(model)
-    served = _match_names(targets, [spec.name for spec in manifest.tensors], manifest.aliases)
-    plain = _plain(targets, served, image, manifest)
-    if plain is not None:
-        run_host(plain.copies, plain.places.cuts, manifest.data_nbytes, sharing)
-        return
-    names, _, pairs = _pairs(targets, views(image, manifest), manifest.aliases)
-    copy_pairs(pairs, sharing=sharing, on_device=on_device, name=names.__getitem__)
-
-
-def load_into(
-    model: Model,
-    tensors: Mapping[str, torch.Tensor],
-    aliases: Sequence[tuple[str, str]] = (),
-    *,
-    sharing: int = 1,
-    on_device: Callable[[], object] = lambda: None,
-) -> None:
-    """Copy ``tensors`` in place into the parameters and persistent buffers of a model.
+    """Copy a version in place into the parameters and persistent buffers of a model.
 
     Names and shapes must match exactly; a plain floating dtype may differ and is cast.
     Each name gets its tensor, even if other names are tied at either end: tied
     parameters may be given under any of their names, or under several with the same
     values. A DTensor parameter gets its local part, without communication. All checks
-    come before the first write. For the options see :func:`copy_pairs`.
+    come before the first write. No views are made if that is possible.
 
+    :param image: uint8 of shape ``[manifest.image_nbytes]``, header included.
+    :param difference: finds the changes from the version that the model has: copy only
+        these. A changed tensor is written whole if the model has only a part of it, or
+        if it is not contiguous.
+    :param sharing: processes of this host that load at the same time.
+    :param on_device: called before copies to a device; may pin the image.
     :raises ManifestMismatch: names the tensors that are missing, unknown, of another
         shape or dtype, without memory, beyond the range of float16, or in shared memory
         with different values. ``model`` is unchanged, unless another thread frees one
         of its tensors during the copy.
     """
     check_modes("load_into")
-    names, _, pairs = _pairs(_destinations(model), tensors, aliases)
-    copy_pairs(pairs, sharing=sharing, on_device=on_device, name=names.__getitem__)
-
-
-def load_changes(
-    model: Model,
-    image: torch.Tensor,
-    manifest: Manifest,
-    difference: Difference,
-    *,
-    sharing: int = 1,
-    on_device: Callable[[], object] = lambda: None,
-) -> None:
-    """Do :func:`load_image` for the elements that differ from the model's version.
-
-    A changed tensor is written whole if the model has only a part of it, or if it is
-    not contiguous.
-    """
-    check_modes("load_into")
     targets = _destinations(model)
     served = _match_names(targets, [spec.name for spec in manifest.tensors], manifest.aliases)
     plain = _plain(targets, served, image, manifest)
     if plain is None:
-        names, sources, pairs = _pairs(targets, views(image, manifest), manifest.aliases)
+        tensors = views(image, manifest)
+        names, sources = list(served), list(served.values())
+        pairs = [_checked(name, targets[name], tensors[source]) for name, source in served.items()]
+        check_shared(pairs, names)
+    elif difference is None:
+        run_host(plain.copies, plain.places.cuts, manifest.data_nbytes, sharing)
+        return
     else:
         left = plain.put(difference).tolist()
         names, sources = ([of(one) for one in left] for of in (plain.names.__getitem__, plain.places.name))
@@ -189,7 +162,7 @@ def load_changes(
     whole: list[int] = []
     written: list[torch.Tensor] = []
     for number, (source_name, (target, source)) in enumerate(zip(sources, pairs, strict=True)):
-        positions = difference.positions(source_name)
+        positions = None if difference is None else difference.positions(source_name)
         flat = target.is_contiguous() and source.is_contiguous() and not (target.is_conj() or target.is_neg())
         shape = manifest.tensors[manifest.index[source_name]].shape
         if positions is None or (len(positions) and not (flat and source.numel() == prod(shape))):
@@ -207,7 +180,7 @@ def load_changes(
 
 
 def _destinations(model: Model) -> Mapping[str, object]:
-    """Return the tensors to write, by name."""
+    """Return the tensors to write by name, or raise ManifestMismatch."""
     if not isinstance(model, (torch.nn.Module, Mapping)) and isinstance(model, Loadable):
         return dict(model.destinations())
     targets = known_values(model)
@@ -215,19 +188,6 @@ def _destinations(model: Model) -> Mapping[str, object]:
         text = f"cannot load into a {type(model).__name__}"
         raise ManifestMismatch(text, hint="give a module or a mapping of tensors")
     return targets
-
-
-def _pairs(
-    targets: Mapping[str, object],
-    tensors: Mapping[str, torch.Tensor],
-    aliases: Sequence[tuple[str, str]],
-) -> tuple[list[str], list[str], list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Return the targets' names, the tensors' names, and both as checked pairs."""
-    served = _match_names(targets, list(tensors), aliases)
-    names, sources = list(served), list(served.values())
-    pairs = [_checked(name, targets[name], tensors[source]) for name, source in served.items()]
-    check_shared(pairs, names)
-    return names, sources, pairs
 
 
 @dataclass(eq=False)
@@ -247,7 +207,10 @@ class _Plain:
     runs: npt.NDArray[np.bool_]
 
     def put(self, difference: Difference) -> npt.NDArray[np.intp]:
-        """Copy changes of small tensors that are runs; return the others' indices."""
+        """Copy the changes of small tensors; return indices of the targets left to do.
+
+        Those are large, or are not one run of the same bytes.
+        """
         theirs, left = difference.places, np.ones(len(self.places.order), np.bool_)
         begins, ends = (np.searchsorted(self.places.edges[:-1], theirs.edges[:-1], side) for side in ("left", "right"))
         for group in difference.groups():
@@ -268,8 +231,11 @@ class _Plain:
 def _plain(
     targets: Mapping[str, object], served: Mapping[str, str], image: torch.Tensor, manifest: Manifest
 ) -> _Plain | None:
-    """Check the load. Return None without the C code, or if targets are not plain, not
-    in host memory, or share memory.
+    """Check the load; return it if the C code can do it all, else None.
+
+    It cannot if targets are subclasses, are on a device, or share memory.
+
+    :param served: names of targets, and of the tensors that they get.
     """
     if not image.is_cpu or not streaming.available:
         return None
@@ -310,9 +276,9 @@ def _plain(
 def _match_names(
     targets: Mapping[str, object], names: Sequence[str], aliases: Sequence[tuple[str, str]]
 ) -> dict[str, str]:
-    """Return the name of each target to write, and of the tensor that it gets.
+    """Return ``{name of the target: name of its tensor}``, for all targets to write.
 
-    Tied targets are returned once for each tensor that they get.
+    Tied targets appear once for each tensor that they get.
 
     :raises ManifestMismatch: names are missing or unknown.
     """
@@ -332,21 +298,22 @@ def _match_names(
     unknown = [name for name in known if name not in first_names]
     missing = [name for name, first in first_names.items() if first not in given]
     if unknown or missing:
-        found_names = {"missing": [*map(repr, missing)], "unknown": [*map(repr, unknown)]}
-        parts = [f"{what}: {some(names, 5)}" for what, names in found_names.items() if names]
+        found_names = {"not published": [*map(repr, missing)], "not in the model": [*map(repr, unknown)]}
+        parts = [f"{what}: {list_text(names, 5)}" for what, names in found_names.items() if names]
         text = f"the weights do not fit the model ({'; '.join(parts)})"
-        raise ManifestMismatch(text, hint="rename them, or load them by hand")
+        hint = "rename them, or load them by hand" if known else "the version has no tensors: see what was published"
+        raise ManifestMismatch(text, hint=hint)
     return {name: source for (_, source), name in found.items()}
 
 
 def _address(value: object) -> int | None:
-    """Return the address of a plain tensor (0 without memory), else None."""
+    """Return a plain tensor's address (0 without memory); None for others."""
     plain = type(value) in PLAIN and isinstance(value, torch.Tensor) and value.layout is torch.strided
     return value.data_ptr() if plain else None  # type: ignore[attr-defined]  # plain: a tensor
 
 
 def _checked(name: str, value: object, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do :func:`_pair`; turn errors of a tensor's own code into ManifestMismatch."""
+    """Do :func:`_pair`; raise ManifestMismatch for errors of a tensor's own code."""
     try:
         return _pair(name, value, source)
     except ReplicasError:
@@ -357,7 +324,9 @@ def _checked(name: str, value: object, source: torch.Tensor) -> tuple[torch.Tens
 
 
 def _pair(name: str, value: object, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tensor to write and the elements to write there.
+    """Check one target; return (tensor to write, elements to write there) as views.
+
+    A DTensor gives its local tensor and part.
 
     :raises ManifestMismatch: the elements do not fit, or the tensor cannot be written.
     """
@@ -371,7 +340,7 @@ def _pair(name: str, value: object, source: torch.Tensor) -> tuple[torch.Tensor,
     whole = value if is_dtensor(value) else target
     if tuple(whole.shape) != tuple(source.shape):
         text = f"tensor {name!r} has shape {list(source.shape)}, the model's has {list(whole.shape)}"
-        raise ManifestMismatch(text, hint="")
+        raise ManifestMismatch(text, hint="build it with the sizes of the published model")
     if target.dtype != source.dtype and not (is_castable(target.dtype) and is_castable(source.dtype)):
         text = f"tensor {name!r} is {source.dtype}, the model's is {target.dtype}"
         raise ManifestMismatch(text, hint="convert it by hand")

@@ -14,7 +14,13 @@ _Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 def check_shared(pairs: _Pairs, names: Sequence[str]) -> None:
-    """Raise ManifestMismatch if two targets share memory and get different values."""
+    """Raise ManifestMismatch if targets share memory and would get different values.
+
+    Writes to no target.
+
+    :param pairs: (target, source) tensors.
+    :param names: of the targets, for the error.
+    """
     spans = [
         (str(one.device), one.data_ptr(), one.data_ptr() + span_nbytes(one), number)
         for number, (one, _) in enumerate(pairs)
@@ -33,7 +39,10 @@ def check_shared(pairs: _Pairs, names: Sequence[str]) -> None:
 
 
 def _check_group(group: Sequence[int], pairs: _Pairs, names: Sequence[str]) -> None:
-    """Check targets whose memory forms one overlapping run."""
+    """Do :func:`check_shared` for targets whose memory is one overlapping run.
+
+    :param group: their numbers.
+    """
     distinct: dict[object, int] = {}
     for number in group if len(group) > 1 else ():
         one = pairs[number][0]
@@ -68,8 +77,9 @@ def _check_group(group: Sequence[int], pairs: _Pairs, names: Sequence[str]) -> N
 
 
 def _stored(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of each element of ``source`` as ``target`` will store them:
-    uint8 of shape ``[*target.shape, target.itemsize]``, on the CPU.
+    """Return the bytes of each element of ``source`` as ``target`` will store them.
+
+    They are a CPU tensor, uint8 of shape ``[*target.shape, target.itemsize]``.
     """
     given = source.to(device="cpu", dtype=target.dtype)
     if target.is_neg():
@@ -78,5 +88,6 @@ def _stored(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 
 def _differing(one: str, other: str) -> ManifestMismatch:
+    """Return the error for two targets that share memory but get different values."""
     text = f"{one!r} and {other!r} share memory in the model, and their values in the version differ"
     return ManifestMismatch(text, hint="load into tensors of their own, or publish them tied")

@@ -51,6 +51,7 @@ import numpy as np
 import torch
 
 from replicas.core.base.manifest import PartManifest
+from replicas.errors import UsageError
 from replicas.weights.copies.accelerator import Accelerator, accelerator
 from replicas.weights.copies.copy_pool import cores
 from replicas.weights.copies.copying import Copier, Progress, copy_elements
@@ -59,7 +60,7 @@ from replicas.weights.copies.streaming import Addresses
 from replicas.weights.copies.tensors import PLAIN, bits, is_dtensor, torch_dtype, why_unusable
 from replicas.weights.devices.device_copies import Begun, CopyOptions, DeviceCopies
 from replicas.weights.feed import Feed, Shard
-from replicas.weights.layout import Entry, Places, Writer, layout
+from replicas.weights.layout import NO_TENSORS, Entry, Places, Writer, layout
 from replicas.weights.memory.arena import Slot
 
 
@@ -87,8 +88,10 @@ def _filled(
 ) -> Packing:
     """Fill ``data`` and start its digest, for all kinds of weights.
 
-    :param fill: copies all weights, or reports that they are already in place.
-    :param device: makes the copies; without one, CPU threads do.
+    :param fill: called with the object that copies; copies all weights, or reports that
+        they are already in place.
+    :param device: makes the copies; if None, CPU threads do.
+    :param beside: hash while copying; None decides by the number of threads.
     """
     with (
         DeviceCopies(device, data, options, progress)
@@ -101,19 +104,26 @@ def _filled(
 
 
 def packing_of(slot: Slot, begun: Begun = lambda copies: None) -> Packing:
-    """Start the digest of a filled slot, after the current stream's writes to it."""
+    """Start to compute the digest of a slot that is filled already.
+
+    Waits, on the device, for the current stream's writes to the slot.
+
+    :param begun: called with the object that does the work, before it begins.
+    :returns: the digest to come; no bytes are copied.
+    """
     buffer = slot.buffer
     device = accelerator() if buffer.device or buffer.pinned else None
     return _filled(lambda copies: copies.written(), slot.data, CopyOptions(buffer, begun=begun), device=device)
 
 
 def _device_for(sources: list[torch.Tensor], options: CopyOptions) -> Accelerator | None:
-    """Return the device that copies these tensors; None if all are in host memory."""
+    """Return the device that must copy: a source or the slot is on it; else None."""
     device = accelerator()
     return device if device is not None and (options.device or any(map(device.owns, sources))) else None
 
 
 def _copy_on_host(host: HostCopies, places: Places, copies: Copies) -> None:
+    """Copy all tensors described by ``host`` with the threads of a Copier; wait."""
     assert isinstance(copies, Copier)
     copies.run_host(host, places.cuts)
 
@@ -121,9 +131,12 @@ def _copy_on_host(host: HostCopies, places: Places, copies: Copies) -> None:
 def _copy(
     places: Places, kinds: Kinds, destinations: list[torch.Tensor], sources: list[torch.Tensor], copies: Copies
 ) -> None:
-    """Copy tensors, some of them on a device; both lists are in the bytes' order.
+    """Copy each source to the destination of the same index, in the bytes' order.
 
-    The sources are aliases, which keep their storages.
+    Some are on a device; then the copies are only enqueued.
+
+    :param sources: aliases, which keep their storages.
+    :raises ManifestMismatch: a source is not as ``kinds`` says, or has no memory.
     """
     for index, source in enumerate(sources):
         if why := why_unusable(source) or kinds.differs(index, source):
@@ -138,7 +151,7 @@ def _copy(
 
 
 class Planned:
-    """The layout of a feed's known entries, and each tensor's offset in the bytes."""
+    """The layout of the last publish's values: manifest, and tensors' offsets."""
 
     def __init__(self, feed: Feed, entries: Sequence[Entry], manifest: PartManifest) -> None:
         known = feed.known() or {}
@@ -165,28 +178,25 @@ class Planned:
         tensors = None if self._gathers else self._tensors(values)
         published = [torch_dtype(entry.dtype) for entry in entries]
         shown = tensors or ()
-        self._kinds = Kinds([one.shape for one in shown], [one.dtype for one in shown], published[: len(shown)])
-        own_tensors = (
-            []
-            if self._gathers
-            else [tensor for number in self._picks if (tensor := entries[number].tensor) is not None]
-        )
-        self.kinds = Kinds(
-            [one.shape for one in own_tensors],
-            [one.dtype for one in own_tensors],
-            [published[number] for number in self._picks[: len(own_tensors)]],
-        )
+        self._kinds = Kinds.of(shown, published[: len(shown)])
+        own_tensors = self._own_tensors(entries)
+        self.kinds = Kinds.of(own_tensors, [published[number] for number in self._picks[: len(own_tensors)]])
         self._usable = tensors is not None and self._find_memory(tensors) is not None
 
     def first_sources(self, entries: Sequence[Entry]) -> Found | None:
-        """Return the tensors of the planned ``entries``; None if some need a gather."""
-        if self._gathers:
-            return None
-        tensors = [entries[number].tensor for number in self._picks]
-        return self.kinds.find_memory([one for one in tensors if one is not None])
+        """Return the tensors of the planned ``entries``; None if one needs a gather."""
+        return None if self._gathers else self.kinds.find_memory(self._own_tensors(entries))
+
+    def _own_tensors(self, entries: Sequence[Entry]) -> list[torch.Tensor]:
+        """Return the tensors of the entries in the bytes' order; empty with gathers."""
+        picks = () if self._gathers else self._picks
+        return [tensor for number in picks if (tensor := entries[number].tensor) is not None]
 
     def sources(self, feed: Feed) -> Found | None:
-        """Return the tensors to copy, in the bytes' order; None for another layout."""
+        """Return the feed's tensors in the bytes' order; None for another layout.
+
+        Finds their memory, and reads no values.
+        """
         known = feed.known()
         if known is None or not self._usable or self._how != (feed.dtype, feed.mode):
             return None
@@ -204,7 +214,7 @@ class Planned:
         return found if self._picks_all else found.of(self._picks)
 
     def _tensors(self, values: Sequence[object]) -> list[torch.Tensor] | None:
-        """Return the local tensor of each value; None if a value's kind is unknown."""
+        """Return each value's local tensor; None if one may run its own code."""
         if not self._special:
             return values  # type: ignore[return-value]  # their types are plain tensors, all of them
         found: list[torch.Tensor] = []
@@ -217,11 +227,12 @@ class Planned:
         return found
 
     def _find_memory(self, tensors: Sequence[torch.Tensor]) -> Found | None:
-        """Find the tensors' memory; return None if shapes, dtypes or ties differ."""
+        """Return the tensors' addresses; None if shapes, dtypes or ties differ."""
         found = self._kinds.find_memory(tensors)
         return found if found is not None and self._tied_alike(tensors, found.addresses) else None
 
     def _tied_alike(self, tensors: Sequence[torch.Tensor], addresses: Addresses) -> bool:
+        """Return True if the planned ties, and no other tensors, share memory."""
         full = np.sort(addresses[self._full])
         if np.any(full[1:] == full[:-1]):  # two are newly tied
             return False
@@ -233,7 +244,7 @@ class Planned:
 
 
 def _form(value: object) -> object:
-    """Return the layout of a Shard or a DTensor to compare; None for other kinds."""
+    """Return a Shard's or DTensor's placement, to compare; None for other values."""
     if isinstance(value, Shard):
         return value.offsets, value.shape
     if is_dtensor(value):
@@ -242,6 +253,7 @@ def _form(value: object) -> object:
 
 
 def _memory(value: object) -> torch.Tensor | None:
+    """Return a value's local tensor; None if that may run code of its own."""
     if isinstance(value, Shard):
         value = value.tensor
     elif is_dtensor(value):
@@ -250,11 +262,12 @@ def _memory(value: object) -> torch.Tensor | None:
 
 
 def _strides(tensor: torch.Tensor) -> object:
+    """Return strides and lazy bits of a tensor, to compare."""
     return tensor.stride(), tensor.is_conj(), tensor.is_neg()
 
 
 class Packer:
-    """Packs one publish after another and reuses the layout. Not thread-safe."""
+    """Packs one publish after another; reuses the layout and views. Not thread-safe."""
 
     def __init__(self) -> None:
         self._planned: Planned | None = None
@@ -263,7 +276,11 @@ class Packer:
         """Manifest hash and views by buffer key, until that buffer is closed."""
 
     def plan(self, feed: Feed) -> PartManifest | None:
-        """Do :meth:`Feed.plan`, cheaply if the layout is that of the last call."""
+        """Return the feed's manifest, without a walk; None for a plain iterable.
+
+        It is found cheaply if the last layout fits. Sets ``feed.sources`` if all
+        tensors exist already.
+        """
         planned = self._planned
         if planned is not None and (sources := planned.sources(feed)) is not None:
             feed.sources = sources
@@ -279,7 +296,7 @@ class Packer:
         return manifest
 
     def copies_at_once(self, feed: Feed, manifest: PartManifest) -> bool:
-        """Return True if :meth:`pack` will copy at once, running no user code."""
+        """Return True if :meth:`pack` will copy at once, and run no user code."""
         return feed.sources is not None and self._planned is not None and manifest is self._planned.manifest
 
     def pack(
@@ -329,7 +346,7 @@ class Packer:
     def _walk(
         self, feed: Feed, manifest: PartManifest, slot: Slot, options: CopyOptions, progress: Progress | None
     ) -> Packing:
-        """Copy each tensor of a walk before taking the next one."""
+        """Walk the feed; copy each tensor into the slot before taking the next one."""
         if self._places is None or self._places[0].hash != manifest.hash:
             self._places = manifest, Places(manifest)
         places = self._places[1]
@@ -344,6 +361,7 @@ class Packer:
         return _filled(fill, slot.data, options, progress, device=accelerator(), beside=beside)
 
     def _destinations(self, manifest: PartManifest, places: Places, slot: Slot) -> list[torch.Tensor]:
+        """Return views of the slot, by piece, cached until its buffer is closed."""
         buffer = slot.buffer
         known_hash, destinations = self._views.get(buffer.key, ("", []))
         if known_hash != manifest.hash:
@@ -353,6 +371,7 @@ class Packer:
         return destinations
 
     def buffer_closed(self, key: int) -> None:
+        """Drop the cached views of the closed buffer ``key``."""
         self._views.pop(key, None)
 
 
@@ -364,7 +383,7 @@ class Staged:
     entries: tuple[Entry, ...]
 
     def write(self, data: torch.Tensor, options: CopyOptions = CopyOptions()) -> Packing:
-        """Copy all tensors into ``data`` (uint8: a slot's data)."""
+        """Copy all tensors into ``data`` (a slot's, uint8), and start its digest."""
         places = Places(self.manifest)
         full = self.manifest.pieces is not None
         tensors = [one.tensor for one in self.entries if one.alias_of is None and (one.box is not None or not full)]
@@ -382,9 +401,11 @@ class Staged:
 
 
 def stage(feed: Feed) -> Staged:
-    """Walk ``feed`` and make private CPU copies of all tensors.
+    """Walk ``feed`` to its end; return private CPU copies of all tensors.
 
     :raises ManifestMismatch: a value cannot be published; the feed has been drained.
+    :raises UsageError: an image has no tensors: committed, it would refuse the model
+        that follows. One of several ranks may have no part.
     """
     entries: list[Entry] = []
     try:
@@ -395,6 +416,8 @@ def stage(feed: Feed) -> Staged:
                 copy = torch.empty(entry.box[1], dtype=torch_dtype(entry.dtype), device="cpu")
                 copy_elements(copy, entry.tensor, name=entry.name)
             entries.append(Entry(entry.name, copy, entry.dtype, entry.shape, entry.box, entry.alias_of))
+        if not entries and feed.mode == "image":
+            raise UsageError("publish: the weights have no tensors", hint=NO_TENSORS)
         manifest = layout(entries, feed.mode)
     except BaseException:
         feed.drain()

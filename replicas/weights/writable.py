@@ -82,7 +82,7 @@ class WritableSlot(Mapping[str, torch.Tensor]):
         self.drop()
 
     def drop(self) -> None:
-        """Give the slot back, unless it was published."""
+        """Give the slot back and empty the tensors, unless it was published."""
         if self._state == "open":
             self._drop()  # first, so that drop() can be called again after an interrupt
             self._close("dropped")
@@ -93,14 +93,16 @@ class WritableSlot(Mapping[str, torch.Tensor]):
             what = "was published" if self._state == "taken" else "was given back when its block was left"
             raise UsageError(f"this writable slot {what}", hint="call arena_like again for the next version")
 
-    def taken(self) -> None:
+    def mark_taken(self) -> None:
+        """Mark the slot as published, and empty the tensors."""
         self._close("taken")
 
     def digest(self, begun: Begun = lambda copies: None) -> Packing:
-        """Start the digest of a taken slot's bytes; see :func:`packing_of`."""
+        """Start the digest of the published bytes; see :func:`packing_of`."""
         return packing_of(self.slot, begun)
 
     def _close(self, state: Literal["taken", "dropped"]) -> None:
+        """Set the state, and empty all tensors, so that late writes raise errors."""
         self._state = state
         with torch.no_grad():
             for tensor in self._tensors.values():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import time
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.browser import Chromium
+from tests.support.processes import kill
 from tests.support.programs import SLEEPS, group
 from tests.support.runs import Run, running
 from tests.support.waits import eventually
@@ -21,9 +21,7 @@ pytestmark = pytest.mark.anyio
 def _kill(run: Run) -> None:
     victim = next(one for one in run.status().groups[0].replicas if one.name == "work/1")
     assert victim.pid is not None
-    pidfd = os.pidfd_open(victim.pid)
-    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-    os.close(pidfd)
+    kill(victim.pid)
 
 
 async def test_a_kill_is_shown_within_two_seconds_and_a_scale_is_obeyed(chromium: Chromium, tmp_path: Path) -> None:

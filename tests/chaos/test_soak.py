@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -216,6 +215,4 @@ def test_nothing_piles_up(tmp_path: Path) -> None:
             assert then.segments <= one.segments + RETIRED, f"segments of {name}"
             assert then.anonymous_nbytes <= one.anonymous_nbytes + SLACK_NBYTES, f"memory of {name}"
         (out / "stop").touch()
-        run.signal(signal.SIGTERM)
-        assert run.wait() == 0
-        run.assert_nothing_left()
+        run.end()

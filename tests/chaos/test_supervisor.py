@@ -1,5 +1,7 @@
 """Faults by seed of the supervisor and its tree alone, without channels, one round
-after the other; after each, the facts.
+after the other; after each, the facts. (tests/chaos/test_nodes.py has runs over hosts,
+and needs root; what holds of pids, marks, control groups and the disk of one host is
+checked here alone.)
 
 Without more it goes on for some 50 seconds, in two worlds. ``CHAOS_SEED`` and
 ``CHAOS_ROUNDS`` choose another history or a longer one (``make chaos-tree ROUNDS=300

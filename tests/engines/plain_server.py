@@ -1,4 +1,5 @@
-"""An engine's own server: nobody supervises it, and it has no gate."""
+"""An engine's own server, which nobody supervises and which has no gate; and what a
+trainer's program has beside it."""
 
 from __future__ import annotations
 
@@ -7,15 +8,19 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
+import replicas
+from replicas import Coordinator, errors
 from replicas.linux.processes import die_with_parent
 from tests.engines.world import ONE_PROCESS, START_S, get
 from tests.support.waits import eventually
 
-__all__ = ["plain_server", "plain_vllm"]
+__all__ = ["TrainerSide", "plain_server", "plain_vllm"]
 
 VLLM_ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
@@ -80,3 +85,44 @@ def plain_vllm(
     command = ["-m", "vllm.entrypoints.cli.main", "serve", str(model), *VLLM_OPTIONS, *options]
     with plain_server(folder, command, "/version", {**VLLM_ENVIRONMENT, **environment}, dies=dies) as found:
         yield found
+
+
+class TrainerSide:
+    """A coordinator, a channel, and followers of the server.
+
+    :ivar address: of the coordinator, as :func:`replicas.join` takes it.
+    """
+
+    def __init__(self, url: str, stack: ExitStack, **channel: Any) -> None:
+        self.url = url
+        channels = {"policy": {"sources": ["trainer"], "targets": ["server"], "slots": 3, **channel}}
+        coordinator = stack.enter_context(Coordinator(channels, groups={"server": 100}).in_thread())
+        self.address: dict[str, Any] = {"endpoint": coordinator.endpoint, "token": coordinator.token}
+        self.trainer = stack.enter_context(replicas.join("policy", group="trainer", **self.address))
+        self._followers = 0
+
+    def identity(self) -> dict[str, Any]:
+        """Of the next follower: each is a replica of its own."""
+        self._followers += 1
+        return {"group": "server", "replica": self._followers, **self.address}
+
+    @contextmanager
+    def running(self, follows: Callable[..., None], *, fails: bool = False) -> Iterator[list[errors.ReplicasError]]:
+        """A follower on a thread; what it failed of."""
+        stop, failed, identity = threading.Event(), list[errors.ReplicasError](), self.identity()
+
+        def run() -> None:
+            try:
+                follows(stop=stop, **identity)
+            except errors.ReplicasError as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield failed
+        finally:
+            stop.set()
+            thread.join(120)
+        assert not thread.is_alive()
+        assert bool(failed) is fails, failed

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from replicas.cli.client import Client
+from replicas.control.client import Client
 from replicas.linux.processes import command_line
 from replicas.status import RunStatus
 from tests.engines.programs.cluster_programs import ROLLOUT, TRAINER, commits

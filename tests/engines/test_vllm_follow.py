@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import threading
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, get_args
 
@@ -15,12 +15,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import replicas
-from replicas import Coordinator, Update, engine, errors
+from replicas import Update, engine
 from replicas.engine import Engine, PauseMode
 from replicas.integrations.vllm import follow
 from replicas.sources import hf
-from tests.engines.plain_server import plain_vllm
+from tests.engines.plain_server import TrainerSide, plain_vllm
 from tests.engines.world import CAPITAL, MODEL, ask, get
 from tests.support.waits import eventually
 
@@ -31,17 +30,12 @@ ROUNDING = 0.1
 LONG = {**CAPITAL, "max_tokens": 100, "ignore_eos": True}
 
 
-class Pair:
+class Pair(TrainerSide):
     """A server and what a trainer's program has: a coordinator, a channel, a model."""
 
     def __init__(self, url: str, stack: ExitStack, **channel: Any) -> None:
-        self.url = url
-        channels = {"policy": {"sources": ["trainer"], "targets": ["server"], "slots": 3, **channel}}
-        coordinator = stack.enter_context(Coordinator(channels, groups={"server": 100}).in_thread())
-        self.address: dict[str, Any] = {"endpoint": coordinator.endpoint, "token": coordinator.token}
-        self.trainer = stack.enter_context(replicas.join("policy", group="trainer", **self.address))
+        super().__init__(url, stack, **channel)
         self.model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16)
-        self._followers = 0
 
     def publish(self, *, without: str = "no name has this") -> int:
         """Publish the model's weights, but those with a part of their names."""
@@ -58,32 +52,9 @@ class Pair:
         served = [row[str(token)]["logprob"] for row, token in zip(answer[1:], ids[1:], strict=True)]
         return found[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0], torch.tensor(served)
 
-    def following(self, mode: PauseMode, **more: Any) -> AbstractContextManager[None]:
+    def following(self, mode: PauseMode, **more: Any) -> AbstractContextManager[object]:
         """A follower of the server."""
         return self.running(partial(follow, self.url, "policy", mode=mode, **more))
-
-    @contextmanager
-    def running(self, follows: Callable[..., None]) -> Iterator[None]:
-        """A follower in a thread; each is a replica of its own."""
-        stop, failed = threading.Event(), []
-        identity = {"group": "server", "replica": self._followers, **self.address}
-        self._followers += 1
-
-        def run() -> None:
-            try:
-                follows(stop=stop, **identity)
-            except errors.ReplicasError as error:
-                failed.append(error)
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        try:
-            yield
-        finally:
-            stop.set()
-            thread.join(60)
-        assert not failed
-        assert not thread.is_alive()
 
     def served(self) -> str:
         return str(get(f"{self.url}/weight_info")["weight_version"])

@@ -7,7 +7,6 @@ import contextlib
 import http.client
 import json
 import os
-import signal
 import sys
 import urllib.error
 import urllib.request
@@ -68,9 +67,7 @@ def running_world(folder: Path, *options: str, servers: int = 1) -> Iterator[Eng
     """A run from its start to its clean end."""
     with running(folder, run_text(*options, servers=servers)) as run:
         yield EngineWorld(run)
-        run.signal(signal.SIGTERM)
-        assert run.wait(timeout_s=60) == 0
-        run.assert_nothing_left()
+        run.end(timeout_s=60)
 
 
 class EngineWorld:

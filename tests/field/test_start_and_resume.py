@@ -109,9 +109,7 @@ def test_prime_rl_3016_a_trainer_that_resumes_needs_samples_before_it_publishes(
             for key in ("version", "step"):
                 assert [one[key] for one in found] == sorted(one[key] for one in found)
             assert found[-1]["version"] > killed[replica]["version"]
-        run.signal(signal.SIGTERM)
-        assert run.wait(timeout_s=60) == 0
-        run.assert_nothing_left()
+        run.end(timeout_s=60)
 
 
 DIES = """

@@ -18,7 +18,6 @@ from replicas.channel import Channel
 from replicas.core.base.manifest import Manifest
 from replicas.messages import OperationKind
 from replicas.sidecar.rank_side.sidecar_handle import SidecarFailed
-from replicas.sidecar.wire import TransferResult, TransferSpec
 from replicas.weights.copies.digest import digest_of
 from replicas.weights.feed import Feed
 from replicas.weights.loading import views
@@ -78,20 +77,6 @@ def fill(slot: Slot, weights: dict[str, torch.Tensor]) -> None:
         card().synchronize()
 
 
-async def send_image(made: Lane, manifest: Manifest, slots: list[Slot]) -> list[TransferResult]:
-    """From lane rank 0 to all others."""
-    everybody = tuple(range(len(slots)))
-    roles = ["send", *["receive"] * (len(slots) - 1)]
-    specs = [
-        TransferSpec(
-            1, "send" if role == "send" else "receive", "image", manifest.encode(), (everybody,), None, TIMEOUT_S
-        )
-        for role in roles
-    ]
-    moves = zip(made.sidecars, specs, slots, strict=True)
-    return await asyncio.gather(*(one.transfer(spec, slot.buffer) for one, spec, slot in moves))
-
-
 def found_in(slot: Slot, manifest: Manifest) -> dict[str, torch.Tensor]:
     """The tensors of an image."""
     return views(slot.buffer.readable(), manifest)
@@ -105,8 +90,7 @@ async def test_a_sidecar_alone_builds_a_group_and_moves_what_was_on_the_gpu(stag
     fill(slot, weights)
     async with lane(1, build=False) as alone:
         await build(alone, "alone")
-        (result,) = await send_image(alone, manifest, [slot])
-        assert result.image_digest == digest_of(slot.data, slot.digest_kind)
+        await asyncio.gather(*alone.broadcast([slot.buffer], timeout_s=TIMEOUT_S))
         assert_same(found_in(slot, manifest), weights)
         given = [torch.arange(5.0, device=DEVICE), torch.ones(3, device=DEVICE, dtype=torch.bfloat16)]
         kinds: tuple[OperationKind, ...] = ("all_reduce", "broadcast", "all_gather", "reduce")
@@ -120,15 +104,15 @@ async def test_a_sidecar_alone_builds_a_group_and_moves_what_was_on_the_gpu(stag
 @pytest.mark.parametrize("staging", STAGINGS)
 @pytest.mark.parametrize("size", [2, 3])
 async def test_sidecars_share_one_gpu(size: int, staging: str) -> None:
-    weights = on_gpu(2) | {"large": torch.randn(10 << 20, device=DEVICE)}  # more than one bucket
+    weights = on_gpu(2) | {"large": torch.randn(10 << 20, device=DEVICE)}  # more than one piece
     manifest = stage(Feed(weights)).manifest.whole
     slots = [slot_for(manifest, staging) for _ in range(size)]
     fill(slots[0], weights)
     async with lane(size, build=False) as several:
         await build(several, f"{size}")
         for _ in range(2):
-            results = await send_image(several, manifest, slots)
-            assert {result.image_digest for result in results} == {digest_of(slots[0].data, slots[0].digest_kind)}
+            await asyncio.gather(*several.broadcast([slot.buffer for slot in slots], timeout_s=TIMEOUT_S))
+            assert len({digest_of(slot.data, slot.digest_kind) for slot in slots}) == 1
         for slot in slots[1:]:
             assert_same(found_in(slot, manifest), weights)
         ones = [torch.full((5,), float(rank), device=DEVICE) for rank in range(size)]
@@ -138,36 +122,13 @@ async def test_sidecars_share_one_gpu(size: int, staging: str) -> None:
         kinds: list[OperationKind] = ["send", "recv"]
         pairs = await several.run("send", [[ones[1]], []], order=(1, 0), kinds=kinds, timeout_s=TIMEOUT_S)
         assert torch.equal(read_segments(pairs[1][1], segments_of(ones[:1]))[0], torch.ones(5))
+        _, outputs = (await several.run("gather", [[one] for one in ones], root=1, timeout_s=TIMEOUT_S))[1]
+        found = read_segments(outputs, segments_of(ones[:1]) * size)
+        assert [one.tolist() for one in found] == [[float(rank)] * 5 for rank in range(size)]
         with pytest.raises(SidecarFailed, match="cannot reduce") as caught:
             await several.run("all_reduce", [[torch.zeros(2).to(torch.float8_e4m3fn)]] * size, timeout_s=TIMEOUT_S)
         assert not caught.value.over
         await several.run("barrier", [[]] * size, timeout_s=TIMEOUT_S)
-
-
-@pytest.mark.parametrize("staging", STAGINGS)
-async def test_a_version_goes_to_some_of_a_lane(staging: str) -> None:
-    """By sends and receives in place of a broadcast: who has it already takes no
-    part."""
-    weights = on_gpu(3) | {"large": torch.randn(20 << 20, device=DEVICE)}
-    manifest = stage(Feed(weights)).manifest.whole
-    slots = [slot_for(manifest, staging) for _ in range(3)]
-    fill(slots[0], weights)
-    async with lane(3, build=False) as three:
-        await build(three, "some")
-        for number, receiver in enumerate((2, 1), start=1):
-            routes = ((0, receiver),)
-            specs = {
-                0: TransferSpec(number, "send", "image", manifest.encode(), routes, None, TIMEOUT_S),
-                receiver: TransferSpec(number, "receive", "image", manifest.encode(), routes, None, TIMEOUT_S),
-            }
-            moves = [three.sidecars[rank].transfer(spec, slots[rank].buffer) for rank, spec in specs.items()]
-            results = await asyncio.gather(*moves)
-            assert {result.image_digest for result in results} == {digest_of(slots[0].data, slots[0].digest_kind)}
-            assert_same(found_in(slots[receiver], manifest), weights)
-        given = [[torch.full((3,), float(rank), device=DEVICE)] for rank in range(3)]
-        _, outputs = (await three.run("gather", given, root=1, timeout_s=TIMEOUT_S))[1]
-        found = read_segments(outputs, segments_of(given[0]) * 3)
-        assert [one.tolist() for one in found] == [[float(rank)] * 3 for rank in range(3)]
 
 
 @pytest.mark.parametrize("staging", STAGINGS)

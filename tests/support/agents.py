@@ -12,15 +12,17 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
-from replicas.config.structs import GroupConfig
+from msgspec.structs import replace
+
+from replicas.config.structs import Config, GroupConfig
 from replicas.core.lives.lease_times import BEAT_S, END_S
 from replicas.core.lives.tenancy import Tenancy
 from replicas.supervisor.agent import messages as wire
 from replicas.supervisor.agent.checks import Finding
 from replicas.supervisor.agent.machine import Machine
-from replicas.supervisor.fleet.admission import AgentLink
 from replicas.supervisor.fleet.cluster import Cluster
 from replicas.supervisor.fleet.fleet import Fleet
+from replicas.supervisor.fleet.handle import AgentLink
 from replicas.supervisor.fleet.nodes import Nodes
 from replicas.supervisor.wire.orders import PartSpec, plain
 from replicas.supervisor.wire.part_state import UNKNOWN, ExitReport, RankExit
@@ -223,6 +225,12 @@ class _Link(AgentLink):
             self._agent._link, self._agent._connected = None, False
 
 
+def adopting(config: Config, adopt_s: float = LEASE_S) -> Config:
+    """The config of a run with these leases; 0: without adoption."""
+    cluster = replace(config.cluster, lease_s=LEASE_S)
+    return replace(config, run=replace(config.run, adopt_s=adopt_s), cluster=cluster)
+
+
 class Field(Yard):
     """A yard with several nodes, its own among them.
 
@@ -230,23 +238,20 @@ class Field(Yard):
     """
 
     def __init__(self, groups: tuple[GroupConfig, ...], lives: Mapping[str, list[Life]]) -> None:
-        super().__init__(config_of(*groups), lives)
+        super().__init__(adopting(config_of(*groups)), lives)
         self.own_scope = "local"
-        self.outlives_s = OUTLIVES_S
         self.operator_token = "first"
         self.cluster = self.new_cluster()
         self.agents: dict[str, FakeAgent] = {}
         self.overlaps: list[str] = []
         self._counts: dict[str, int] = {}
 
-    def new_cluster(self, lease_s: float = LEASE_S) -> Cluster:
+    def new_cluster(self) -> Cluster:
         def leaving(node: str, reason: str) -> None:
             self.said.append(f"{node} leaves: {reason}")
 
         return Cluster(
             self.context,
-            lease_s=lease_s,
-            outlives_s=self.outlives_s,
             is_own=lambda hello: hello.scope == self.own_scope,
             leaving=leaving,
         )
@@ -294,11 +299,13 @@ class Field(Yard):
         saved, shims, agents = ({}, (), ()) if lost else (saved, shims, agents)
         self._scopes, self._tasks = [], []
         leases = self.leases.written
-        self.context = self.new_context(config_of(*groups) if groups else self.config)
+        self.context = self.new_context(
+            replace(self.config, groups=config_of(*groups).groups) if groups else self.config
+        )
         self.resources.withdraw("local")
         self.cluster = self.new_cluster()
         nodes = self.nodes()
-        nodes.adopting, nodes._records = bool(agents), shims
+        nodes.adopting = bool(agents)
         self.context.awaited.inherit(leases, leases if lost else (), self._loop.time())
         nodes._expected = self.cluster.expect(agents, shims, self.own_scope)
         self.context.start_shim = self.cluster.start_shim
@@ -337,7 +344,7 @@ async def field(*groups: GroupConfig, lives: Mapping[str, list[Life]] | None = N
         assert made.overlaps == [], "two generations of one replica at once"
         if not made.fleet.draining:
             await asyncio.wait_for(asyncio.create_task(made.fleet.drain()), 1000)
-        made.cluster.over()
+        made.cluster.order_all_to_end()
         await asyncio.sleep(1)
     finally:
         for agent in made.agents.values():

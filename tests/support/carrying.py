@@ -10,6 +10,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 
 import xxhash
@@ -19,7 +20,7 @@ from replicas.carry.blocks import BLOCK_NBYTES
 from replicas.carry.differences import Deltas
 from replicas.carry.holders import Holder
 from replicas.carry.image import Image
-from replicas.carry.pull import Pull
+from replicas.carry.pull import Failed, Pull
 from replicas.carry.serve import Server
 from replicas.trust.certificate import certificate_hash, context_of, make_pem
 
@@ -122,7 +123,8 @@ class Host:
             sock = tls.wrap(sock, tls.client_context())
             tls.do_handshake(sock, self.certificate.hash)
             binding = bytes.fromhex(self.certificate.hash)
-        greeting.prove_as_puller(sock, NUMBER, SECRET, binding)
+        greeting.prove_as_puller(sock, NUMBER, SECRET, binding, time.monotonic() + 30.0)
+        sock.settimeout(None)
         return sock
 
 
@@ -143,7 +145,8 @@ class FalseHost:
         binding = b""
         if self.certificate is not None:
             sock, binding = self.certificate.wrap(sock), bytes.fromhex(self.certificate.hash)
-        greeting.prove_as_server(sock, lambda transfer: SECRET, binding)
+        greeting.prove_as_server(sock, lambda transfer: SECRET, binding, time.monotonic() + 30.0)
+        sock.settimeout(None)
         return sock
 
 
@@ -173,6 +176,20 @@ def a_pull(
 
 def run(one: Pull, threads: Threads, *holders: Holder, timeout_s: float = 30.0, digest: str = "") -> str:
     return one.run(holders, time.monotonic() + timeout_s, threads.start, digest)
+
+
+def begin(one: Pull, threads: Threads, *holders: Holder) -> Future[str]:
+    """The same on a thread; its digest, or why it has failed."""
+    found = Future[str]()
+
+    def attempt() -> None:
+        try:
+            found.set_result(run(one, threads, *holders))
+        except Failed as error:
+            found.set_exception(error)
+
+    threads.start(attempt)
+    return found
 
 
 def digests(data: bytes) -> list[bytes]:

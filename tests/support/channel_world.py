@@ -52,12 +52,10 @@ MANIFEST = PartManifest(tensors=(TensorSpec("weight", "float32", (4,)),), aliase
 
 
 class Hop(NamedTuple):
-    """From one address to the next one of a chain, at ``place``. ``rate``: bytes a
-    second."""
+    """From one address to the next one of a chain. ``rate``: bytes a second."""
 
     before: str
     behind: str
-    place: int
     rate: float
 
 
@@ -82,6 +80,7 @@ class OpenPublish:
     asked: int | None
     version: int = 0
     packed: bool = False
+    streaming: bool = False
     manifest: PartManifest | None = None
 
 
@@ -93,10 +92,10 @@ class SimMember:
     cannot open theirs. With slots on GPUs (``staging = "device"``) those with one GPU
     find it, and copy what they find. ``mute``: it takes messages and never answers.
     ``stuck``: it gets ready and then moves no byte, and its sidecar says so unless it
-    is ``quiet``. ``breaks``: its process groups form (unless ``World.bad_pairs`` says
-    otherwise) and fail as soon as bytes move. ``loads``: as soon as it is granted a
-    version, else when it looks at it; less than ``at_least`` it refuses. ``granted``:
-    versions, in order, without those that it gave back.
+    is ``quiet``. ``breaks``: its process groups form, and fail as soon as bytes move.
+    ``loads``: as soon as it is granted a version, else when it looks at it; less than
+    ``at_least`` it refuses. ``granted``: versions, in order, without those that it gave
+    back.
     """
 
     member: Member
@@ -125,7 +124,7 @@ class SimMember:
     mute: bool = False
     stuck: bool = False
     quiet: bool = False
-    at_work: dict[str, tuple[float, wire.TransferGo]] = field(default_factory=dict)
+    at_work: dict[str, tuple[float, wire.OperationGo]] = field(default_factory=dict)
     """Since when it has been at work in a lane, and at what."""
     loads: bool = True
     unlooked: int = 0
@@ -170,16 +169,17 @@ class SimMember:
         if publish in self.open:
             self.open[publish].packed, self.open[publish].manifest = True, manifest
         if manifest is None:
-            self.outbox.append(wire.Packed(publish, "", 0, "cpu", 0.0, 0.0))
+            self.outbox.append(wire.Packed(publish, "", "cpu", 0.0, 0.0))
             return
         self.manifests[manifest.hash] = manifest.encode()
         kind = "digest" if manifest.pieces is None else "part"
-        self.outbox.append(wire.Packed(publish, manifest.hash, 16, "cpu", 0.0, 0.1, kind))
+        self.outbox.append(wire.Packed(publish, manifest.hash, "cpu", 0.0, 0.1, kind))
 
     def stream(self, publish: int) -> None:
         """Begin to fill the slot, and have it sent meanwhile."""
+        self.open[publish].streaming = True
         self.manifests[MANIFEST.hash] = MANIFEST.encode()
-        self.outbox.append(wire.Packed(publish, MANIFEST.hash, 16, "cpu", 0.0, 0.0, streaming=True))
+        self.outbox.append(wire.Packed(publish, MANIFEST.hash, "cpu", 0.0, 0.0, streaming=True))
 
     def fill(self, publish: int) -> None:
         """The slot is full."""
@@ -239,6 +239,18 @@ class SimMember:
         self.outbox.append(wire.OperationPost(post=self.posts, kind=kind, root=root, step=step, **fields))  # type: ignore[arg-type]  # by name
         return self.posts
 
+    def receipt(self, publish: int) -> wire.ReceiptData:
+        """That of its publish, which has succeeded."""
+        found = self.verdicts[publish].receipt
+        assert found is not None, self.verdicts[publish]
+        return found
+
+    def error(self, publish: int) -> wire.WireError:
+        """That of its publish, which has failed."""
+        found = self.verdicts[publish].error
+        assert found is not None, self.verdicts[publish]
+        return found
+
     # ---------------------------------------------------------- a new coordinator
 
     def announce(self) -> None:
@@ -277,7 +289,9 @@ class SimMember:
             case wire.PublishEnd():
                 assert message.publish not in self.verdicts or self.verdicts[message.publish] == message
                 self.verdicts[message.publish] = message
-                self.open.pop(message.publish, None)
+                ended = self.open.pop(message.publish, None)
+                early = ended is not None and ended.streaming and not ended.packed
+                assert message.receipt is None or not early, "committed before it was packed"
             case wire.PublishAdmitted():
                 known = self.open.get(message.publish)
                 if known is not None:
@@ -369,7 +383,6 @@ class SimMember:
                 self.serving[message.transfer] = message
                 self.pulling[message.transfer] = self.world.now, message
             case wire.LaneForm():
-                pair = frozenset(message.names)
                 cut = self.world.cuts_between(message.addresses)
                 if self.world.tampering:
                     error = wire.WireError("StoreTampered", "another client writes into the store")
@@ -382,26 +395,26 @@ class SimMember:
                         "Preflight", f"{message.names} cannot reach each other", members=message.names
                     )
                     self.outbox.append(wire.LaneFailed(message.lane, error, cut))
-                elif message.probe and pair in self.world.bad_pairs:
-                    error = wire.WireError("SyncError", "connection refused")
-                    self.outbox.append(wire.LaneFailed(message.lane, error))
                 else:
-                    self.outbox.append(wire.LaneFormed(message.lane, 0.05))
+                    self.outbox.append(wire.LaneFormed(message.lane))
             case wire.TransferOffer():
                 if self.refuse is not None and message.role == "receive":
                     self.outbox.append(wire.TransferFailed(message.transfer, self.refuse))
                 else:
                     self.incoming[message.transfer] = message
                     self.outbox.append(wire.TransferReady(message.transfer))
-            case wire.TransferGo() if self.breaks or self.world.broken(message.lane):
-                offer = self.incoming.pop(message.transfer)
-                self.outbox.append(wire.TransferFailed(offer.transfer, wire.WireError("SyncError", "connection reset")))
-            case wire.TransferGo() if (
+            case wire.OperationGo() if self.breaks or self.world.broken(message.lane):
+                self.goes.append(message)
+                error = wire.WireError("SyncError", "connection reset", phase="transfer")
+                self.outbox.append(wire.OperationFailed(message.operation, error))
+                if self.incoming.pop(message.transfer, None):
+                    self.outbox.append(wire.TransferFailed(message.transfer, error))
+            case wire.OperationGo(transfer=number) if number and (
                 self.stuck or self.world.blocked_in(message.lane) or self.world.slow_hop(message.lane)
             ):
                 self.at_work[message.lane] = (self.world.now, message)
-            case wire.TransferGo():
-                self._transfer(self.incoming.pop(message.transfer), message)
+            case wire.OperationGo(transfer=number) if number:
+                self._transfer(self.incoming.pop(number), message)
             case wire.LaneDrop():
                 self.at_work.pop(message.lane, None)
             case wire.TransferCancel():
@@ -411,16 +424,10 @@ class SimMember:
                 self.at_work = {
                     lane: work for lane, work in self.at_work.items() if work[1].transfer != message.transfer
                 }
-            case wire.OperationGo() if self.world.broken(message.lane):
-                error = wire.WireError("SyncError", "connection reset", phase="transfer")
-                self.outbox.append(wire.OperationFailed(message.operation, error))
             case wire.OperationGo():
                 self.goes.append(message)
-                if self.breaks or self.world.broken(message.lane):
-                    error = wire.WireError("SyncError", "connection reset", phase="transfer")
-                    self.outbox.append(wire.OperationFailed(message.operation, error))
-                elif not self.stuck:
-                    self.outbox.append(wire.OperationDone(message.operation, 0.01))
+                if not self.stuck:
+                    self.outbox.append(wire.OperationDone(message.operation))
 
     @property
     def port(self) -> int:
@@ -539,7 +546,7 @@ class SimMember:
             nbytes = {giver.member.name: NBYTES // len(givers) for giver in givers}
             wrong = {givers[0].member.name: "block 0"} if self.bad_bytes and offer.digest else {}
             place = self.place(version)
-            self.outbox.append(wire.TransferDone(number, digest, {}, 0.1, 0.0, place, nbytes, cut, wrong))
+            self.outbox.append(wire.TransferDone(number, digest, 0.1, 0.0, place, nbytes, cut, wrong))
 
     def tell_pace(self) -> None:
         """What its sidecars say about once a second, if they are at work; over slow
@@ -553,38 +560,24 @@ class SimMember:
             blocked = [link for link in self.world.blocked_in(lane) if self.address in link]
             held_up = tuple(address for link in blocked for address in link if address != self.address)
             if hop is None or self.stuck or self.world.blocked_in(lane):
-                message = wire.LaneMoved(lane, 0, 0, elapsed, 0.001, held_up)
-            elif (done := int(elapsed * hop.rate)) >= NBYTES and go.transfer in self.incoming:
+                message = wire.LaneMoved(lane, elapsed, 0.001, held_up)
+            elif int(elapsed * hop.rate) >= NBYTES and go.transfer in self.incoming:
                 del self.at_work[lane]
                 self._transfer(self.incoming.pop(go.transfer), go)
                 continue
             else:
                 held_up = (hop.behind,) if hop.before == self.address else ()
-                received = done if self.world.lane_rank(lane, self.member) >= hop.place else NBYTES
-                message = wire.LaneMoved(lane, done, received, 0.0, 0.001, held_up)
+                message = wire.LaneMoved(lane, 0.0, 0.001, held_up)
             if not self.quiet:
                 self.outbox.append(message)
 
-    def _transfer(self, offer: wire.TransferOffer, go: wire.TransferGo) -> None:
-        digest = f"digest-{offer.version}"
-        if self.bad_digest and offer.role == "receive":
-            digest = "broken"
-        image = digest if offer.mode == "image" or offer.role == "receive" else ""
-        if offer.streaming:
-            image = ""  # who sends while it is filled does not know it
-        parts = {}
-        if offer.mode == "parts":
-            rank = self.world.lane_rank(go.lane, self.member)
-            seen = [part for part, route in enumerate(go.routes) if rank in route]
-            mine = [part for part in seen if offer.role == "receive" or go.routes[part][0] == rank]
-            parts = {part: f"part-{offer.version}-{part}" for part in mine}
-        for place in go.places:
-            assert self.world.lends(place, self.machine), "a part that lies on another machine"
-            assert place.device == self.gpu, "a part that lies on another GPU"
+    def _transfer(self, offer: wire.TransferOffer, go: wire.OperationGo) -> None:
+        digest = "broken" if self.bad_digest and offer.role == "receive" else f"digest-{offer.version}"
         if offer.role == "receive":
             self.held.add(offer.version)
             self.received.append(offer.version)
-        self.outbox.append(wire.TransferDone(go.transfer, image, parts, 0.1, 0.01, self.place(offer.version)))
+        self.outbox.append(wire.OperationDone(go.operation))
+        self.outbox.append(wire.TransferDone(go.transfer, digest, 0.1, 0.01, self.place(offer.version)))
 
     def _map(self, offer: wire.TransferOffer) -> None:
         """Open the place: what is there must be that version, on this machine."""
@@ -604,7 +597,7 @@ class SimMember:
             place, digest = self.place(offer.version), offer.digest
             if self.gpu:
                 digest = "broken" if self.bad_digest else f"digest-{offer.version}"
-            self.outbox.append(wire.TransferDone(offer.transfer, digest, {}, 0.001, 0.0, place))
+            self.outbox.append(wire.TransferDone(offer.transfer, digest, 0.001, 0.0, place))
             return
         self.outbox.append(wire.TransferFailed(offer.transfer, error))
 
@@ -626,7 +619,7 @@ class World:
         self.now = 1000.0
         self.store = ("127.0.0.1", 1)
         self.machine = machine
-        self._here = (("boot", 1, 0), wire.Beacon(COORDINATOR, 3, f"nonce-{COORDINATOR}", 0)) if machine else None
+        self._here = ("boot", wire.Beacon(COORDINATOR, 3, f"nonce-{COORDINATOR}", 0)) if machine else None
         self.kept: dict[Member, int] = {}
         """Versions in the coordinator's hands, by whose they are."""
         self.state = ChannelState(
@@ -649,8 +642,8 @@ class World:
         self.tampering = False
         """Somebody else writes into the store: what forms says so."""
         self.bad_pairs: set[frozenset[str]] = set()
-        """Names of members between which no lane works: neither a probe nor a transfer
-        with both of them."""
+        """Names of members between which no lane works: it forms, and no operation with
+        both of them succeeds."""
         self.cuts: set[frozenset[str]] = set()
         """Pairs of addresses between which no byte goes any more: who is at work in a
         lane does not fail, and nothing moves."""
@@ -673,9 +666,6 @@ class World:
 
     def rate_between(self, one: SimMember, other: SimMember) -> float:
         return self.rates.get(frozenset((one.address, other.address)), 0.0)
-
-    def lane_rank(self, lane: str, member: Member) -> int:
-        return self._lanes.get(lane, {}).get(member, 0)
 
     def lends(self, place: wire.SlotPlace, machine: str) -> bool:
         """Whether a reader on ``machine`` finds the version there: in a living process
@@ -702,10 +692,7 @@ class World:
         """The slowest link between two neighbours of a lane, which is a chain."""
         sims = [self.members.get(member) for member in self._lanes.get(lane, {})]
         chain = [sim.address for sim in sims if sim is not None]
-        hops = [
-            Hop(one, other, place, self.rates.get(frozenset((one, other)), 0.0))
-            for place, (one, other) in enumerate(pairwise(chain), 1)
-        ]
+        hops = [Hop(one, other, self.rates.get(frozenset((one, other)), 0.0)) for one, other in pairwise(chain)]
         return min((hop for hop in hops if hop.rate), key=lambda hop: hop.rate, default=None)
 
     def blocked_in(self, lane: str) -> list[frozenset[str]]:
@@ -832,7 +819,7 @@ class World:
 
     def _collect(self) -> None:
         reads: list[Read] = []
-        for effect in self.state.drain():
+        for effect in self.state.take_effects():
             match effect:
                 case Read():
                     reads.append(effect)
@@ -937,6 +924,15 @@ class World:
         sim.handle(sim.inbox.popleft())
         return True
 
+    def run_to(self, kind: type[wire.FromCoordinator]) -> None:
+        """Deliver until messages of this kind are next for all who get messages."""
+        moved = True
+        while moved:
+            moved = False
+            for sim in list(self.members.values()):
+                while self.up(sim) or (sim.inbox and not isinstance(sim.inbox[0], kind) and self.down(sim)):
+                    moved = True
+
     def run(self, frozen: tuple[SimMember, ...] = ()) -> None:
         """Deliver until nothing moves."""
         moved = True
@@ -956,7 +952,7 @@ class World:
             if heartbeats:
                 for member, sim in self.members.items():
                     if sim not in frozen:
-                        self.state.roster.heard(member, self.now)
+                        self.state.roster.note_heard(member, self.now)
                         sim.tell_pace()
             self.run(frozen)
             self.state.tick(self.now)

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import replicas
-from replicas.channel import Channel
+from replicas.channel import Channel, Receipt
 from replicas.coordinator import Coordinator, GroupShape
 from replicas.testing import FakeRun
 from tests.support.waits import wait_until
 
-__all__ = ["POLICY", "ChannelWorld", "channel_world", "fake_world", "freeze"]
+__all__ = ["POLICY", "ChannelWorld", "channel_world", "fake_world", "freeze", "load", "publish"]
 
 POLICY: dict[str, Any] = {"sources": ["trainer"], "targets": ["rollout"], "deadline": "30s"}
 
@@ -90,6 +90,19 @@ async def fake_world(
     with FakeRun({name: _settings(config)}, groups=groups) as run:
         async with aclosing(ChannelWorld(run._coordinator, name, run.endpoint)) as world:
             yield world
+
+
+async def publish(channel: Channel, given: object, **options: Any) -> Receipt:
+    """On a thread, as the coordinator may be on this loop."""
+    return await (await asyncio.to_thread(channel.publish, given, **options))
+
+
+async def load(channel: Channel) -> tuple[int, float]:
+    """Receive and load; the version, and the one value that all tensors must have."""
+    with await channel.receive(deadline=40) as update:
+        values: set[float] = {value for _, tensor in update for value in tensor.tolist()}
+        assert len(values) == 1, "a torn set of weights"
+        return update.version, values.pop()
 
 
 def _settings(config: Mapping[str, Any] | None) -> dict[str, Any]:

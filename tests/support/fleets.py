@@ -9,19 +9,24 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import math
 import random
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import anyio
+import pytest
 
 from replicas.config.structs import Config, Dependency, GroupConfig, RestartConfig, RunConfig
 from replicas.coordinator import Coordinator, GroupShape, Readiness
 from replicas.core.lives.lifecycle import Transition
+from replicas.core.lives.restarts import Restarts
+from replicas.supervisor.fleet import group as group_module
 from replicas.supervisor.fleet.context import FleetContext
 from replicas.supervisor.fleet.fleet import Fleet
 from replicas.supervisor.fleet.handle import ShimHandle
@@ -61,7 +66,7 @@ class SimShim:
 
     last_stacks: Mapping[str, str] = {}
     node, local, stopping = "local", True, False
-    over_at: float | None = None
+    over_at = math.inf
 
     def __init__(self, yard: Yard, spec: PartSpec, changed: Callable[[], None], life: Life) -> None:
         self.spec, self.life = spec, life
@@ -103,7 +108,7 @@ class SimShim:
     async def stacks(self) -> Mapping[str, str]:
         return {}
 
-    def meet(self, host: str, port: int) -> None: ...
+    def send_rendezvous(self, host: str, port: int) -> None: ...
 
     def stop(self, timeout_s: float, *, stacks: bool = False) -> None:
         self.told.append((self._yard.now, timeout_s))
@@ -353,15 +358,18 @@ async def fleet(
     config = config_of(*groups, stop_when=stop_when)
     yard = Yard(config, lives or {})
     yard.on_channel = on_channel or set()
-    made = yard.fleet = Fleet(yard.context, saved=saved, wall=0.0, rng=_NoJitter())
-    made.start()
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(group_module, "Restarts", partial(Restarts, rng=_NoJitter()))
     try:
+        made = yard.fleet = Fleet(yard.context, saved=saved, wall=0.0)
+        made.start()
         yield made, yard
         if not made.draining:
             # In a task: what the test has spawned comes first, also where wait_for
             # makes none (from Python 3.12 on).
             await asyncio.wait_for(asyncio.create_task(made.drain()), 1000)
     finally:
+        monkeypatch.undo()
         await yard.end()
 
 

@@ -1,12 +1,14 @@
-"""The process table, read from /proc."""
+"""The process table, read from /proc; and signals to one of its processes."""
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 from replicas.linux.processes import MARK, marked, start_time
 
-__all__ = ["children", "mark_of", "name_of", "parent_of", "parents", "sidecars_of", "start_time"]
+__all__ = ["children", "kill", "mark_of", "name_of", "parent_of", "parents", "sidecars_of", "start_time"]
 
 
 def parent_of(pid: int) -> int:
@@ -23,6 +25,15 @@ def name_of(pid: int) -> str:
         return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
     except OSError:
         return ""
+
+
+def kill(pid: int, signum: int = signal.SIGKILL) -> None:
+    """By a pidfd, which 0 has none: ``os.kill`` would hit all of our own group."""
+    pidfd = os.pidfd_open(pid)
+    try:
+        signal.pidfd_send_signal(pidfd, signum)
+    finally:
+        os.close(pidfd)
 
 
 def parents() -> dict[int, int]:

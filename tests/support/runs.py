@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from replicas import environ
-from replicas.cli.client import Client
+from replicas.control.client import Client
 from replicas.linux.cgroups import find_own
 from replicas.linux.processes import start_time
 from replicas.linux.sockets import SocketAddress
@@ -240,6 +240,12 @@ class Run:
         assert self._popen is not None
         self._note_agents()
         self._popen.send_signal(signum)
+
+    def end(self, *, timeout_s: float = 30.0) -> None:
+        """SIGTERM, on which it drains, ends with 0 and leaves nothing."""
+        self.signal(signal.SIGTERM)
+        assert self.wait(timeout_s=timeout_s) == 0, self.lines
+        self.assert_nothing_left()
 
     def endpoint(self) -> str:
         """``host:port`` of its control port, once it is there."""

@@ -7,11 +7,12 @@ import asyncio
 import itertools
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from datetime import timedelta
 from math import prod
 from pathlib import Path
@@ -20,14 +21,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from replicas.channel import Channel
+from replicas.channel.versions.carried import Transfer
 from replicas.core.base.dtypes import item_nbytes
 from replicas.core.base.manifest import segment_layout
 from replicas.linux.sockets import SocketAddress
-from replicas.messages import OperationKind, ReduceOp, Segment
+from replicas.messages import OperationGo, OperationKind, ReduceOp, Segment, TransferDone
+from replicas.sidecar.kept_forkserver import KeptForkserver
 from replicas.sidecar.rank_side.forkserver_client import Forkserver
 from replicas.sidecar.rank_side.sidecar_handle import Sidecar
 from replicas.sidecar.wire import CollectiveSpec, GroupSpec
 from replicas.weights.copies.tensors import dtype_name, torch_dtype, typed
+from replicas.weights.memory.arena import Slot
 from replicas.weights.memory.buffers import Buffer
 
 __all__ = [
@@ -36,6 +41,8 @@ __all__ = [
     "children_of",
     "descriptors_of",
     "gone",
+    "kept_forkserver",
+    "kill_next",
     "lane",
     "mapped_by",
     "read_segments",
@@ -47,6 +54,22 @@ __all__ = [
 ]
 
 _prefixes = itertools.count()
+
+
+def kill_next(victim: Channel, how: int = signal.SIGKILL) -> None:
+    """Kill the sidecar of this member, or freeze it by SIGSTOP, as soon as it is to
+    broadcast a version."""
+    transfers = victim._transfers
+    broadcast = transfers._broadcast
+
+    async def kill_first(transfer: Transfer, slot: Slot, go: OperationGo) -> TransferDone:
+        transfers._broadcast = broadcast  # type: ignore[method-assign]  # only the first one is hit
+        sidecar = victim._lanes.get(go.lane).sidecar
+        assert sidecar is not None
+        os.kill(sidecar.pid, how)
+        return await broadcast(transfer, slot, go)
+
+    transfers._broadcast = kill_first  # type: ignore[method-assign]  # see above
 
 
 class LoopbackStore:
@@ -142,6 +165,21 @@ class Lane:
         )
         return pairs
 
+    def broadcast(
+        self, slots: Sequence[Buffer], *, root: int = 0, order: Sequence[int] | None = None, timeout_s: float = 30.0
+    ) -> list[asyncio.Future[None]]:
+        """Begin the broadcast of a version, as ranks do: participant ``i`` is lane rank
+        ``order[i]``, and its slot ``slots[i]``."""
+        ranks = tuple(order if order is not None else range(len(slots)))
+        segments = tuple((Segment("uint8", (slot.nbytes,)),) for slot in slots)
+
+        def move(me: int, slot: Buffer) -> asyncio.Future[None]:
+            spec = CollectiveSpec(1, "broadcast", "sum", ranks, segments, me, root, timeout_s)
+            given = (slot, None) if me == root else (None, slot)
+            return asyncio.ensure_future(self.sidecars[ranks[me]].collective(spec, *given))
+
+        return [move(me, slot) for me, slot in enumerate(slots)]
+
 
 def segments_of(tensors: Sequence[torch.Tensor]) -> tuple[Segment, ...]:
     return tuple(Segment(dtype_name(tensor.dtype), tuple(tensor.shape)) for tensor in tensors)
@@ -204,12 +242,12 @@ async def gone(pidfds: Sequence[int], timeout_s: float = 5.0) -> bool:
     return not pending
 
 
-def start_forkserver(name: str) -> subprocess.Popen[str]:
+def start_forkserver(name: str, command: Callable[..., list[str]] = lambda *words: [*words]) -> subprocess.Popen[str]:
     """A forkserver behind the door ``name``, which goes with it; it dies with this
-    process."""
+    process. ``command``: what else is to start it."""
     with SocketAddress.parse(name).listen() as listener:
         return subprocess.Popen(
-            [sys.executable, "-m", "replicas.sidecar.forkserver", "--listener", str(listener.fileno())],
+            command(sys.executable, "-m", "replicas.sidecar.forkserver", "--listener", str(listener.fileno())),
             stderr=subprocess.PIPE,
             text=True,
             pass_fds=[listener.fileno()],
@@ -230,15 +268,29 @@ def shared_forkserver() -> Iterator[str]:
 
 
 @asynccontextmanager
-async def lane(size: int, name: str = "", *, build: bool = True, devices: Sequence[str] = ()) -> AsyncIterator[Lane]:
-    """``size`` sidecars with their group, of the forkserver ``name`` or of a helper;
-    see :attr:`Lane.devices`."""
-    forkserver = await (Forkserver.connect(name) if name else Forkserver.spawn())
+async def kept_forkserver() -> AsyncIterator[KeptForkserver]:
+    """A forkserver that this process keeps, as a rank without an agent does."""
+    given_up: list[str] = []
+    kept = KeptForkserver(os.environ, given_up.append)
     try:
+        yield kept
+    finally:
+        await kept.aclose()
+    assert given_up == []
+    assert kept.pid == 0
+
+
+@asynccontextmanager
+async def lane(size: int, name: str = "", *, build: bool = True, devices: Sequence[str] = ()) -> AsyncIterator[Lane]:
+    """``size`` sidecars with their group, of the forkserver ``name``, or of one that
+    this process keeps; see :attr:`Lane.devices`."""
+    async with AsyncExitStack() as stack:
+        forkserver = await Forkserver.connect(
+            name or (await stack.enter_async_context(kept_forkserver())).address, timeout_s=60.0
+        )
+        stack.callback(forkserver.close)
         sidecars = await asyncio.gather(*[forkserver.fork() for _ in range(size)])
         made = Lane(LoopbackStore(), forkserver, sidecars, devices)
         if build:
             await made.build()
         yield made
-    finally:
-        await forkserver.aclose()

@@ -28,7 +28,7 @@ The last means the rank of that replica that is in the caller's lane.
 _PEER = re.compile(r"[^/]+/[0-9]{1,7}(/[0-9]{1,7})?")
 
 
-@arguments.named
+@arguments.refuse_unknown_keywords
 class Collectives:
     """**Collectives between the peers of a channel** are methods of the channel, too.
 
@@ -42,13 +42,17 @@ class Collectives:
     member, or a member that no longer responds, runs again over the others, from the
     tensors as they were at the call: a mean divides by the number of members that took
     part, and the receipt's ``members``, ``lost`` and ``reasons`` name all members. A
-    failure with all members alive is retried, too.
+    failure with all members alive is retried once, with all of them.
 
     ``deadline`` is in seconds for all attempts together, by default the channel's. A
     Pending fails with
 
     * :class:`~replicas.errors.PeersLost`: a required member died: the root, the other
       member of a pair, or any member with ``on_lost = "raise"``;
+    * :class:`~replicas.errors.SyncError`: a link between peers is broken, and the error
+      names those that cannot reach each other; or the operation failed twice in another
+      way;
+    * :class:`~replicas.errors.Preflight`: the peers never reached each other;
     * :class:`~replicas.errors.DeadlineExceeded`: a peer did not call, or the operation
       took too long;
     * :class:`~replicas.errors.RanksDisagree`: the peers called different operations;
@@ -66,6 +70,10 @@ class Collectives:
     """
 
     def _start_operation(self, operation: OperationCall, deadline: float | None) -> Pending[Receipt]:
+        """Start ``operation``, after checks of this rank's role and tensors.
+
+        :returns: a Pending of the operation's receipt.
+        """
         raise NotImplementedError
 
     def _post(
@@ -79,9 +87,11 @@ class Collectives:
         step: int | None,
         deadline: float | None,
     ) -> Pending[Receipt]:
-        """Check the arguments, and start the operation.
+        """Check the arguments of a method, and start the operation ``kind``.
 
-        ``root`` is (name of the argument, peer).
+        :param given: the caller's tensors; ``out``: tensors for the results, or None.
+        :param root: (name of the argument, peer), of operations with a source or
+            destination.
         """
         inputs = () if given is None and kind in ("scatter", "recv", "barrier") else _tensors(kind, given)
         if kind in ("all_reduce", "reduce", "reduce_scatter"):
@@ -112,7 +122,10 @@ class Collectives:
     def broadcast(
         self, tensors: Tensors, src: Peer, *, step: int | None = None, deadline: float | None = None
     ) -> Pending[Receipt]:
-        """Give every peer ``src``'s values, in place; shapes and dtypes must match."""
+        """Give every peer ``src``'s values, in place; shapes and dtypes must match.
+
+        :param src: the peer whose tensors all get.
+        """
         return self._post("broadcast", tensors, root=("src", src), step=step, deadline=deadline)
 
     def reduce(
@@ -135,7 +148,7 @@ class Collectives:
         step: int | None = None,
         deadline: float | None = None,
     ) -> Pending[Receipt]:
-        """Give every peer all peers' tensors, in ``receipt.outputs``, by member.
+        """Give all peers' tensors to every peer, in ``receipt.outputs`` by member.
 
         Shapes and dtypes may differ by member.
 
@@ -174,8 +187,7 @@ class Collectives:
         :param tensors: on ``src`` one tensor for each participant; None on the others.
         :param out: the tensor to write into; default: a new one.
         """
-        written = None if out is None else (out,)
-        return self._post("scatter", tensors, written, root=("src", src), step=step, deadline=deadline)
+        return self._post("scatter", tensors, out, root=("src", src), step=step, deadline=deadline)
 
     def reduce_scatter(
         self,
@@ -186,7 +198,7 @@ class Collectives:
         step: int | None = None,
         deadline: float | None = None,
     ) -> Pending[Receipt]:
-        """Reduce one tensor for each participant, and give it that one.
+        """Reduce the i-th tensors of all peers; give the result to the i-th peer.
 
         The result is in ``receipt.tensors`` and ``out``. The tensors for a lost member
         are dropped.
@@ -195,8 +207,7 @@ class Collectives:
         :param op: sum, mean (floating dtypes), min or max; default sum.
         :param out: the tensor to write into; default: a new one.
         """
-        written = None if out is None else (out,)
-        return self._post("reduce_scatter", tensors, written, op=op, step=step, deadline=deadline)
+        return self._post("reduce_scatter", tensors, out, op=op, step=step, deadline=deadline)
 
     def send(
         self, tensors: Tensors, dst: Peer, *, step: int | None = None, deadline: float | None = None
@@ -220,10 +231,17 @@ class Collectives:
 
 
 def _fail(text: str, hint: str) -> NoReturn:
+    """Raise a UsageError."""
     raise errors.UsageError(text, hint=hint)
 
 
 def _tensors(kind: str, given: Tensors | None) -> tuple[torch.Tensor, ...]:
+    """Check the tensors given to the operation ``kind``, and return them as a tuple.
+
+    Subclasses of Tensor come as plain tensors over the same memory.
+
+    :raises replicas.errors.UsageError: they are none, or unusable.
+    """
     if not isinstance(given, (torch.Tensor, Iterable)):
         _fail(f"{kind} was given a {type(given).__name__}", "pass a tensor or a sequence of them")
     tensors = (given,) if isinstance(given, torch.Tensor) else tuple(given)
@@ -236,7 +254,11 @@ def _tensors(kind: str, given: Tensors | None) -> tuple[torch.Tensor, ...]:
 
 
 def _usable(kind: str, number: int, tensor: object) -> torch.Tensor:
-    """Check a tensor; return it, or a plain alias of a tensor subclass."""
+    """Return the tensor, a subclass as a plain tensor over the same memory.
+
+    :param number: index of the tensor in the call, for the error.
+    :raises replicas.errors.UsageError: the tensor has no dense memory.
+    """
     if not isinstance(tensor, torch.Tensor):
         _fail(f"{kind} was given a {type(tensor).__name__}", "pass a tensor or a sequence of them")
     if is_dtensor(tensor):
@@ -250,6 +272,7 @@ def _usable(kind: str, number: int, tensor: object) -> torch.Tensor:
 
 
 def _check_op(kind: str, op: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Raise UsageError for an unknown ``op``, or the mean of integer tensors."""
     if not isinstance(op, str) or op not in get_args(ReduceOp):
         _fail(f"{kind}: unknown op {shown(op)}", "use sum, mean, min or max")
     if op == "mean":
@@ -260,7 +283,11 @@ def _check_op(kind: str, op: str, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _peer(argument: str, peer: Peer) -> str:
-    """Return the peer's normalized name, with a rank if one was given."""
+    """Return ``group/replica`` or ``group/replica/rank`` of a peer, in normal form.
+
+    :param argument: its name, for errors.
+    :raises replicas.errors.UsageError: ``peer`` is not valid.
+    """
     name = peer.name if isinstance(peer, Member) else peer
     if not isinstance(name, str) or not _PEER.fullmatch(name) or not is_name(name.partition("/")[0]):
         text = f"{argument} must be a Member, 'group/replica' or 'group/replica/rank', not {shown(peer)}"

@@ -39,18 +39,19 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from replicas import errors
 from replicas import messages as wire
 from replicas.channel.operations.results import Job, OperationAttempt, OperationCall, Unknown
 from replicas.channel.operations.scratch import Scratch, write_segments
 from replicas.channel.session.hub import GRACE_S, Hub, Part, as_wire_error
 from replicas.channel.session.pending import Promise, Receipt
-from replicas.channel.session.sidecar_lanes import SidecarLane, SidecarLanes
+from replicas.channel.session.sidecar_lanes import SidecarLane, SidecarLanes, index_in
 from replicas.common.logs import Log
 from replicas.core.base.manifest import segment_layout
 from replicas.messages.bounds import text_of
 from replicas.sidecar.rank_side.sidecar_handle import SidecarFailed
-from replicas.sidecar.wire import CollectiveSpec
 
 logger = Log("replicas.channel")
 
@@ -59,8 +60,14 @@ APPLIED = 16
 
 
 class RankOperations(Part):
-    def __init__(self, hub: Hub, lanes: SidecarLanes) -> None:
+    """Posts this member's operations, runs their attempts, and ends their Pendings.
+
+    :param broadcast: called with each Go that broadcasts a version.
+    """
+
+    def __init__(self, hub: Hub, lanes: SidecarLanes, broadcast: Callable[[wire.OperationGo], None]) -> None:
         self._hub = hub
+        self._broadcast = broadcast
         self._lanes = lanes
         self._scratches = {"": Scratch(f"replicas-{hub.name}")}
         self._posts = 0
@@ -71,7 +78,10 @@ class RankOperations(Part):
     # ------------------------------------------------------------ caller's thread
 
     def start(self, operation: OperationCall, deadline_s: float) -> Promise[Receipt]:
-        """Copy the inputs and post; if it raises, nothing was posted."""
+        """Caller's thread: copy the inputs, and have the operation posted.
+
+        If it raises, nothing was posted.
+        """
         if operation.kind not in ("send", "recv"):
             self._unknown.check_collected()
         job = Job(operation, deadline_s, self._hub.pending(operation.kind))
@@ -83,27 +93,29 @@ class RankOperations(Part):
             except BaseException:
                 scratch.give(job.inputs)
                 raise
-        operation.note_stream()
+        operation.order_after_stream()
         self._hub.call(self._post, job)
         return job.pending
 
     def _scratch(self, operation: OperationCall) -> Scratch:
-        """Return the GPU's scratch if tensors and slots are on it, else the host's."""
+        """Return the GPU's buffers if tensors and slots are on it, or the host's."""
         device = self._hub.device if operation.gpu else ""
         return self._scratches.setdefault(device, Scratch(f"replicas-{self._hub.name}", device))
 
     def open_jobs(self) -> list[Promise[Receipt]]:
-        """Any thread: return the operations that have not ended, for close()."""
+        """Any thread: return the Pendings that have not ended, for close()."""
         return [job.pending for job in list(self._jobs.values()) if not job.pending.done()]
 
     # ------------------------------------------------------------ session thread
 
     def close(self) -> None:
+        """Drop results that no caller collected, and free the idle buffers."""
         self._unknown.close()
         for scratch in list(self._scratches.values()):
             scratch.close()
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
+        """Return the handlers of this part by message type."""
         return {
             wire.OperationGo: self._start_attempt,
             wire.OperationEnd: self._ended,
@@ -111,6 +123,10 @@ class RankOperations(Part):
         }
 
     def new_term(self) -> None:
+        """Fail the operations that the old coordinator knew; post the others again.
+
+        A success that it did not confirm becomes OutcomeUnknown.
+        """
         # no coordinator has seen these
         unsent = [job for job in self._jobs.values() if job.outage and job.outage == self._hub.down_since]
         for job in [job for job in self._jobs.values() if job not in unsent]:
@@ -122,10 +138,15 @@ class RankOperations(Part):
             self._send(job)
 
     def fail_all(self, error: errors.ReplicasError) -> None:
+        """End all open operations with ``error``."""
         for job in list(self._jobs.values()):
             self._end(job, error)
 
     def _post(self, job: Job) -> None:
+        """Session thread: number the job, start its timer, and send its message.
+
+        Ends the job if the session is over.
+        """
         hub = self._hub
         if hub.over is not None:
             self._end(job, hub.over)
@@ -139,6 +160,7 @@ class RankOperations(Part):
         self._send(job)
 
     def _send(self, job: Job) -> None:
+        """Send the job's OperationPost; end the job if that is too large."""
         operation = job.operation
         job.unsettled = self._unknown.refs
         message = wire.OperationPost(
@@ -159,6 +181,13 @@ class RankOperations(Part):
             self._end(job, error)
 
     def _start_attempt(self, go: wire.OperationGo) -> None:
+        """Handle the coordinator's Go: start an attempt on the lane that it names.
+
+        If the call has ended here, send OperationFailed instead.
+        """
+        if go.transfer:
+            self._broadcast(go)
+            return
         job, member = self._jobs.get(go.post), self._hub.member
         earlier = job.attempt if job is not None else None
         if job is None or (earlier is not None and go.attempt <= earlier.go.attempt):
@@ -166,23 +195,27 @@ class RankOperations(Part):
             error = self._hub.error(errors.Gone, text, phase="go", members=[member.name], hint="call it again")
             self._hub.send(wire.OperationFailed(go.operation, wire.WireError.of(error)))
             return
-        me = [(m.group, m.replica, m.rank) for m in go.participants].index((member.group, member.replica, member.rank))
         job.said_done = False
         job.running += 1
-        job.attempt = attempt = OperationAttempt(go, me)
+        job.attempt = attempt = OperationAttempt(go, index_in(go, member))
         if earlier is not None and not earlier.running:
             self._give_outputs(job, earlier)
         self._hub.spawn(self._run(job, attempt), f"operation {go.operation}")
 
     async def _run(self, job: Job, attempt: OperationAttempt) -> None:
-        """Run one attempt, and send *done* or *failed*; then release its memory."""
+        """Run one attempt, send OperationDone or OperationFailed, and free its buffers.
+
+        Keeps the buffers if a sidecar that uses them does not die.
+        """
         hub, lane, operation = self._hub, None, attempt.go.operation
         answer: wire.OperationDone | wire.OperationFailed
         try:
             lane = self._lanes.get(attempt.go.lane)
             async with lane.turn:
                 wanted = job.attempt is attempt and not job.over  # a newer Go, or the end, may have come first
-                answer = wire.OperationDone(operation, await self._collective(lane, job, attempt) if wanted else 0.0)
+                if wanted:
+                    await self._collective(lane, job, attempt)
+            answer = wire.OperationDone(operation)
         except (OSError, RuntimeError, errors.ReplicasError) as error:
             job.spoiled = True
             answer = wire.OperationFailed(operation, self._as_wire(error))
@@ -198,7 +231,8 @@ class RankOperations(Part):
             self._give_outputs(job, attempt)
         self._release(job)
 
-    async def _collective(self, lane: SidecarLane, job: Job, attempt: OperationAttempt) -> float:
+    async def _collective(self, lane: SidecarLane, job: Job, attempt: OperationAttempt) -> None:
+        """Wait for the lane's sidecar to run the attempt."""
         go, operation = attempt.go, job.operation
         outputs = operation.output_segments(go, attempt.me)
         nbytes = segment_layout(outputs)[1] if outputs else 0
@@ -206,27 +240,17 @@ class RankOperations(Part):
             scratch = self._scratch(operation)
             # a new buffer takes long to allocate
             attempt.outputs = scratch.take_idle(nbytes) or await asyncio.to_thread(scratch.take_buffer, nbytes)
-        if lane.ended or lane.sidecar is None:
-            raise self._hub.error(errors.Gone, f"lane {lane.name} is gone", phase="form", hint="")
-        spec = CollectiveSpec(
-            operation=go.operation,
-            kind=operation.kind,
-            reduce_op=operation.reduce_op,
-            lane_ranks=go.lane_ranks,
-            segments=go.segments,
-            me=attempt.me,
-            root=go.root,
-            timeout_s=max(0.001, attempt.deadline - time.monotonic()),  # the deadline may have passed
-            places=go.places,
-        )
-        return await lane.sidecar.collective(spec, job.inputs, attempt.outputs)
+        left = msgspec.structs.replace(go, deadline_s=attempt.deadline - time.monotonic())
+        await lane.run(left, operation.kind, operation.reduce_op, job.inputs, attempt.outputs)
 
     def _as_wire(self, error: BaseException) -> wire.WireError:
+        """Convert an attempt's error; a refusal by the sidecar becomes a UsageError."""
         if isinstance(error, SidecarFailed) and not error.over:  # refused before any bytes moved: a retry cannot help
             error = errors.UsageError(str(error), channel=self._hub.name, phase="transfer")
         return as_wire_error(error, channel=self._hub.name, phase="transfer")
 
     def _ended(self, message: wire.OperationEnd) -> None:
+        """Handle the verdict: write the results and resolve the job, or fail it."""
         job = self._jobs.get(message.post)
         if job is None:
             self._unknown.late_verdict(message.post, message.receipt, message.error)
@@ -241,31 +265,33 @@ class RankOperations(Part):
         self._remove_job(job)
         if job.ref:
             self._applied.append(job.ref)
-        if job.attempt is not None and job.operation.quick:
-            self._end(job, self._write(job, message.receipt, job.attempt))
+        if job.attempt is None or job.operation.quick:
+            self._end(job, self._write(job, message.receipt))
         else:
             self._hub.spawn(self._finish(job, message.receipt), f"result of {job.operation.kind}")
 
     async def _finish(self, job: Job, data: wire.ReceiptData) -> None:
-        attempt = job.attempt
-        outcome: Receipt | errors.ReplicasError = Receipt.of(data)
+        """Write the results on a worker thread; end the job with the outcome."""
         try:
-            if attempt is not None:
-                outcome = await asyncio.to_thread(self._write, job, data, attempt)
+            outcome = await asyncio.to_thread(self._write, job, data)
         except BaseException as error:  # no thread could be started, or the loop ends
             outcome = self._cannot_write(job, error)
             raise
         finally:
             self._end(job, outcome)
 
-    def _write(self, job: Job, data: wire.ReceiptData, attempt: OperationAttempt) -> Receipt | errors.ReplicasError:
-        """Any thread: write the caller's tensors after success; return the outcome."""
+    def _write(self, job: Job, data: wire.ReceiptData) -> Receipt | errors.ReplicasError:
+        """Any thread: write the caller's tensors; return the receipt, or the error."""
+        attempt = job.attempt
         try:
+            if attempt is None:
+                return Receipt.of(data)
             return job.operation.finish(data, attempt.go, attempt.me, attempt.outputs)
         except BaseException as error:  # noqa: BLE001  # a tensor's own code may raise too; any error is the outcome
             return self._cannot_write(job, error)
 
     def _cannot_write(self, job: Job, error: BaseException) -> errors.ReplicasError:
+        """Return the error of a job whose results could not be written."""
         found = as_wire_error(error, channel=self._hub.name, phase="write").exception()
         if isinstance(found, errors.InternalError) and not isinstance(error, errors.InternalError):
             text = f"cannot write the results of the {job.operation.kind}: {type(error).__name__}: {text_of(error)}"
@@ -273,22 +299,28 @@ class RankOperations(Part):
         return found
 
     def _overdue(self, job: Job) -> None:
+        """End a job whose verdict has not come within 5 s after its deadline."""
         error = self._hub.overdue_error(f"the {job.operation.kind}", job.deadline_s)
         self._end_without_verdict(job, error, error.message)
 
     def _end_without_verdict(self, job: Job, error: errors.ReplicasError, text: str) -> None:
-        """End a job with ``error``, or with OutcomeUnknown if it may have succeeded."""
+        """End a job with ``error``, or with OutcomeUnknown if it may have succeeded.
+
+        :param text: of the OutcomeUnknown.
+        """
         if job.said_done:
             self._unknown.keep(job)
             error = self._hub.error(errors.OutcomeUnknown, text, phase="commit")
         self._end(job, error)
 
     def _remove_job(self, job: Job) -> None:
+        """Remove the job from the open ones, and cancel its timer."""
         self._jobs.pop(job.post, None)
         if job.timer is not None:
             job.timer.cancel()
 
     def _end(self, job: Job, outcome: Receipt | errors.ReplicasError) -> None:
+        """Remove the job, resolve or fail its Pending, and release its buffers."""
         self._remove_job(job)
         job.over = True
         if isinstance(outcome, Receipt):
@@ -298,7 +330,7 @@ class RankOperations(Part):
         self._release(job)
 
     def _release(self, job: Job) -> None:
-        """Return the buffers that neither a sidecar nor the caller still needs."""
+        """Return an ended job's buffers to the pool, once no attempt runs."""
         if not job.over or job.running:
             return
         scratch = self._scratch(job.operation)
@@ -308,5 +340,6 @@ class RankOperations(Part):
             self._give_outputs(job, job.attempt)
 
     def _give_outputs(self, job: Job, attempt: OperationAttempt) -> None:
+        """Return an attempt's output buffer, if any, to the pool of buffers."""
         outputs, attempt.outputs = attempt.outputs, None
         self._scratch(job.operation).give(outputs, spoiled=job.spoiled)

@@ -21,15 +21,7 @@ import msgspec
 import torch
 
 from replicas import errors
-from replicas.channel.operations.scratch import (
-    call_point,
-    copy_each,
-    copy_out,
-    gpu_of,
-    read_segments,
-    segments_of,
-    usable,
-)
+from replicas.channel.operations.scratch import call_point, copy_out, gpu_of, read_segments, segments_of
 from replicas.channel.session.hub import Hub
 from replicas.channel.session.pending import Promise, Receipt
 from replicas.core.base.dtypes import item_nbytes
@@ -45,6 +37,8 @@ QUICK_NBYTES = 1 << 20
 _IN_PLACE = ("all_reduce", "broadcast", "reduce")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _GATHERING = ("all_gather", "gather")
+_WITHOUT_RESULTS = (("broadcast", True), ("reduce", False), ("gather", False))
+"""Kinds of operation, and whether a member is the root, where it gets nothing."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,12 +61,12 @@ class OperationCall:
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
-        """The segments that this member posts; those of inputs lay out the scratch."""
+        """Dtypes and shapes to post: of ``inputs`` or, without any, of ``targets``."""
         return segments_of(self.inputs or self.targets or ())
 
     @cached_property
     def device(self) -> str:
-        """Device type of the tensors that take part."""
+        """Device type of the tensors, such as ``cuda``, or ``cpu``."""
         if self.gpu:
             return device_of(self.gpu).kind
         tensors = (*self.inputs, *(self.targets or ()))
@@ -84,38 +78,33 @@ class OperationCall:
         return gpu_of((*self.inputs, *(self.targets or ())))
 
     def written(self, member: Member, *, each: bool) -> tuple[torch.Tensor, ...]:
-        """Return the tensors that will be written.
+        """Return the caller's tensors that a success writes on ``member``.
 
-        With ``each`` the root of a lane has the caller's own rank, else rank 0.
+        :param each: the root of a lane has the caller's own rank, instead of rank 0.
         """
         names = {member.name, member.replica_name if each or not member.rank else ""}
-        is_root = self.root in names
-        match self.kind:
-            case "broadcast":
-                return () if is_root else self.inputs
-            case "reduce":
-                return self.inputs if is_root else ()
-            case "all_reduce":
-                return self.inputs
-            case "gather" if not is_root:
-                return ()
-            case _:
-                return self.targets or ()
+        if (self.kind, self.root in names) in _WITHOUT_RESULTS:
+            return ()
+        return self.inputs if self.kind in _IN_PLACE else self.targets or ()
 
-    def note_stream(self) -> None:
-        """Caller's thread: order writes of results behind its stream's queued work."""
+    def order_after_stream(self) -> None:
+        """Caller's thread: order writes of results behind its stream's queued work.
+
+        Records an event in :attr:`called`; does nothing for host tensors.
+        """
         if self.gpu:
             self.called.append(call_point(self.gpu))
 
     @property
     def quick(self) -> bool:
-        """True if a worker thread would take longer than the write."""
+        """True if the results are small enough for the session thread to write."""
         small = self.kind in ("barrier", *_IN_PLACE) and self.device == "cpu" and _nbytes(self.segments) <= QUICK_NBYTES
         return small and all(type(one) in _PLAIN for one in self.inputs)  # subclasses may run any code
 
     def output_segments(self, go: OperationGo, me: int) -> tuple[Segment, ...]:
-        """Return the layout of participant ``me``'s output buffer; check the targets.
+        """Return dtypes and shapes of participant ``me``'s output buffer.
 
+        :param go: the coordinator's start message, with all participants' segments.
         :raises replicas.errors.RanksDisagree: the caller's tensors do not fit.
         """
         self._targets(go, self._result_segments(go, me))
@@ -124,28 +113,29 @@ class OperationCall:
         return self._result_segments(go, me)
 
     def _result_segments(self, go: OperationGo, me: int) -> tuple[Segment, ...]:
+        """Return dtypes and shapes of participant ``me``'s results, () for none."""
+        if (self.kind, me == go.root) in _WITHOUT_RESULTS:
+            return ()
         match self.kind:
-            case "all_reduce":
+            case "all_reduce" | "reduce":
                 return go.segments[me]
-            case "reduce":
-                return go.segments[me] if me == go.root else ()
-            case "broadcast":
-                return go.segments[go.root] if me != go.root else ()
-            case "all_gather":
+            case "broadcast" | "recv":
+                return go.segments[go.root]
+            case "all_gather" | "gather":
                 return tuple(segment for segments in go.segments for segment in segments)
-            case "gather":
-                return tuple(segment for segments in go.segments for segment in segments) if me == go.root else ()
             case "scatter":
                 return (go.segments[go.root][_place(go, me)],)
             case "reduce_scatter":
                 return (go.segments[me][_place(go, me)],)
-            case "recv":
-                return go.segments[go.root]
             case _:
                 return ()
 
     def _targets(self, go: OperationGo, found: Sequence[Segment]) -> tuple[torch.Tensor, ...] | None:
-        """Check and return the caller's tensors to write; return None for new ones."""
+        """Return the caller's tensors to write; None if new tensors are to be made.
+
+        :param found: dtypes and shapes of the results.
+        :raises replicas.errors.RanksDisagree: the caller's tensors do not fit them.
+        """
         if self.kind in _IN_PLACE:
             return self.inputs
         if self.targets is None or not found:
@@ -165,7 +155,13 @@ class OperationCall:
         return targets
 
     def finish(self, data: ReceiptData, go: OperationGo, me: int, outputs: Buffer | None) -> Receipt:
-        """Any thread: write the results into the caller's tensors or new ones."""
+        """Any thread: write the results into the caller's tensors, or into new ones.
+
+        :param data: the receipt's data from the coordinator.
+        :param me: this member's index among the participants.
+        :param outputs: buffer with the results; None without results.
+        :returns: the receipt, with the tensors.
+        """
         found = self._result_segments(go, me)
         data = msgspec.structs.replace(data, nbytes=_nbytes(self.segments or found))
         if not found or outputs is None:
@@ -177,7 +173,7 @@ class OperationCall:
         if targets is None:
             tensors = self._made(results, outputs)
         else:
-            self._write(targets, results, outputs)
+            copy_out(self.gpu, targets, results, outputs, self.called)
             tensors = targets
         if self.kind in _IN_PLACE:
             return Receipt.of(data)
@@ -188,37 +184,40 @@ class OperationCall:
         return Receipt.of(data, outputs=dict(zip(go.participants, pieces, strict=True)))
 
     def _made(self, results: Sequence[torch.Tensor], source: Buffer) -> tuple[torch.Tensor, ...]:
+        """Return new tensors with the results, copied from the buffer ``source``."""
         device = self.inputs[0].device if self.inputs else torch.device("cpu")
         made = tuple(torch.empty(result.shape, dtype=result.dtype, device=device) for result in results)
         # the allocator may reuse memory of a freed tensor that its stream still uses
-        self._write(made, results, source, *((call_point(self.gpu),) if self.gpu else ()))
+        after = (*self.called, call_point(self.gpu)) if self.gpu else ()
+        copy_out(self.gpu, made, results, source, after)
         return made
-
-    def _write(
-        self, targets: Sequence[torch.Tensor], results: Sequence[torch.Tensor], source: Buffer, *after: Event
-    ) -> None:
-        if self.gpu:
-            copy_out(self.gpu, targets, results, source, (*self.called, *after))
-            return
-        copy_each(usable(targets, results), results, load=True)
 
 
 def _place(go: OperationGo, participant: int) -> int:
-    """Return the index of a participant among those of the first attempt."""
+    """Return a participant's index among the participants of the first attempt.
+
+    Members lost since then do not change it.
+    """
     return go.places[participant] if go.places else participant
 
 
 def _nbytes(segments: Sequence[Segment]) -> int:
+    """Return the bytes of all segments together."""
     return sum(prod(segment.shape) * item_nbytes(segment.dtype) for segment in segments)
 
 
 def _text(specs: Sequence[tuple[str, tuple[int, ...]]]) -> str:
+    """Return dtypes and shapes as a text, or ``none`` without any."""
     return ", ".join(f"{dtype}{list(shape)}" for dtype, shape in specs) or "none"
 
 
 @dataclass(eq=False, repr=False)
 class OperationAttempt:
-    """One Go of the coordinator. ``me``: this member's index among the participants."""
+    """One attempt: the coordinator's Go, and this member's index among participants.
+
+    :ivar outputs: buffer that gets the results.
+    :ivar deadline: of this attempt, by ``time.monotonic()``.
+    """
 
     go: OperationGo
     me: int
@@ -231,6 +230,15 @@ class OperationAttempt:
 
 @dataclass(eq=False, repr=False)
 class Job:
+    """One operation of this member, from its call to its outcome.
+
+    :ivar post: its number among this member's operations.
+    :ivar unsettled: refs of unknown outcomes that its post named.
+    :ivar inputs: copy of the caller's tensors.
+    :ivar running: attempts that still use the buffers.
+    :ivar deadline: by ``time.monotonic()``.
+    """
+
     operation: OperationCall
     deadline_s: float
     pending: Promise[Receipt]
@@ -253,15 +261,17 @@ class Job:
 
     @property
     def ref(self) -> str:
+        """The coordinator's id of the operation, unique over restarts; "" before Go."""
         return self.attempt.go.ref if self.attempt is not None else ""
 
 
 class Unknown:
-    """Operations of one channel whose outcome is unknown.
+    """Keeps the operations of one channel whose outcome is unknown, and their outputs.
 
-    On the session thread, except :meth:`check_collected`. ``applied`` is called with
-    the ref of each operation that did succeed, ``release`` with each job that is no
-    longer kept.
+    On the session thread, except :meth:`check_collected`.
+
+    :param applied: called with the ref of each operation that did succeed.
+    :param release: called with each job that is no longer kept.
     """
 
     def __init__(self, hub: Hub, applied: Callable[[str], None], release: Callable[[Job], None]) -> None:
@@ -272,10 +282,14 @@ class Unknown:
 
     @property
     def refs(self) -> tuple[str, ...]:
+        """The coordinator's ids of the operations whose outcome is still unknown."""
         return tuple(job.ref for job in self._kept if job.ref and job.pending.unknown)  # without a ref no Go has come
 
     def check_collected(self) -> None:
-        """Caller's thread: raise Gone, once per operation with uncollected results."""
+        """Caller's thread: raise Gone for an earlier success that was not collected.
+
+        Raises once per operation: it succeeded later, and no caller waited again.
+        """
         for job in self._kept:
             if job.pending.uncollected and not job.told:
                 job.told = True
@@ -290,7 +304,7 @@ class Unknown:
                 )
 
     def keep(self, job: Job) -> None:
-        """Keep the outputs of an operation that ends without a verdict."""
+        """Keep a job's outputs for a later verdict; drop the oldest beyond 4."""
         job.kept = True
         self._kept = (*self._kept, job)
         if len(self._kept) > KEPT_RESULTS:
@@ -300,22 +314,28 @@ class Unknown:
             self._let_go(oldest)
 
     def close(self) -> None:
+        """Drop the kept outputs; a later wait for one of these results raises Gone."""
         error = self._hub.error(errors.Gone, "the channel was closed before the results were waited for", hint="")
         for job in self._kept:
             job.pending.abandon(error)
             self._let_go(job)
 
     def mark_told(self, refs: tuple[str, ...]) -> None:
-        """Record that the caller knows that these operations succeeded."""
+        """Record known successes, for which :meth:`check_collected` does not raise.
+
+        :param refs: the coordinator's ids of the operations.
+        """
         for job in self._kept:
             job.told = job.told or job.ref in refs
 
     def late_verdict(self, post: int, receipt: ReceiptData | None, error: WireError | None) -> None:
+        """Give the kept operation of this ``post`` its outcome, if there is one."""
         for job in self._kept:
             if job.post == post:
                 self._apply_outcome(job, receipt, error)
 
     def settled(self, message: OperationSettled) -> None:
+        """Handle the coordinator's answer on whether a kept operation happened."""
         job = next((job for job in self._kept if job.ref == message.ref), None)
         if job is None or job.attempt is None:
             return
@@ -329,6 +349,7 @@ class Unknown:
             self._apply_outcome(job, None, WireError.of(error))
 
     def _apply_outcome(self, job: Job, receipt: ReceiptData | None, error: WireError | None) -> None:
+        """Have the next wait write the results, or (with ``error``) raise the error."""
         if job.attempt is not None and receipt is not None:
             if job.pending.settle_by(partial(self._collect, job, job.attempt, receipt)):
                 self._applied(job.ref)
@@ -337,12 +358,13 @@ class Unknown:
             self._let_go(job)
 
     def _collect(self, job: Job, attempt: OperationAttempt, data: ReceiptData) -> Receipt:
-        """Write the results, on the thread that waits again."""
+        """Write the results, on the thread that waits again; return the receipt."""
         receipt = job.operation.finish(data, attempt.go, attempt.me, attempt.outputs)
         self._hub.call(self._let_go, job)
         return receipt
 
     def _let_go(self, job: Job) -> None:
+        """Remove the job from the kept ones, and call ``release`` with it."""
         self._kept = tuple(kept for kept in self._kept if kept is not job)
         job.kept = False
         self._release(job)

@@ -34,7 +34,7 @@ PAGE_NBYTES = 4096
 
 
 class Scratch:
-    """A few buffers on GPU ``device`` or in host memory, for reuse. Thread-safe."""
+    """Pool of a few idle buffers on GPU ``device`` or in host memory. Thread-safe."""
 
     def __init__(self, name: str, device: str = "") -> None:
         self._name = name
@@ -45,7 +45,10 @@ class Scratch:
         self._closed = False
 
     def take_buffer(self, nbytes: int) -> Buffer:
-        """Return a buffer of at least ``nbytes``; raise NoCapacity without memory."""
+        """Return an idle buffer of at least ``nbytes``, or allocate one.
+
+        :raises NoCapacity: there is no memory, even without the idle buffers.
+        """
         found = self.take_idle(nbytes)
         if found is not None:
             return found
@@ -58,10 +61,11 @@ class Scratch:
             return allocate()
 
     def take_idle(self, nbytes: int) -> Buffer | None:
-        """Return an idle buffer of about this size, or None; allocates nothing."""
+        """Return an idle buffer of ``nbytes`` to twice that, or None."""
         return locked(self._lock, self._take_idle, _rounded(nbytes))
 
     def _take_idle(self, wanted: int) -> Buffer | None:
+        """Under the lock: take and return the smallest fitting buffer, or None."""
         # leave much larger buffers for operations that need them
         fitting = [buffer for buffer in self._idle if wanted <= buffer.nbytes <= 2 * wanted]
         if not fitting:
@@ -71,10 +75,10 @@ class Scratch:
         return best
 
     def give(self, buffer: Buffer | None, *, spoiled: bool = False) -> None:
-        """Take back ``buffer``, which is no longer in use.
+        """Return ``buffer``, which is no longer in use, to the pool; None does nothing.
 
-        ``spoiled``: a process died while it worked on the buffer. On a GPU the buffer
-        is freed, because the next writer cannot know when that work ends.
+        :param spoiled: a process died while it worked on the buffer. On a GPU the
+            buffer is freed, because the next writer cannot know when that work ends.
         """
         if buffer is None:
             return
@@ -83,12 +87,14 @@ class Scratch:
             too_many.close()
 
     def _give(self, buffer: Buffer, spoiled: bool) -> Buffer | None:
+        """Under the lock: keep the buffer; return a buffer to free, or None."""
         if self._closed or (spoiled and self._device):
             return buffer
         self._idle.append(buffer)
         return self._idle.pop(0) if len(self._idle) > self._cap else None
 
     def close(self) -> None:
+        """Free the idle buffers; buffers returned later are freed immediately."""
         self._closed = True
         self._drop_idle()
 
@@ -100,23 +106,25 @@ class Scratch:
         return bool(idle)
 
     def _forget_idle(self) -> list[Buffer]:
+        """Under the lock: empty the pool, and return its idle buffers."""
         idle, self._idle = self._idle, []
         return idle
 
 
 def _rounded(nbytes: int) -> int:
+    """Return ``nbytes`` rounded up to whole pages, at least a page."""
     return max(PAGE_NBYTES, -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES)
 
 
 def segments_of(tensors: Sequence[torch.Tensor]) -> tuple[Segment, ...]:
-    """Return dtypes and shapes, as sent to other members."""
+    """Return dtype and shape of each tensor, as sent to other members."""
     return tuple(Segment(dtype_name(tensor.dtype), tuple(tensor.shape)) for tensor in tensors)
 
 
 def usable(tensors: Sequence[torch.Tensor], segments: Sequence[Segment | torch.Tensor]) -> list[torch.Tensor]:
-    """Return aliases of the caller's tensors, which may have changed since the call.
+    """Return plain aliases of the caller's tensors, after a check that they are usable.
 
-    :param segments: the shapes that the tensors must have.
+    :param segments: the shapes that the tensors must have, as at the call.
     :raises UsageError: a tensor has no memory, or another shape.
     """
     aliases = list(map(alias_of, tensors))
@@ -130,35 +138,22 @@ def usable(tensors: Sequence[torch.Tensor], segments: Sequence[Segment | torch.T
 
 
 def write_segments(buffer: Buffer, segments: Sequence[Segment], tensors: Sequence[torch.Tensor], gpu: str = "") -> None:
-    """Copy ``tensors`` to their segments; with ``gpu``, on this thread's stream.
+    """Copy each tensor to its place in ``buffer``, laid out as ``segments``.
 
+    :param gpu: UUID of the GPU of the tensors: copy on this thread's current stream,
+        and wait only for copies that involve host memory. Empty: copy on the CPU.
     :raises UsageError: a tensor has no memory.
     """
     places, tensors = read_segments(buffer, segments), usable(tensors, segments)
-    if gpu:
-        buffer.wait_for_write()
-        if _copy(device_of(gpu), places, tensors, load=False):
-            device_of(gpu).synchronize(gpu)
-        buffer.record_write()
-        return
-    copy_each(places, tensors, load=False)
-
-
-def copy_each(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, load: bool) -> None:
-    """Copy each source to its destination.
-
-    :param load: True if the destinations are the user's, False if the sources are.
-    :raises UsageError: a tensor has lost its memory.
-    """
-    for number, (destination, source) in enumerate(zip(destinations, sources, strict=True)):
-        try:
-            copy_elements(destination, source, load=load, name=str(number))
-        except ManifestMismatch as error:
-            raise UsageError(error.message, hint=error.hint) from error
+    device = device_of(gpu) if gpu else None
+    buffer.wait_for_write()
+    if copy_each(places, tensors, load=False, device=device) and device is not None:
+        device.synchronize(gpu)
+    buffer.record_write()
 
 
 def read_segments(buffer: Buffer, segments: Sequence[Segment]) -> tuple[torch.Tensor, ...]:
-    """Return views of ``buffer``, one per segment."""
+    """Return a view of ``buffer`` for each segment, with its dtype and shape."""
     offsets, _ = segment_layout(segments)
     data = buffer.tensor()
     return tuple(
@@ -176,7 +171,10 @@ def gpu_of(tensors: Sequence[torch.Tensor]) -> str:
 
 
 def call_point(gpu: str) -> Event:
-    """Record an event behind the work queued on this thread's current stream."""
+    """Return a new event behind the work queued on this thread's current stream.
+
+    :param gpu: UUID of the GPU.
+    """
     point = device_of(gpu).event(gpu)
     point.record()
     return point
@@ -185,32 +183,51 @@ def call_point(gpu: str) -> Event:
 def copy_out(
     gpu: str, targets: Sequence[torch.Tensor], results: Sequence[torch.Tensor], source: Buffer, after: Sequence[Event]
 ) -> None:
-    """Copy ``results`` in ``source`` to ``targets`` after the events, and wait."""
+    """Copy ``results`` to ``targets`` on a side stream of ``gpu``, and wait.
+
+    :param gpu: UUID of the GPU of the targets; empty: copy on the CPU.
+    :param results: views of the buffer ``source``.
+    :param after: events that the copy on a GPU waits for.
+    """
+    if not gpu:
+        copy_each(usable(targets, results), results, load=True)
+        return
     device = device_of(gpu)
     with device.on_side_stream(gpu):
         for event in after:
             event.wait()
         source.wait_for_write()
-        _copy(device, usable(targets, results), results, load=True)  # the program may have changed them since the call
+        tensors = usable(targets, results)  # the program may have changed them since the call
+        copy_each(tensors, results, load=True, device=device)
         device.synchronize(gpu)
 
 
-def _copy(
-    device: Accelerator, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, load: bool
+def copy_each(
+    destinations: Sequence[torch.Tensor],
+    sources: Sequence[torch.Tensor],
+    *,
+    load: bool,
+    device: Accelerator | None = None,
 ) -> bool:
-    """Copy or queue each pair; return True if a queued copy involves host memory.
+    """Copy pairs on the host, and enqueue those with a tensor on the ``device``.
 
-    ``load`` is as in :func:`copy_each`.
+    Copies on the host use threads, and are waited for.
+
+    :param load: True if the destinations are the user's, False if the sources are.
+    :returns: True if an enqueued copy involves host memory.
+    :raises UsageError: a tensor has lost its memory.
     """
     enqueued: list[tuple[torch.Tensor, torch.Tensor]] = []
     with_host = False
-    for destination, source in zip(destinations, sources, strict=True):
-        on_device = device.owns(destination), device.owns(source)
-        if any(on_device):
+    for number, (destination, source) in enumerate(zip(destinations, sources, strict=True)):
+        if device is not None and (device.owns(destination) or device.owns(source)):
             enqueued.append(written_as_bits(destination, source))
-            with_host = with_host or not all(on_device)
-        else:
-            copy_elements(destination, source, load=load)
-    if enqueued:
+            with_host = with_host or not (device.owns(destination) and device.owns(source))
+            continue
+        try:
+            copy_elements(destination, source, load=load, name=str(number))
+        except ManifestMismatch as error:
+            raise UsageError(error.message, hint=error.hint) from error
+    if device is not None and enqueued:
         device.copy(*zip(*enqueued, strict=True))
     return with_host

@@ -21,7 +21,11 @@ logger = Log("replicas.channel")
 
 
 class Carriers(Part):
-    """:param prepare: prepares for lanes, where versions do not use carriers."""
+    """Starts this member's transfer server (carrier), and reports its port.
+
+    :param prepare: forks a spare sidecar, where versions go over process groups
+        instead.
+    """
 
     def __init__(self, hub: Hub, prepare: Callable[[], None]) -> None:
         self._hub = hub
@@ -29,13 +33,19 @@ class Carriers(Part):
         self._told: Carrier | None = None
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
+        """Return the handlers of this part by message type."""
         return {LaneAhead: self._handle_lane_ahead}
 
     def new_term(self) -> None:
+        """Report the port of a running carrier to the new coordinator."""
         if self._told is not None and self._told.usable:
             self._announce(self._told)
 
     def _handle_lane_ahead(self, message: LaneAhead) -> None:
+        """Start the carrier, or prepare a sidecar, to send bytes to other hosts.
+
+        Does nothing on a source's rank that sends no bytes.
+        """
         self._hub.several_hosts = True
         settings = self._hub.settings
         if settings.role == "source" and settings.source_ranks != "all" and not self._hub.leader:
@@ -46,13 +56,14 @@ class Carriers(Part):
             self._prepare_lanes()
 
     async def _prepare(self) -> None:
+        """Start the carrier process ahead of its use; only log a failure."""
         try:
             await self.get()
         except (OSError, RuntimeError, errors.ReplicasError) as error:
             logger.warning("%s: cannot start a carrier yet: %s", self._hub.name, error)
 
     async def get(self) -> Carrier:
-        """Return the listening carrier; start it if needed and report a new one.
+        """Return the listening carrier; start one, and report its port, if needed.
 
         :raises replicas.carry.rank_side.CarrierDied: it could not be started.
         """
@@ -63,13 +74,14 @@ class Carriers(Part):
         return carrier
 
     def _announce(self, carrier: Carrier) -> None:
+        """Report the carrier's port to the coordinator now, and its end later."""
         if carrier is not self._told:
             carrier.ends.append(partial(self._hub.call, self._ended, carrier))
         self._told = carrier
         self._hub.send(CarrierUp(carrier.port, carrier.certificate_hash))
 
     def _ended(self, carrier: Carrier) -> None:
-        """Forget the dead carrier; the next user starts a new one."""
+        """Report the carrier's death; the next :meth:`get` starts another."""
         if carrier is self._told and self._hub.over is None:
             self._told = None
             self._hub.send(CarrierUp(0))

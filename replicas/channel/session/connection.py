@@ -30,19 +30,24 @@ class FrameConnection(Protocol):
     """
 
     @property
-    def fd(self) -> int: ...
+    def fd(self) -> int:
+        """The file descriptor of the connection, or -1."""
 
     @property
     def heard(self) -> float:
         """Time of the last received byte, by ``time.monotonic()``."""
 
-    async def send(self, message: bytes, /) -> None: ...
+    async def send(self, message: bytes, /) -> None:
+        """Send one frame."""
 
-    async def recv(self) -> str | bytes: ...
+    async def recv(self) -> str | bytes:
+        """Wait for the next frame, and return it; raise at the connection's end."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Close the connection in order, with the closing handshake."""
 
-    def abort(self) -> None: ...
+    def abort(self) -> None:
+        """Drop the connection immediately, without a closing handshake."""
 
 
 in_process: dict[str, Callable[[str], FrameConnection]] = {}
@@ -57,21 +62,25 @@ class _Socket(PortConnection):
     fd = -1
 
     def data_received(self, data: bytes) -> None:
+        """Record the time of received bytes, and pass them to the protocol."""
         self.heard = time.monotonic()
         super().data_received(data)
 
     def abort(self) -> None:
+        """Drop the TCP connection without a closing handshake."""
         self.transport.abort()
 
 
 async def dial(
     endpoint: str, token: str, reached: Callable[[], None], token_owners: frozenset[int] | None
 ) -> FrameConnection:
-    """Connect to the coordinator at ``endpoint``.
+    """Connect to the coordinator at ``endpoint``: by WebSocket, or within this process.
 
     :param reached: called when TCP has connected, before the HTTP handshake.
-    :param token: the join token. :param token_owners: users of this machine who may own
-        the port, and so see the token; None allows all.
+    :param token: the join token.
+    :param token_owners: numeric ids of the users of this machine who may own the port,
+        and so see the token; None allows all.
+    :returns: the open connection, before any message of the session.
     :raises replicas.errors.UsageError: the token does not identify the port's key, or
         the port has another key, or no TLS.
     :raises OSError, websockets.exceptions.WebSocketException: the connection or the

@@ -49,6 +49,8 @@ LOOK_S = 1.0
 
 
 class _Facts(msgspec.Struct):
+    """Facts about a version: publisher's ``meta``, digest, and device type."""
+
     meta: Meta = {}
     digest: str = ""  # empty while unknown
     device: str = "cpu"
@@ -84,7 +86,10 @@ class HeldVersions:
         self._device = ""
 
     def open(self, slots: int, device: str = "") -> None:
-        """Make the arena, on GPU ``device`` or in host memory; allocates on demand."""
+        """Make the arena of ``slots`` slots, on GPU ``device`` or (if "") on the host.
+
+        Memory is allocated when a slot is first filled.
+        """
         self._device = device
         self.arena = Arena(
             slots,
@@ -96,32 +101,33 @@ class HeldVersions:
 
     @property
     def opened(self) -> bool:
+        """True once :meth:`open` has made the arena."""
         return hasattr(self, "arena")
 
     def close(self) -> None:
-        """Release all memory; a slot that is pinned or being filled, after its use."""
+        """Free the memory of all slots; a slot in use is freed after its use."""
         if self.opened:
             self.arena.close()
             self._wake()
 
     def held(self) -> tuple[HeldVersion, ...]:
-        """Return the complete versions held here, for a Hello."""
+        """Return number, digest, manifest hash and place of each complete version."""
         if not self.opened:
             return ()
         held: list[HeldVersion] = []
-        for version, image in sorted(self.arena.images().items()):
+        for version in sorted(self.arena.images()):
             slot = self.arena.find_pinned(version)  # pinned: another thread may evict it
             if slot is not None:
-                held.append(HeldVersion(version, self.digest(version), image.hash, slot.place))
+                held.append(HeldVersion(version, self.digest(version), slot.place))
                 self.arena.unpin(slot)
         return tuple(held)
 
     def lent(self) -> tuple[int, ...]:
-        """Return the released versions whose memory other processes may still map."""
+        """Return versions released here that other processes may still map."""
         return tuple(sorted(self.arena.lent())) if self.opened else ()
 
     def decisions(self) -> dict[str, Any]:
-        """Return the coordinator's decisions on versions, as fields of a Hello."""
+        """Return the coordinator's decisions, as fields of a Hello by name."""
         names = ("latest", "latest_digest", "assigned", "adopted", "unadopted")
         return {name: getattr(self, name) for name in names}
 
@@ -130,10 +136,14 @@ class HeldVersions:
         return self._facts.get(version, _Facts()).digest
 
     def meta(self, version: int) -> Meta:
+        """Return the publisher's ``meta`` of ``version``, or {} while unknown."""
         return self._facts.get(version, _Facts()).meta
 
     def describe(self, version: int) -> Described:
-        """Return the facts that a new coordinator needs to distribute ``version``."""
+        """Return digest, manifest hash, meta and device type of ``version``.
+
+        The hashes are "" if the version is not held here.
+        """
         image = self.arena.images().get(version)
         if image is None:
             return Described(version, "", "", {}, "cpu")
@@ -141,7 +151,10 @@ class HeldVersions:
         return Described(version, facts.digest, image.hash, facts.meta, "cuda" if self._device else facts.device)
 
     def record_facts(self, version: int, **facts: Any) -> None:
-        """Record ``meta``, ``digest`` or ``device`` of a version held or coming."""
+        """Update the given ``facts`` of a version: ``meta``, ``digest`` or ``device``.
+
+        Also wakes all waits for a change of a slot.
+        """
         known = self._facts.get(version, _Facts())
         self._facts[version] = msgspec.structs.replace(known, **facts)
         if "digest" in facts:
@@ -149,7 +162,10 @@ class HeldVersions:
         self._call(self._wake)  # the version may be complete now
 
     def received(self, slot: Slot, digest: str, meta: Meta, device: str) -> None:
-        """Record a received or mapped slot; keep it until its commit or discard."""
+        """Record a slot that was received, or mapped from another member.
+
+        Its version is protected from eviction until its commit or discard.
+        """
         version = slot.version
         if not slot.foreign:  # memory of another member is not ours to hold
             self.arena.hold(slot, digest)
@@ -159,14 +175,14 @@ class HeldVersions:
         self.protect()
 
     def unprotect_up_to(self, version: int) -> None:
-        """Unprotect undecided versions up to ``version``, which is being received."""
+        """Allow eviction of received, uncommitted versions up to ``version``."""
         self.prepared = {known for known in self.prepared if known > version}
         self.protect()
 
     def committed(self, version: int, digest: str) -> bool:
-        """Record a commit; return True if it is the newest.
+        """Record a commit and return True, or return False if a newer version is known.
 
-        ``digest`` is empty if unknown.
+        :param digest: digest of the version, or "" if unknown.
         """
         self.prepared.discard(version)
         newest = version > self.latest
@@ -185,12 +201,17 @@ class HeldVersions:
         self.protect()
 
     def mark_doubtful(self) -> None:
-        """After a new coordinator: mark versions without a digest as doubtful."""
+        """Mark all held versions without a digest as doubtful, after a new coordinator.
+
+        Such a version must pass :meth:`verify_doubtful` before it counts as committed.
+        """
         self.doubtful = {held.version for held in self.held() if not held.digest}
 
     async def verify_doubtful(self, version: int, digest: str) -> bool:
-        """Compute a doubtful version's digest; return True if it is ``digest``, or if
-        the version is no longer held."""
+        """Compute a version's digest on a thread; return True if it is ``digest``.
+
+        Also returns True if the version is no longer held.
+        """
         slot = self.arena.find_pinned(version)
         if slot is None:
             return True
@@ -203,23 +224,25 @@ class HeldVersions:
         return found == digest
 
     def protect(self) -> None:
-        """Recompute the protected versions, free other slots, wake waits for a slot."""
+        """Set which versions to keep; free other slots; wake waits for a slot."""
         self.arena.protected = {self.latest, self.assigned, *self.publishing, *self.prepared} - {0}
         self.arena.trim()
         self._drop_old_facts()
         self._wake()
 
     def _wake(self) -> None:
+        """Set :attr:`changed`, to wake all waits for a slot, and replace the event."""
         self.changed.set()
         self.changed = asyncio.Event()  # earlier waiters have the old event
 
     def _dropped(self, version: int) -> None:
+        """Call ``on_drop`` for a version that lost its slot, unless held again."""
         if self.arena.find(version) is None:  # it may have been received again since
             self._drop_old_facts()
             self._on_drop(version)
 
     def _drop_old_facts(self) -> None:
-        """Drop the facts of versions that have no slot and are not being published."""
+        """Forget ``meta`` and digest of versions without a slot or a publish."""
         slots = (*self.arena.slots, *self.arena.foreign)
         keep = {slot.version for slot in slots if slot.state not in ("free", "closed")} | self.publishing
         self._facts = {version: facts for version, facts in self._facts.items() if version in keep}
@@ -227,11 +250,14 @@ class HeldVersions:
 
 
 class Holder:
-    """Represents a lent resource; its death takes the resource back."""
+    """Represents a lent resource, which returns when this is garbage-collected."""
 
 
 class Loans:
-    """The loans of one channel. On the session thread."""
+    """The resources of a channel that user threads have on loan. On the session thread.
+
+    :param after: calls a function after a number of seconds.
+    """
 
     def __init__(self, after: Callable[[float, Callable[[], None]], asyncio.TimerHandle]) -> None:
         self._after = after
@@ -243,38 +269,44 @@ class Loans:
         return len(self._lent)
 
     def lend(self, holder: Holder, take_back: Callable[[], object]) -> weakref.ref[Holder]:
-        """Record a loan; ``take_back`` runs once: at :meth:`give_back`, or after
-        ``holder`` has died."""
+        """Record a loan; return its weak reference to ``holder``.
+
+        ``take_back`` runs once: at :meth:`give_back`, or after ``holder`` has died.
+        """
         known = weakref.ref(holder, self._gone.append)  # C code: no signal handler runs in it
         self._lent[id(known)] = (known, take_back)  # by id: weak references compare as what they refer to
         self._look_again()
         return known
 
     def give_back(self, holder: Holder) -> None:
-        """End the loan and take the resource back; no effect on an ended loan."""
+        """End the loan of ``holder``, and run its ``take_back``; once only."""
         take_back = self._end(holder)
         if take_back is not None:
             take_back()
 
     def keep(self, holder: Holder) -> bool:
-        """End the loan and keep the resource; return False if there is no such loan."""
+        """End the loan without its ``take_back``; return False if there is none."""
         return self._end(holder) is not None
 
     def sweep(self) -> None:
+        """Run ``take_back`` of all loans whose holders were garbage-collected."""
         while self._gone:
             loan = self._lent.pop(id(self._gone.popleft()), None)
             if loan is not None:
                 loan[1]()
 
     def _end(self, holder: Holder) -> Callable[[], object] | None:
+        """Remove a loan; return its ``take_back``, or None if there is no such loan."""
         found = next((number for number, (known, _) in self._lent.items() if known() is holder), None)
         return None if found is None else self._lent.pop(found)[1]
 
     def _look_again(self) -> None:
+        """Start the timer of the next sweep, if anything is lent."""
         if self._timer is None and self._lent:  # no timer while nothing is lent
             self._timer = self._after(LOOK_S, self._sweep_and_schedule)
 
     def _sweep_and_schedule(self) -> None:
+        """Sweep, and schedule the next sweep if anything is still lent."""
         self._timer = None
         self.sweep()
         self._look_again()

@@ -1,22 +1,7 @@
 """Message routing and shared state of one channel, on the session thread.
 
-Theory of operation
-===================
-
-A :class:`Hub` belongs to one channel of this process. It routes every message of the
-session to the :class:`Part` that handles its type (publishes, receives, transfers,
-lanes, operations, watches), and calls all parts on events of the whole channel. All of
-this runs on the session thread, without locks. The few values that other threads read
-(``latest``, ``loaded``, ``epoch``, ``members``, ``over``) are replaced as a whole,
-never changed in place.
-
-**Two ways to lose the coordinator.** A broken connection alone changes nothing: the
-session resumes after the reconnect. A new coordinator (another term) knows of this
-member only its Hello. Each part then announces its open work again (publishes,
-requests, watches) or ends it (transfers, lanes), and ``Resumed`` concludes the
-announcement. Messages that were queued for the old coordinator were discarded, so
-changes between the Hello and the Welcome are announced first. Each operation also has a
-local timer that fires shortly after its deadline.
+A :class:`Hub` routes each message to the :class:`Part` that handles its type. The few
+values that other threads read are replaced as a whole, so there are no locks.
 """
 
 from __future__ import annotations
@@ -25,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import msgspec
 import torch
@@ -46,6 +31,7 @@ from replicas.messages.identity import Member
 from replicas.sidecar.rank_side.sidecar_handle import SidecarFailed
 from replicas.weights.memory.arena import Arena
 
+_P = ParamSpec("_P")
 logger = Log("replicas.channel")
 _APART = (
     "receiving versions over the network, which is slower: this process cannot share memory with other members on "
@@ -61,64 +47,61 @@ DOWN_S = 60.0
 
 
 class Part:
-    """One part of a channel; called on the session thread. Defaults do nothing."""
+    """One part of a channel, such as its publishes; by default callbacks do nothing."""
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
         """Return the handlers of this part by message type."""
         return {}
 
     def new_term(self) -> None:
-        """New coordinator: announce open work again, end work that cannot continue."""
+        """Handle a coordinator that knows nothing: announce open work, end the rest."""
 
     def fail_all(self, error: errors.ReplicasError) -> None:
-        """The session is over: end all work with ``error``."""
+        """Handle the end of the session for good: end all work with ``error``."""
         self.new_term()
 
     def session_down(self, error: errors.ReplicasError) -> None:
-        """There has been no session for :data:`DOWN_S`."""
+        """Handle :data:`DOWN_S` without a session: fail waits with ``error``."""
 
     def paused(self) -> None:
-        """This process was suspended: earlier messages may be out of date."""
+        """Handle a suspension of this process: earlier messages may be out of date."""
 
-    def version_held(self) -> None:
-        """Another version is complete here."""
-
-    def latest_grown(self) -> None:
-        """A newer version was committed."""
+    def versions_grown(self) -> None:
+        """Handle another version that is complete here, or a newer commit."""
 
     def settled(self, version: int, committed: bool) -> None:
-        """``version`` was committed, or discarded."""
+        """Handle the commit of ``version``, or (not ``committed``) its discard."""
 
     def filled_up_to(self, version: int, nbytes: int) -> None:
-        """The first ``nbytes`` of ``version`` have been packed into its slot."""
+        """Handle growth of a slot being packed: it has the first ``nbytes``."""
 
     def slot_wanted(self) -> None:
-        """A publish or receive waits for a free slot: release optional slots."""
+        """Release optional slots: a publish or receive waits for a free slot."""
 
 
 class Hub:
-    """See the module's header.
+    """The shared state of one channel; routes messages and events to its parts.
 
+    :ivar hello: the last Hello that was sent.
     :ivar gpu: UUID of the GPU current at join (each thread has its own); empty: none.
     :ivar device: UUID of the GPU that holds the slots (staging "device"), or empty.
     :ivar address: IP address of this member, as the coordinator sees it.
     :ivar down_since: time of the last loss of the session, or 0; the outage's id.
-
-    All state that the parts of a channel share is here, so that no part knows another.
     """
 
     session: Session
     settings: wire.ChannelSettings
 
-    def __init__(self, loop: SessionLoop, hello: wire.Hello, forkserver: str | None, name: str) -> None:
+    def __init__(self, loop: SessionLoop, hello: wire.Hello, forkserver: str | None) -> None:
         self.loop = loop
-        self.name = name
+        self.hello = hello
+        self.name = name = hello.channel
         self.member = hello.member
         self.forkserver_name = forkserver
         self._told_apart = False
         self._locates = 0
         """Number of Locate messages so far; replies are not numbered."""
-        self.held_versions = HeldVersions(name, self.call, self._dropped)
+        self.held_versions = HeldVersions(name, self.call, lambda version: self.send(wire.Dropped(version)))
         self.loans = Loans(self.after)
         self.failures = Failures(name)
         self.loaded = 0
@@ -130,14 +113,13 @@ class Hub:
         self.address = ""
         self.over: errors.ReplicasError | None = None
         self.down_since = 0.0
-        self._introduced = hello
         self._parts: tuple[Part, ...] = ()
         self._handlers: dict[type, Callable[[Any], None]] = {}
         self._step = self._step_sent = 0
         self._down_reason = ""
-        self._down_timer: asyncio.TimerHandle | None = None
 
     def start(self, session: Session, parts: tuple[Part, ...]) -> None:
+        """Set the session and the parts, and register the parts' handlers."""
         self.session = session
         self._parts = parts
         self.loop.call(self.loop.users.add, self._loop_broken)  # changed on the session thread only
@@ -160,7 +142,7 @@ class Hub:
 
     @property
     def gpu(self) -> str:
-        return next(iter(self._introduced.cuda_devices), "")
+        return next(iter(self.hello.cuda_devices), "")
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
         """Any thread: call a function on the session thread; errors end the channel."""
@@ -182,40 +164,29 @@ class Hub:
     def error(self, kind: type[errors.ReplicasError], message: str, **fields: Any) -> errors.ReplicasError:
         return kind(message, channel=self.name, **fields)
 
-    def overdue_error(self, what: str, deadline_s: float) -> errors.ReplicasError:
-        """Return the error of ``what``, which has not ended by its deadline."""
+    def overdue_error(self, what: str, deadline_s: float, wanted: float = 0) -> errors.ReplicasError:
+        """Return the error of ``what``, late: it needs a version from ``wanted`` on."""
         if not self.session.connected:
-            down_s = time.monotonic() - self.down_since
-            text = f"{what}: no session with the coordinator at {self.session.endpoint}"
-            return self.error(errors.Disconnected, f"{text} for {down_s:.0f} s ({self._down_reason})")
-        return self.error(errors.DeadlineExceeded, f"{what} did not end within its {deadline_s:g} s")
+            for_s, where = time.monotonic() - self.down_since, f"{self.session.endpoint} for"
+            text = f"{what}: no session with the coordinator at {where} {for_s:.0f} s ({self._down_reason})"
+            return self.error(errors.Disconnected, text)
+        lack = f": no version from {wanted} on is published (the newest version is {self.latest})"
+        text, hint = (lack, "see what its source does") if wanted > self.latest else ("", None)
+        return self.error(errors.DeadlineExceeded, f"{what} did not end within its {deadline_s:g} s{text}", hint=hint)
 
     def pending(self, what: str) -> Promise[Any]:
         """Make a Promise that fails, at the latest, when the session thread ends."""
         return Promise(f"{what} on {self.name}", self.loop.end)
 
-    def filled_up_to(self, version: int, nbytes: int) -> None:
-        """See :meth:`Part.filled_up_to`."""
+    def tell(self, event: Callable[Concatenate[Any, _P], None], *args: _P.args, **kwargs: _P.kwargs) -> None:
+        """Call a method of :class:`Part`, such as ``Part.paused``, of each part."""
         for part in self._parts:
-            part.filled_up_to(version, nbytes)
-
-    def slot_wanted(self) -> None:
-        """See :meth:`Part.slot_wanted`."""
-        for part in self._parts:
-            part.slot_wanted()
-
-    def version_held(self) -> None:
-        """See :meth:`Part.version_held`."""
-        for part in self._parts:
-            part.version_held()
-
-    def _dropped(self, version: int) -> None:
-        self.send(wire.Dropped(version))
+            getattr(part, event.__name__)(*args, **kwargs)
 
     def update_hello(self, hello: wire.Hello) -> wire.Hello:
-        """Return ``hello`` with the current state of this member, and remember it."""
+        """Return ``hello`` with this member's current state; remember it as sent."""
         known = self.held_versions
-        self._introduced = msgspec.structs.replace(
+        self.hello = msgspec.structs.replace(
             hello,
             replica=self.member.replica,
             any_replica=hello.any_replica and not known.opened,
@@ -226,12 +197,14 @@ class Hub:
             **known.decisions(),
             publishes=self.publishes_made,
         )
-        return self._introduced
+        return self.hello
 
     def _loaded_version(self) -> int:
+        """Return the version that this rank serves, 0 if it is not a target."""
         return self.loaded if self.held_versions.opened and self.settings.role in ("target", "both") else 0
 
     def before_heartbeat(self) -> None:
+        """Send the user's step to the coordinator if it has changed."""
         if self._step != self._step_sent:
             self._step_sent = self._step
             self.send(wire.Progress(self._step))
@@ -241,6 +214,7 @@ class Hub:
         self._step = step
 
     def welcomed(self, welcome: wire.Welcome, resumed: bool) -> None:
+        """Take over settings and versions; announce open work unless ``resumed``."""
         first = not self.held_versions.opened
         if not first and welcome.settings.staging != self.settings.staging:
             now = welcome.settings.staging
@@ -250,9 +224,6 @@ class Hub:
         self.settings = welcome.settings
         self.address = welcome.address
         self.epoch = max(self.epoch, welcome.epoch)
-        if self._down_timer is not None:
-            self._down_timer.cancel()
-            self._down_timer = None
         if first:
             self.member = msgspec.structs.replace(self.member, replica=welcome.replica)
             self.publishes_made = welcome.publishes
@@ -261,50 +232,49 @@ class Hub:
             self.held_versions.open(self.settings.slots, self.device)
         elif not resumed:
             self._guarded(self._new_coordinator)
-        self._newest(welcome.latest, "")  # a Welcome names no digest
+        self._record_commit(welcome.latest, "")  # a Welcome names no digest
 
     def _new_coordinator(self) -> None:
+        """Announce state and open work, of which a new coordinator knows nothing."""
         logger.warning("%s: reconnected to a restarted coordinator; reporting unfinished operations", self.name)
         self._step_sent = 0  # so that the next heartbeat sends it again
         self._locates += 1  # the new coordinator must not get an answer to the old one's Locate
         self.held_versions.mark_doubtful()
         # changes since the Hello: messages since then were discarded
         held = {found.version for found in self.held_versions.held()}
-        for told in self._introduced.held:
+        for told in self.hello.held:
             if told.version not in held:
-                self._dropped(told.version)
+                self.send(wire.Dropped(told.version))
         loaded = self._loaded_version()
-        if loaded and loaded != self._introduced.loaded:
+        if loaded and loaded != self.hello.loaded:
             self.send(wire.Loaded(loaded, 0.0))
-        for part in self._parts:
-            part.new_term()
+        self.tell(Part.new_term)
         self.held_versions.protect()
         self.send(wire.Resumed())  # last: it ends the announcement
 
     def handle(self, message: wire.FromCoordinator) -> None:
+        """Call the handler of a message; a type without one ends the channel."""
         handler = self._handlers.get(type(message))
         if handler is None:
-            self._broken(errors.InternalError(f"unexpected message {type(message).__name__}", channel=self.name))
+            self._end_for_bug(errors.InternalError(f"unexpected message {type(message).__name__}", channel=self.name))
         elif self.over is None:
             self._guarded(handler, message)
 
     def paused(self) -> None:
         if self.over is None:
-            for part in self._parts:
-                self._guarded(part.paused)
+            self._guarded(self.tell, Part.paused)
 
     def disconnected(self, reason: str) -> None:
+        """Note when and why the connection was lost; start the outage timer."""
         self.down_since = time.monotonic()
         self._down_reason = reason
-        if self.over is None:
-            self._down_timer = self.after(DOWN_S, self._down_long)
+        self.after(DOWN_S, self._report_long_outage, self.down_since)
 
     def session_over(self, error: errors.ReplicasError) -> None:
+        """End all parts with ``error`` and release all versions; once only."""
         if self.over is not None:
             return
         self.over = error  # first: parts that end must send nothing more
-        if self._down_timer is not None:
-            self._down_timer.cancel()
         self.loop.users.discard(self._loop_broken)
         ends: list[Callable[[], None]] = [partial(part.fail_all, error) for part in self._parts]
         for end in (*ends, self.held_versions.close):
@@ -313,46 +283,46 @@ class Hub:
             except Exception:  # the other parts must still end
                 logger.exception("%s: cannot end a part of the channel", self.name)
 
-    def _down_long(self) -> None:
-        self._down_timer = self.after(DOWN_S, self._down_long)  # again: more waits may begin
-        for part in self._parts:
-            part.session_down(self.overdue_error("the wait", DOWN_S))
+    def _report_long_outage(self, outage: float) -> None:
+        """Fail receives and watches after 60 s without a session, repeatedly."""
+        if self.over is None and not self.session.connected and outage == self.down_since:
+            self.after(DOWN_S, self._report_long_outage, outage)  # again: more waits may begin
+            self.tell(Part.session_down, self.overdue_error("the wait", DOWN_S))
 
     def _view(self, message: wire.View) -> None:
-        if message.since:
-            left = frozenset(message.left)
-            self.members = tuple(sorted({*message.members, *(one for one in self.members if one not in left)}))
-        else:
-            self.members = message.members
+        """Replace epoch and members by those of the message (or its changes)."""
+        kept = set(self.members).difference(message.left) if message.since else ()
+        self.members = tuple(sorted({*message.members, *kept}))
         self.epoch = message.epoch
 
-    def _newest(self, version: int, digest: str) -> None:
+    def _record_commit(self, version: int, digest: str) -> None:
+        """Record the committed ``version``; tell all parts if it is the newest."""
         if self.held_versions.committed(version, digest):
-            for part in self._parts:
-                part.latest_grown()
+            self.tell(Part.versions_grown)
 
     def _commit(self, message: wire.Commit) -> None:
+        """Record a commit; drop our copy of the version if its digest differs."""
         version, digest = message.version, message.digest
         if digest and version in self.arena.images():
-            ours = self.held_versions.digest(version)
-            if not ours and version in self.held_versions.doubtful:
+            if not (ours := self.held_versions.digest(version)) and version in self.held_versions.doubtful:
                 self.spawn(self._compare(version, digest), f"digest of version {version}")
             elif ours and ours != digest:
                 self._release_wrong_digest(version)
             else:
                 self.held_versions.record_facts(version, digest=digest)
-        self._newest(version, digest)
-        for part in self._parts:
-            part.settled(version, True)
+        self._record_commit(version, digest)
+        self.tell(Part.settled, version, True)
 
     async def _compare(self, version: int, digest: str) -> None:
+        """Drop a doubtful version if its bytes do not have ``digest``."""
         if not await self.held_versions.verify_doubtful(version, digest):
             self._release_wrong_digest(version)
 
     def _release_wrong_digest(self, version: int) -> None:
+        """Free a version's slot, and tell the coordinator that it was dropped."""
         logger.warning("%s: releasing version %d: its digest is not that of the commit", self.name, version)
         self.held_versions.release(version)
-        self._dropped(version)
+        self.send(wire.Dropped(version))
 
     def _handle(self, message: wire.FromCoordinator) -> None:
         match message:
@@ -361,8 +331,7 @@ class Hub:
             case wire.Describe():
                 self.send(self.held_versions.describe(message.version))
             case wire.Discard():
-                for part in self._parts:
-                    part.settled(message.version, False)
+                self.tell(Part.settled, message.version, False)
                 self.held_versions.release(message.version)
             case wire.Locate():
                 self._locates += 1
@@ -371,7 +340,7 @@ class Hub:
                 self.arena.released(message.version)
 
     async def _locate(self, beacons: tuple[wire.Beacon, ...], number: int) -> None:
-        """Find the first beacon on this host, and answer the newest Locate only."""
+        """Find the first beacon that is on this host; report its index or -1."""
         try:
             found = await asyncio.to_thread(find, beacons)  # may block on another process
         except RuntimeError:  # no thread can be started
@@ -384,15 +353,16 @@ class Hub:
             logger.warning("%s: %s", self.name, _APART)
 
     def set_assigned(self, version: int) -> None:
-        """Session thread: record the version that this replica is to load, or 0."""
+        """Session thread: protect the version that this rank is to load, or 0."""
         self.held_versions.assigned = version
         self.held_versions.protect()
 
     def _guarded(self, function: Callable[..., object], *args: Any) -> None:
+        """Call ``function(*args)``; an exception is a bug, and ends the channel."""
         try:
             function(*args)
         except BaseException as error:  # noqa: BLE001  # any error must end the waits on this channel, not hang them
-            self._broken(error)
+            self._end_for_bug(error)
 
     async def _guarded_task(self, coroutine: Coroutine[Any, Any, None]) -> None:
         try:
@@ -400,13 +370,15 @@ class Hub:
         except (asyncio.CancelledError, GeneratorExit):
             raise
         except BaseException as error:  # noqa: BLE001  # the same for tasks
-            self._broken(error)
+            self._end_for_bug(error)
 
     def _loop_broken(self, error: errors.ReplicasError) -> None:
+        """End the channel with ``error``, after the end of the session loop."""
         error.channel = self.name
         self._end(error)
 
-    def _broken(self, error: BaseException) -> None:
+    def _end_for_bug(self, error: BaseException) -> None:
+        """Log ``error`` as a bug, and end the channel with InternalError."""
         logger.error("%s: ending the channel because of a bug", self.name, exc_info=error)
         if lacks_threads(error):
             error = self.error(errors.NoCapacity, no_process())
@@ -415,6 +387,7 @@ class Hub:
         self._end(error)
 
     def _end(self, error: errors.ReplicasError) -> None:
+        """End all parts with ``error``; start a task that closes the session."""
         self.session_over(error)
         self.loop.spawn(self.session.close("failed", BYE_TIMEOUT_S), f"{self.name}: ends")
 

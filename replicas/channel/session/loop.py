@@ -55,12 +55,13 @@ from replicas import errors
 from replicas.carry.rank_side import Carrier
 from replicas.channel.session.pending import Promise, SessionEnd
 from replicas.common.logs import Log
-from replicas.common.tasks import cancelled
+from replicas.common.tasks import cancelled, result_of
 from replicas.common.waits import locked
 from replicas.linux.scarce import naming_limits
 from replicas.linux.sockets import SocketAddress
 from replicas.messages.bounds import text_of
-from replicas.sidecar.rank_side.forkserver_client import Forkserver, OtherRelease, Unbound
+from replicas.sidecar.kept_forkserver import KeptForkserver
+from replicas.sidecar.rank_side.forkserver_client import Forkserver, Unusable
 from replicas.sidecar.rank_side.sidecar_handle import Sidecar
 from replicas.trust.certificate import make_pem
 
@@ -73,7 +74,7 @@ ENDS_MAX = 100
 
 
 class SessionLoop:
-    """See the module's header. Only :func:`session_loop` makes one."""
+    """The thread with the asyncio loop of all channels (:func:`session_loop`)."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -81,8 +82,9 @@ class SessionLoop:
         """Descriptors that a forked child must not keep open."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._forkservers: dict[str, asyncio.Task[Forkserver]] = {}
+        self._own_forkserver: KeptForkserver | None = None
         self._carriers: dict[tuple[str, int], asyncio.Task[Carrier]] = {}
-        self.inherited: set[Forkserver | Sidecar | Carrier] = set()
+        self.inherited: set[Forkserver | KeptForkserver | Sidecar | Carrier] = set()
         """Connections whose descriptors a forked child must not keep open either."""
         self.closers: dict[object, Callable[[], None]] = {}
         """Close functions of open channels; called at exit, newest first."""
@@ -101,7 +103,10 @@ class SessionLoop:
         self._thread = threading.Thread(target=self._run, name="replicas-session", daemon=True)
 
     def start_thread(self) -> SessionLoop:
-        """Start the thread. (In the constructor, an interrupt would lose it.)"""
+        """Start the thread and return this object; raise NoCapacity if it cannot start.
+
+        (In the constructor, an interrupt would lose it.)
+        """
         try:
             with naming_limits():
                 self._thread.start()
@@ -112,6 +117,7 @@ class SessionLoop:
         return self
 
     def _run(self) -> None:
+        """On the thread: run the loop until exit, again after unexpected ends."""
         self._begun = True
         asyncio.set_event_loop(self.loop)
         try:
@@ -133,6 +139,7 @@ class SessionLoop:
             self.end.set()
 
     def _handle_unexpected_end(self, error: BaseException | None) -> None:
+        """Log that the loop has ended by ``error``; end all open channels."""
         self._ends += 1
         self.end.error = _loop_ended(error)
         logger.critical("%s", self.end.error.message, exc_info=error)
@@ -155,10 +162,13 @@ class SessionLoop:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self.loop.call_soon_threadsafe(function, *args)
 
-    def run(self, make: Callable[[], Coroutine[Any, Any, T]], timeout_s: float) -> T:
-        """Other threads: run a coroutine on the loop, wait, and return its value.
+    def run(self, make: Callable[[], Coroutine[Any, Any, T]], timeout_s: float | None) -> T:
+        """Other threads: run the coroutine of ``make`` on the loop; return its value.
 
-        The coroutine is cancelled if the wait fails, such as by a TimeoutError.
+        :param timeout_s: limit in seconds; None if the coroutine has a deadline of its
+            own, and gives its result an owner, so that an interrupt loses nothing.
+        :raises TimeoutError: it took longer than ``timeout_s``. If the wait fails for
+            any reason, the coroutine is cancelled, unless ``timeout_s`` is None.
         """
         if threading.current_thread() is self._thread:
             raise errors.InternalError("the session thread cannot wait for itself")
@@ -168,11 +178,13 @@ class SessionLoop:
             self.call(lambda: tasks.append(self.spawn(self._resolve_from(pending, make), "a call")))
             return pending.wait_for_session(timeout_s)
         except BaseException:
-            self.call(lambda: [task.cancel() for task in tasks])
+            if timeout_s is not None:
+                self.call(lambda: [task.cancel() for task in tasks])
             raise
 
     @staticmethod
     async def _resolve_from(pending: Promise[T], make: Callable[[], Coroutine[Any, Any, T]]) -> None:
+        """Await the coroutine of ``make``; end ``pending`` with its outcome."""
         try:
             pending.resolve(await make())
         except asyncio.CancelledError:
@@ -190,46 +202,65 @@ class SessionLoop:
         return task
 
     def _task_done(self, task: asyncio.Task[Any]) -> None:
+        """Forget an ended task, and log its unhandled error."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("task %s failed; please report this", task.get_name(), exc_info=error)
 
     async def forkserver(self, name: str | None) -> Forkserver:
-        """Return the forkserver at socket ``name``, or our own for None.
+        """Return a connection to a forkserver: a process that forks sidecars.
 
-        It is connected to, or started, if there is none or the last one died.
+        Connects at the first call, or if the last connection ended.
+
+        :param name: socket of a node's forkserver; None: this process keeps one.
         """
         key = name or ""
         task = self._forkservers.get(key)
-        if task is not None and task.done():
-            old = None if task.cancelled() or task.exception() is not None else task.result()
-            if old is None or not old.alive:
-                task = None
-                del self._forkservers[key]
-                if old is not None:
-                    self.inherited.discard(old)
-                    self.spawn(old.aclose(), "forkserver ends")
-        if task is None:
-            label = SocketAddress.parse(key).name or "helper"
-            task = self.loop.create_task(self._make_forkserver(name), name=f"forkserver {label}")
+        known = result_of(task)
+        if task is None or (task.done() and (known is None or not known.alive)):
+            self.inherited -= {known}
+            label = SocketAddress.parse(key).name or "of this process"
+            task = self.loop.create_task(self._connected(name), name=f"forkserver {label}")
             self._forkservers[key] = task
         return await asyncio.shield(task)
 
-    async def _make_forkserver(self, name: str | None) -> Forkserver:
-        forkserver = await (_connected(name) if name else Forkserver.spawn())
+    async def _connected(self, name: str | None) -> Forkserver:
+        """Connect to forkserver ``name``, or to one that this process keeps.
+
+        That one is for a process without an agent, or whose agent has ended or is of
+        another release. Registers the connection's descriptors.
+        """
+        try:
+            forkserver = await Forkserver.connect(name or self._keep_forkserver())
+        except Unusable as error:
+            if not name:
+                raise
+            logger.warning("starting a forkserver of 150 MB for this process: %s", error)
+            forkserver = await Forkserver.connect(self._keep_forkserver())
         self.inherited.add(forkserver)
         return forkserver
 
-    async def carrier(self, address: str, port: int, *, encrypt: bool) -> Carrier:
-        """Return the carrier that listens at ``address``; start one if needed.
+    def _keep_forkserver(self) -> str:
+        """Return the address of this process's own forkserver; keep one from now on.
 
-        :param port: the first port to try, or 0 for any. :param encrypt: give the
-            carrier a certificate.
+        A death signal ends it with the session thread, at the latest.
+        """
+        if self._own_forkserver is None or self._own_forkserver.over:
+            self._own_forkserver = KeptForkserver(os.environ, _log_given_up)
+            self.inherited.add(self._own_forkserver)
+        return self._own_forkserver.address
+
+    async def carrier(self, address: str, port: int, *, encrypt: bool) -> Carrier:
+        """Return the transfer server (carrier) of this process at ``address``.
+
+        Starts a process at the first call, or if the last one ended.
+
+        :param port: the first port to try, or 0 for any.
+        :param encrypt: give the carrier a TLS certificate if it has none.
         """
         task = self._carriers.get((address, port))
-        if task is not None and task.done() and (task.cancelled() or task.exception() or not task.result().usable):
-            task = None
-        if task is None:
+        known = result_of(task)
+        if task is None or (task.done() and (known is None or not known.usable)):
             task = self.loop.create_task(self._make_carrier(address, port), name=f"carrier at {address}")
             self._carriers[address, port] = task
         carrier = await asyncio.shield(task)
@@ -240,13 +271,14 @@ class SessionLoop:
         return carrier
 
     async def _make_carrier(self, address: str, port: int) -> Carrier:
+        """Start a carrier process; register its descriptors until it ends."""
         carrier = await Carrier.start(address, port)
         self.inherited.add(carrier)
         carrier.ends.append(lambda: self.inherited.discard(carrier))
         return carrier
 
     def close(self) -> None:
-        """Close every channel, the forkservers and the loop. Main thread, at exit."""
+        """Close all channels, helper processes and the loop. Main thread, at exit."""
         if self._over:
             if self not in _abandoned:
                 self.loop.close()
@@ -265,20 +297,20 @@ class SessionLoop:
             self.loop.close()
 
     async def _finish(self) -> None:
+        """End the forkservers and carriers, and cancel all other tasks."""
         for task in self._forkservers.values():
-            if not task.done():
-                task.cancel()
-            elif not task.cancelled() and task.exception() is None:
-                await task.result().aclose()
-        self._forkservers.clear()
+            if (forkserver := result_of(task)) is not None:
+                forkserver.close()
+        if self._own_forkserver is not None:
+            await self._own_forkserver.aclose()
         for starting in self._carriers.values():
-            if starting.done() and not starting.cancelled() and starting.exception() is None:
-                starting.result().kill()
+            if (carrier := result_of(starting)) is not None:
+                carrier.kill()
             starting.cancel()
         await cancelled(*(asyncio.all_tasks() - {asyncio.current_task()}))
 
     def abandon(self) -> None:
-        """In a forked child: drop every connection of the parent."""
+        """In a forked child: replace the parent's descriptors by ``/dev/null``."""
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for fd in self.fds.union(*(connection.fds for connection in self.inherited)):
             os.dup2(null, fd, inheritable=False)
@@ -286,10 +318,15 @@ class SessionLoop:
 
 
 def _as_internal(error: BaseException) -> errors.InternalError:
+    """Return an InternalError with the type and text of ``error``."""
     return errors.InternalError(f"{type(error).__name__}: {text_of(error)}")
 
 
 def _loop_ended(error: BaseException | None) -> errors.ReplicasError:
+    """Return the error that all channels get when the loop has ended.
+
+    :param error: the error that ended the loop; None if the loop was stopped.
+    """
     why = "it was stopped" if error is None else f"{type(error).__name__}: {text_of(error)}"
     text = f"the session thread's loop has ended: {why}"
     if not isinstance(error, OSError):
@@ -299,7 +336,13 @@ def _loop_ended(error: BaseException | None) -> errors.ReplicasError:
 
 
 def _log_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log an error that the asyncio loop reports; its exception handler."""
     logger.error("%s", context.get("message"), exc_info=context.get("exception"))
+
+
+def _log_given_up(reason: str) -> None:
+    """Log that this process's own forkserver is not started again."""
+    logger.error("this process can form no process groups: its forkserver %s", reason)
 
 
 _lock = threading.Lock()
@@ -313,6 +356,7 @@ def session_loop() -> SessionLoop:
 
 
 def _session_loop() -> SessionLoop:
+    """Do :func:`session_loop`, under the lock."""
     global _current
     if _current is None or not _current.alive:
         _current = SessionLoop()
@@ -321,6 +365,7 @@ def _session_loop() -> SessionLoop:
 
 
 def _after_fork_in_child() -> None:
+    """Drop the parent's loop and connections; a join in the child starts a new loop."""
     global _current, _lock
     _lock = threading.Lock()
     if _current is not None:
@@ -330,6 +375,7 @@ def _after_fork_in_child() -> None:
 
 
 def _at_exit() -> None:
+    """Close the session loop of this process, if there is one."""
     global _current
     found, _current = _current, None
     if found is not None and found.pid == os.getpid():
@@ -338,14 +384,3 @@ def _at_exit() -> None:
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
 atexit.register(_at_exit)
-
-
-async def _connected(name: str) -> Forkserver:
-    """Connect to the node's forkserver. Start our own if the node's is of another
-    release, or if the agent is dead and the shim, which should then end this process,
-    is frozen."""
-    try:
-        return await Forkserver.connect(name)
-    except (OtherRelease, Unbound) as error:
-        logger.warning("starting a forkserver of 150 MB for this process: %s", error)
-        return await Forkserver.spawn()

@@ -19,24 +19,27 @@ class Outbox:
 
     @property
     def all_sent(self) -> bool:
+        """True if no message is unsent."""
         return self._sent == self._numbered
 
     def append(self, body: bytes) -> None:
+        """Number an encoded message and add it, unsent."""
         self._numbered += 1
         self._queue.append((self._numbered, body))
 
     def unsent(self) -> Iterator[tuple[int, bytes]]:
-        """Yield the messages that were not sent; a yielded message counts as sent."""
+        """Yield number and body of the unsent messages, which count as sent then."""
         for number, body in list(self._queue):  # acks may shorten the queue between two yields
             if number > self._sent:
                 self._sent = number
                 yield number, body
 
     def drop_acked(self, acked: int) -> None:
+        """Drop the messages with numbers up to ``acked``."""
         self.acked = max(self.acked, acked)
         while self._queue and self._queue[0][0] <= acked:
             self._queue.popleft()
 
     def rewind(self) -> None:
-        """Mark all unacknowledged messages as unsent."""
+        """Mark all unacknowledged messages as unsent, to send them again."""
         self._sent = self._queue[0][0] - 1 if self._queue else self._numbered

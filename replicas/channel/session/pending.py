@@ -61,7 +61,7 @@ logger = Log("replicas.channel")
 
 
 class SessionEnd(Latch):
-    """Set when a session thread has ended for good; ``error`` is the reason."""
+    """Latch, set when a session thread has ended for good; ``error`` is the reason."""
 
     error: errors.ReplicasError = errors.InternalError("the session thread has ended")
 
@@ -106,6 +106,7 @@ class Receipt(ReceiptData, frozen=True, kw_only=True, eq=False):
 
     @classmethod
     def of(cls, data: ReceiptData, **more: Any) -> Receipt:
+        """Return a receipt with the fields of ``data`` and ``more``."""
         return cls(**msgspec.structs.asdict(data), **more)
 
     def metrics(self, prefix: str = "replicas/") -> dict[str, float]:
@@ -121,7 +122,7 @@ class Receipt(ReceiptData, frozen=True, kw_only=True, eq=False):
         return {prefix + name: float(value) for name, value in values.items()}
 
 
-@arguments.named
+@arguments.refuse_unknown_keywords
 class Pending(Generic[T]):
     """The outcome of a channel operation, on any thread or under asyncio or trio.
 
@@ -144,7 +145,6 @@ class Pending(Generic[T]):
         self._error: BaseException | None = None
         self._observed = False
         self._told = False
-        self._settled = False
         self._work: Callable[[], T] | None = None
         self._working = threading.Lock()
 
@@ -187,6 +187,7 @@ class Pending(Generic[T]):
         return self._outcome()
 
     def _wait_ended(self, timeout_s: float | None) -> bool:
+        """Block until there is an outcome; return False after ``timeout_s``."""
         fail = partial(self.done)  # not the method: those of two waits are equal
         self._session_end.add(fail)
         try:
@@ -198,6 +199,7 @@ class Pending(Generic[T]):
         return self._wait_async().__await__()
 
     async def _wait_async(self) -> T:
+        """Do :meth:`wait` without a limit, on the running asyncio or trio loop."""
         self._check_process()
         while not self._observe_outcome():
             event, waker = _event_of_this_library()
@@ -212,6 +214,7 @@ class Pending(Generic[T]):
         return self._outcome()
 
     def _check_process(self) -> None:
+        """Raise UsageError in a forked child if there is no outcome yet."""
         if self._pid != os.getpid() and not self.done():
             raise errors.UsageError(
                 f"{self._what}: this process was forked from the caller, and cannot receive the outcome",
@@ -223,10 +226,12 @@ class Pending(Generic[T]):
         return self.done() and locked(self._ending, self._observe)
 
     def _observe(self) -> bool:
+        """Under the lock: mark an outcome as observed; return False without one."""
         self._observed = self._observed or self._ended.is_set  # the value may have been taken back since
         return self._ended.is_set
 
     def _end(self, value: T | None, error: BaseException | None) -> bool:
+        """Set the outcome and wake the waiters; return False if there was one."""
         is_first = locked(self._ending, self._put, value, error)
         if not self._ended.is_set:
             return is_first  # the value was taken back already: the waiters keep waiting
@@ -239,6 +244,7 @@ class Pending(Generic[T]):
         return is_first
 
     def _put(self, value: T | None, error: BaseException | None) -> bool:
+        """Under the lock: set the outcome; return False if already set."""
         if self._ended.is_set:
             return False
         self._value, self._error = value, error
@@ -246,6 +252,7 @@ class Pending(Generic[T]):
         return True
 
     def _outcome(self) -> T:
+        """Run :meth:`Promise.settle_by` work; return the value or raise the error."""
         if self._work is not None:
             locked(self._working, self._do_work)
         error = self._error
@@ -257,6 +264,7 @@ class Pending(Generic[T]):
             self._told = True
 
     def _do_work(self) -> None:
+        """Under a lock: run the work of :meth:`Promise.settle_by`, once."""
         work = self._work
         if work is None:
             return  # another thread has done it
@@ -268,39 +276,47 @@ class Pending(Generic[T]):
 
 
 class Promise(Pending[T]):
-    """A :class:`Pending` with the methods that only this package may call."""
+    """A :class:`Pending` as its maker sees it, with methods that set the outcome."""
 
     @property
     def observed(self) -> bool:
-        """True once an outcome is about to be handed to a waiter."""
+        """True once a waiter was about to get the outcome: it stays as it is."""
         return self._observed
 
     def mark_reported(self) -> None:
-        """Record that the caller knows of the failure without a wait."""
+        """Record that the caller knows of the failure: it is not raised again."""
         self._told = True
 
     def resolve(self, value: T) -> bool:
+        """End with ``value``; return False if there was an outcome already."""
         return self._end(value, None)
 
     def fail(self, error: BaseException) -> bool:
+        """End with ``error``; return False if there was an outcome already."""
         return self._end(None, error)
 
     def wait_ended(self, timeout_s: float | None = None) -> bool:
-        """Wait until it is done or the session thread has ended, without observing.
+        """Wait for the outcome, but do not take it; return False after ``timeout_s``.
 
-        Return False after ``timeout_s``. With None the wait ends with the operation, on
-        which the session thread has a timer, or with that thread.
+        With None the wait ends with the operation, on which the session thread has a
+        timer, or with that thread.
         """
         return self._wait_ended(timeout_s)
 
     def wait_for_session(self, timeout_s: float | None = None) -> T:
-        """Like :meth:`wait`, allowed on any loop: the session thread alone ends it."""
+        """Do :meth:`wait`, also on a thread whose event loop runs a coordinator.
+
+        :raises TimeoutError: ``timeout_s`` has passed.
+        """
         if not self._wait_ended(timeout_s):
             raise TimeoutError(f"{self._what} has not ended within {timeout_s} s")
         return self._outcome()
 
     def take_back(self) -> bool:
-        """Make an unobserved value pending again; return False if nothing changed."""
+        """Remove a value that no waiter has seen, so that this is pending again.
+
+        Returns False, and changes nothing, without such a value.
+        """
         with self._ending:
             if self._observed or not self._ended.is_set or self._error is not None:
                 return False
@@ -308,11 +324,10 @@ class Promise(Pending[T]):
             return True
 
     def replace_unknown(self, outcome: T | BaseException) -> bool:
-        """Replace an OutcomeUnknown, once; return False if there is none to replace."""
+        """Replace an OutcomeUnknown by the outcome; return False without one."""
         with self._ending:
             if not self.unknown:
                 return False
-            self._settled = True
             if isinstance(outcome, BaseException):
                 self._error = outcome
             else:
@@ -320,36 +335,39 @@ class Promise(Pending[T]):
         return True
 
     def settle_by(self, work: Callable[[], T]) -> bool:
-        """Like :meth:`replace_unknown`, by work on the next thread that waits."""
+        """Have the next waiter's thread call ``work``, whose result is the outcome.
+
+        Return False, and never call it, if the outcome is not OutcomeUnknown.
+        """
         with self._ending:
             if not self.unknown:
                 return False
-            self._settled, self._work = True, work
+            self._work = work
         return True
 
     def abandon(self, error: BaseException) -> None:
-        """Replace the work of :meth:`settle_by` by ``error``, unless it has run."""
+        """Replace :meth:`settle_by` work that has not run by ``error``."""
         with self._working:
             if self._work is not None:
                 self._work, self._error = None, error
 
     @property
     def unknown(self) -> bool:
-        """True if it ended with OutcomeUnknown and is not settled."""
-        return self._ended.is_set and not self._settled and isinstance(self._error, errors.OutcomeUnknown)
+        """True if the outcome is OutcomeUnknown, and was not replaced yet."""
+        return self._ended.is_set and self._work is None and isinstance(self._error, errors.OutcomeUnknown)
 
     @property
     def uncollected(self) -> bool:
-        """True if it did succeed, and no wait has fetched its results."""
+        """True while :meth:`settle_by` work waits for a thread to run it."""
         return self._work is not None
 
     def untold_error(self) -> BaseException | None:
-        """Return the failure if no caller has been told of it, else None."""
+        """Return the error if no caller has received it, else None."""
         return None if self._told or not self.done() else self._error
 
 
 class Failures:
-    """Failures of the channel ``name``, for callers that do not wait."""
+    """Failed operations whose callers have not waited: raised at a later call."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -359,14 +377,14 @@ class Failures:
         return len(self._known)
 
     def note(self, failed: Promise[Any]) -> None:
-        """Session thread: remember a failure until a caller has been told of it."""
+        """Session thread: remember a failure until a caller has received it."""
         known = (known for known in self._known if known.untold_error() is not None)
         self._known = (*known, failed)
 
     def take_unreported(self) -> BaseException | None:
-        """Any thread: return the oldest untold failure, to raise it; log the others.
+        """Any thread: return the oldest error that no caller has received, or None.
 
-        All count as told then.
+        Logs the other ones; all count as reported then.
         """
         found = None
         for promise in self._known:
@@ -393,7 +411,7 @@ def copy_error(error: BaseException) -> BaseException:
 
 
 def _in_task_of(trio: Any) -> bool:
-    """Like ``trio.lowlevel.in_trio_task``, which trio before 0.29 lacks."""
+    """Return True in a trio task (``in_trio_task``, which trio before 0.29 lacks)."""
     try:
         trio.lowlevel.current_task()
     except RuntimeError:
@@ -402,7 +420,7 @@ def _in_task_of(trio: Any) -> bool:
 
 
 def _event_of_this_library() -> tuple[Any, Callable[[], None]]:
-    """Make an event of the running async library, and a thread-safe setter."""
+    """Return (event, function that sets it from any thread) for asyncio or trio."""
     trio = sys.modules.get("trio")
     if trio is not None and _in_task_of(trio):
         token = trio.lowlevel.current_trio_token()

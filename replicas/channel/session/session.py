@@ -4,27 +4,21 @@ Theory of operation
 ===================
 
 All of this runs on the session thread. :meth:`Session.send` appends to an outbox; the
-writer sends the messages above its cursor, and the coordinator's acks remove them. A
-reconnect names ``resume_term`` and the last message received here. If the Welcome has
-the same term, the cursor returns to the first unacknowledged message, so that each is
-handled exactly once. A Welcome of another term comes from a new coordinator: the outbox
-is discarded, numbers start at 1 again, and the handler (``resumed=False``) announces
-the work that is still open.
+coordinator's acks remove messages. After a reconnect to the same term the others are
+sent again; after one to a new coordinator (another term) the outbox is discarded, and
+the handler (``resumed=False``) announces the work that is still open.
 
 A heartbeat goes out every ``heartbeat_interval_s``, and the coordinator acks each; of a
 message that arrives slowly it acks the bytes. A connection on which no *byte* arrived
 for the time of three acks is replaced: a slow link is not a dead one. A connection is
 never judged right after this process itself was suspended: data that arrived meanwhile
-is read first. That data may be out of date, so the handler's ``paused`` is called
-before it.
+is read first. That data may be out of date, so the handler's ``paused`` comes before.
 
 The session reconnects as long as the channel is open; operations end by their own
-deadlines. A try has failed if nothing answered, or if the connection ended before any
-new message went either way. Each failed try in a row brings a longer, jittered pause
-and a longer timeout, so a message that the coordinator rejects is not sent again at
-full speed. A malformed frame, perhaps corrupted on the way, ends only the connection.
-Three things end a session for good, by the handler's ``session_over``: the message
-``Refused``, a refused token, and :data:`MALFORMED_MAX` malformed frames in a row.
+deadlines. Each failed try in a row brings a longer, jittered pause and a longer
+timeout. Three things end a session for good, by the handler's ``session_over``: the
+message ``Refused``, a refused token, and :data:`MALFORMED_MAX` malformed frames in a
+row. Before that a malformed frame ends only its connection.
 """
 
 from __future__ import annotations
@@ -46,7 +40,7 @@ from replicas.channel.session.outbox import Outbox
 from replicas.common.backoff import Backoff
 from replicas.common.logs import Log
 from replicas.common.patience import PauseClock
-from replicas.common.tasks import cancelled, is_set_within, telling
+from replicas.common.tasks import cancelled, is_set_within, say_if_slow
 from replicas.messages.bounds import clean, most_nbytes, text_of
 from replicas.status import WAIT_S
 
@@ -82,19 +76,25 @@ _fruitless = wait_random_exponential(multiplier=0.05, max=FRUITLESS_PAUSE_S)
 class SessionHandler(Protocol):
     """Callbacks of a session to its channel. On the session thread; must not block."""
 
-    def update_hello(self, hello: wire.Hello) -> wire.Hello: ...  # add the member's current state
+    def update_hello(self, hello: wire.Hello) -> wire.Hello:  # add the member's current state
+        """Return ``hello`` with the member's current state."""
 
-    def before_heartbeat(self) -> None: ...
+    def before_heartbeat(self) -> None:
+        """Send what is due; the messages go out before the heartbeat."""
 
-    def welcomed(self, welcome: wire.Welcome, resumed: bool) -> None: ...
+    def welcomed(self, welcome: wire.Welcome, resumed: bool) -> None:
+        """Handle a Welcome; unless ``resumed``, announce all open work."""
 
-    def handle(self, message: wire.FromCoordinator) -> None: ...
+    def handle(self, message: wire.FromCoordinator) -> None:
+        """Handle one message of the coordinator; each comes once, in order."""
 
     def paused(self) -> None: ...  # this process was suspended: the next messages may be out of date
 
-    def disconnected(self, reason: str) -> None: ...
+    def disconnected(self, reason: str) -> None:
+        """Note the loss of a connection; the session reconnects on its own."""
 
-    def session_over(self, error: errors.ReplicasError) -> None: ...
+    def session_over(self, error: errors.ReplicasError) -> None:
+        """End the channel's work with ``error``: the session ended for good."""
 
 
 class _Over(Exception):
@@ -110,7 +110,7 @@ class _Fruitless(Exception):
 
 
 class Session:
-    """See the module's header.
+    """A member's session, which connects again after each loss until its end.
 
     :param token: the join token, or a function that reads it for each connection, as it
         may have been replaced.
@@ -152,9 +152,9 @@ class Session:
     # ------------------------------------------- for the channel, on the session thread
 
     async def open(self, timeout_s: float) -> None:
-        """Connect, call the handler's ``welcomed``, and start the session's task."""
+        """Connect and shake hands; start the task that keeps the session alive."""
         try:
-            with telling(self._tell_wait, f"up to {timeout_s:g} s"):
+            with say_if_slow(self._tell_wait, f"up to {timeout_s:g} s"):
                 async with asyncio.timeout(timeout_s):
                     connection = await self._retrying(self._connect_once)
         except _Over as over:
@@ -188,16 +188,16 @@ class Session:
             self._closing = True
             return
         if self.connected:
+            self._flushed.clear()
             self.send(wire.Bye(reason))  # before _closing, after which nothing is sent
         self._closing = True
         if self.connected:
-            self._flushed.clear()
-            self._wake.set()
             await is_set_within(self._flushed, timeout_s)
         self._task.cancel()
         await asyncio.wait([self._task], timeout=timeout_s + CLOSE_TIMEOUT_S)
 
     async def _run(self, first: FrameConnection) -> None:
+        """Serve the connection ``first``, then new ones, until the session's end."""
         there = [first]  # open() has made the first connection, later tries make their own
 
         async def use() -> None:
@@ -215,7 +215,7 @@ class Session:
             self._end(errors.InternalError(f"{type(error).__name__}: {text_of(error)}", channel=self._hello.channel))
 
     async def _use(self, connection: FrameConnection) -> None:
-        """Serve the connection to its end; raise _Fruitless without a new message."""
+        """Serve a connection to its end; raise _Fruitless if it brought nothing."""
         began = time.monotonic()
         ended: BaseException | None = None
         try:
@@ -233,6 +233,7 @@ class Session:
             raise _Fruitless(_text(ended) if ended is not None else "it was closed") from ended
 
     def _tell_wait(self, end: str) -> None:
+        """Log a wait for a coordinator, unless connected; ``end`` says how long."""
         if not (self.connected or self._closing):
             why = self._last_error or "no answer yet"
             logger.warning("%s: waiting for a coordinator at %s, %s: %s", self._hello.channel, self.endpoint, end, why)
@@ -241,26 +242,30 @@ class Session:
         """Call ``function`` until it succeeds; the caller limits the time."""
         self._in_vain = 0
         found: _T = await AsyncRetrying(
-            stop=stop_never,
-            wait=_pause,
-            retry=retry_if_exception_type((*_TRANSIENT, _Fruitless)),
-            before_sleep=self._note_error,
-            reraise=True,
+            stop=stop_never, wait=self._pause_s, retry=retry_if_exception_type((*_TRANSIENT, _Fruitless)), reraise=True
         )(function)
         return found
 
     def _end(self, error: errors.ReplicasError) -> None:
+        """Stop the session for good, and tell the handler the error."""
         self._closing = True
         self._flushed.set()
         self._handler.session_over(error)
 
-    def _note_error(self, state: RetryCallState) -> None:
+    def _pause_s(self, state: RetryCallState) -> float:
+        """Keep the last error, count fruitless tries; return the pause in seconds.
+
+        tenacity's callback after a failed try. A fruitless one brings a longer pause.
+        """
         error = state.outcome.exception() if state.outcome is not None else None
-        self._in_vain += isinstance(error, _Fruitless)
+        fruitless = isinstance(error, _Fruitless)
+        self._in_vain += fruitless
         if error is not None:
             self._last_error = _text(error)
+        return float((_fruitless if fruitless else _unreached)(state))
 
     async def _connect_once(self) -> FrameConnection:
+        """Return a connection after the handshake; raise _Over if retries are vain."""
         async with asyncio.timeout(REACH_S) as limit:
 
             def reached() -> None:
@@ -287,6 +292,7 @@ class Session:
             return connection
 
     async def _shake_hands(self, connection: FrameConnection) -> None:
+        """Send Hello; take over the Welcome, and call the handler's ``welcomed``."""
         known = self._handler.update_hello(self._hello)
         hello = msgspec.structs.replace(known, resume_term=self.term, received=self._received)
         await connection.send(wire.encode(wire.MemberFrame(0, self._received, hello)))
@@ -308,6 +314,7 @@ class Session:
         self._wake.set()
 
     async def _serve(self, connection: FrameConnection) -> None:
+        """Read, write and listen until one of the three fails; raise that error."""
         self._reset_silence(time.monotonic())
         work = (self._read, self._write, self._listen)
         tasks = [asyncio.create_task(part(connection), name=f"session {part.__name__}") for part in work]
@@ -321,6 +328,7 @@ class Session:
                     raise result
 
     async def _read(self, connection: FrameConnection) -> None:
+        """Pass each new message to the handler; raise at the connection's end."""
         while True:
             frame = self._decode(await connection.recv())
             self._outbox.drop_acked(frame.ack)
@@ -340,6 +348,7 @@ class Session:
             self._handler.handle(frame.body)
 
     async def _write(self, connection: FrameConnection) -> None:
+        """Send queued messages as they come, and heartbeats; raise at the end."""
         beat = time.monotonic()
         while True:
             self._wake.clear()
@@ -376,12 +385,14 @@ class Session:
         self._heard, self._clock.due = now, now + self.heartbeat_interval_s / 2
 
     def _note_pause(self) -> None:
+        """After a suspension of this process, reset silence and tell the handler."""
         now = time.monotonic()
-        if self._clock.pause_at(now):
+        if self._clock.measure_pause(now):
             self._reset_silence(now)  # first read what arrived meanwhile
             self._handler.paused()
 
     def _decode(self, data: str | bytes) -> wire.ServerFrame:
+        """Decode a frame; if malformed, raise WebSocketException, or at last _Over."""
         try:
             frame = wire.decode_server_frame(data if isinstance(data, bytes) else data.encode())
         except msgspec.DecodeError as error:
@@ -397,18 +408,12 @@ class Session:
 
 
 async def _hang_up(connection: FrameConnection, fds: set[int]) -> None:
+    """Close the connection, and forget its descriptor in ``fds``."""
     try:
         await connection.close()
     finally:
         fds.discard(connection.fd)
         connection.abort()
-
-
-def _pause(state: RetryCallState) -> float:
-    """Return the seconds until the next try, more after a fruitless connection."""
-    error = state.outcome.exception() if state.outcome is not None else None
-    wait = _fruitless if isinstance(error, _Fruitless) else _unreached
-    return float(wait(state))
 
 
 def _refusal(error: InvalidStatus, endpoint: str) -> errors.UsageError | None:

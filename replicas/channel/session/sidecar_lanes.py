@@ -18,10 +18,22 @@ from typing import Any
 from replicas import errors
 from replicas.channel.session.hub import Hub, Part, as_wire_error
 from replicas.common.logs import Log
-from replicas.common.tasks import kept
-from replicas.messages import Backend, LaneDrop, LaneFailed, LaneForm, LaneFormed, LaneMoved
+from replicas.common.tasks import keep_until_done
+from replicas.messages import (
+    Backend,
+    LaneDrop,
+    LaneFailed,
+    LaneForm,
+    LaneFormed,
+    LaneMoved,
+    OperationGo,
+    OperationKind,
+    ReduceOp,
+)
+from replicas.messages.identity import Member
 from replicas.sidecar.rank_side.sidecar_handle import Sidecar, SidecarDied, SidecarFailed
-from replicas.sidecar.wire import GroupSpec, Moved
+from replicas.sidecar.wire import CollectiveSpec, GroupSpec, Moved
+from replicas.weights.memory.buffers import Buffer
 
 logger = Log("replicas.channel")
 
@@ -36,10 +48,14 @@ PREFORK_DELAY_S = 0.2
 
 @dataclass(eq=False, repr=False)
 class SidecarLane:
-    """One process group as this member sees it."""
+    """One lane: a process group over several members, with a sidecar process here.
 
+    :ivar turn: lock that gives one operation at a time the sidecar, in order.
+    :ivar told_at: time of the last LaneMoved, by ``time.monotonic()``.
+    """
+
+    hub: Hub
     name: str
-    rank: int
     backend: Backend
     sidecar: Sidecar | None = None
     ended: bool = False
@@ -47,17 +63,42 @@ class SidecarLane:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # one operation at a time, in the order of their Go
 
     def end(self) -> None:
+        """Mark the lane as ended, and kill its sidecar."""
         self.ended = True
         if self.sidecar is not None:
             self.sidecar.kill()
 
     async def gone(self) -> bool:
-        """End the lane; return True once its sidecar is dead, False if unconfirmed."""
+        """Kill the sidecar; return True once it is dead, False if not within 5 s."""
         self.end()
         return self.sidecar is None or await self.sidecar.wait_dead(DEATH_TIMEOUT_S)
 
+    async def run(
+        self, go: OperationGo, kind: OperationKind, reduce_op: ReduceOp, inputs: Buffer | None, outputs: Buffer | None
+    ) -> None:
+        """Have the sidecar run the operation of ``go``, in :attr:`turn`.
+
+        :raises replicas.errors.Gone: the lane has ended.
+        """
+        if self.ended or self.sidecar is None:
+            raise _gone(self.hub, self.name)
+        spec = CollectiveSpec(
+            operation=go.operation,
+            kind=kind,
+            reduce_op=reduce_op,
+            lane_ranks=go.lane_ranks,
+            segments=go.segments,
+            me=index_in(go, self.hub.member),
+            root=go.root,
+            timeout_s=max(0.001, go.deadline_s),  # the deadline may have passed
+            places=go.places,
+        )
+        await self.sidecar.collective(spec, inputs, outputs)
+
 
 class SidecarLanes(Part):
+    """The lanes of this member, formed and dropped as the coordinator asks."""
+
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self._lanes: dict[str, SidecarLane] = {}
@@ -65,27 +106,33 @@ class SidecarLanes(Part):
         self._preparing: asyncio.Task[None] | None = None
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
+        """Return the handlers of this part by message type."""
         return {LaneForm: self._form_asked, LaneDrop: self._drop}
 
     def get(self, name: str) -> SidecarLane:
-        """Return the lane ``name``; raise Gone if it is not formed or has ended."""
+        """Return the lane ``name``, ready for use.
+
+        :raises replicas.errors.Gone: it is not formed, or has ended.
+        """
         lane = self._lanes.get(name)
         if lane is None or lane.ended or lane.sidecar is None:
-            raise self._hub.error(errors.Gone, f"lane {name} is gone", phase="form", hint="")
+            raise _gone(self._hub, name)
         return lane
 
     def prepare(self) -> None:
-        """Connect to the forkserver (or start our own) ahead of use."""
+        """Start a task that connects to a forkserver and forks a spare sidecar."""
         if self._hub.over is None and (self._preparing is None or self._preparing.done()):
             self._preparing = self._hub.spawn(self._prepare(), "forkserver")
 
     async def _prepare(self) -> None:
+        """Connect to the forkserver and have it fork a spare; only log a failure."""
         try:
             (await self._hub.loop.forkserver(self._hub.forkserver_name)).prefork()
         except (OSError, RuntimeError, errors.ReplicasError) as error:
             logger.warning("%s: cannot prepare a sidecar yet: %s", self._hub.name, error)
 
     def new_term(self) -> None:
+        """Kill the sidecars of all lanes: a new coordinator knows none of them."""
         for name in list(self._lanes):
             self._drop(LaneDrop(name))
 
@@ -95,11 +142,12 @@ class SidecarLanes(Part):
             await asyncio.wait(self._ending, timeout=DEATH_TIMEOUT_S)
 
     def _form_asked(self, message: LaneForm) -> None:
-        self._lanes[message.lane] = lane = SidecarLane(message.lane, message.rank, message.backend)
+        """Start a task that forms the lane that the coordinator asks for."""
+        self._lanes[message.lane] = lane = SidecarLane(self._hub, message.lane, message.backend)
         self._hub.spawn(self._form(lane, message), f"lane {lane.name}")
 
     async def _form(self, lane: SidecarLane, message: LaneForm) -> None:
-        started = time.monotonic()
+        """Fork a sidecar, build the process group; send LaneFormed or LaneFailed."""
         try:
             async with asyncio.timeout(message.deadline_s):
                 lane.sidecar = await self._fork()
@@ -120,7 +168,6 @@ class SidecarLanes(Part):
                     timeout_s=message.deadline_s,
                     names=message.names,
                     addresses=message.addresses,
-                    probe=message.probe,
                     secret=message.secret,
                     device=self._hub.gpu if message.backend == "nccl" else self._hub.device,
                 )
@@ -129,7 +176,7 @@ class SidecarLanes(Part):
             self.failed(lane, error, phase="form")
             return
         if not lane.ended:
-            self._hub.send(LaneFormed(lane.name, time.monotonic() - started))
+            self._hub.send(LaneFormed(lane.name))
         self._hub.after(PREFORK_DELAY_S, self.prepare)
 
     async def _fork(self) -> Sidecar:
@@ -139,37 +186,57 @@ class SidecarLanes(Part):
         try:
             return await forkserver.fork()
         except SidecarDied as error:
-            if forkserver.alive:
-                raise
             logger.warning("%s: using a new forkserver; the last one died (%s)", self._hub.name, error)
         return await (await loop.forkserver(name)).fork()
 
     def failed(self, lane: SidecarLane, error: BaseException, *, phase: str) -> None:
-        """Kill the lane's sidecar, and report the failure once."""
+        """Kill the lane's sidecar, and send LaneFailed, once.
+
+        :param phase: of the work, for the error.
+        """
         if not lane.ended:
             lane.end()
             links = error.links if isinstance(error, SidecarFailed) else ()
             self._hub.send(LaneFailed(lane.name, as_wire_error(error, channel=self._hub.name, phase=phase), links))
 
     def _exited(self, lane: SidecarLane, reason: str) -> None:
-        self.failed(lane, errors.SyncError(f"the sidecar of {self._hub.member} ended: {reason}", hint=""), phase="lane")
+        """Handle the unexpected exit of a lane's sidecar: report a failed lane."""
+        name = self._hub.member.name
+        error = errors.SyncError(f"the sidecar of {name} ended: {reason}", members=[name], hint="")
+        self.failed(lane, error, phase="lane")
 
     def _moved(self, lane: SidecarLane, moved: Moved) -> None:
+        """Report the bytes that the sidecar has moved, at most every 0.8 s.
+
+        Reports immediately if no byte has moved for a second.
+        """
         now = time.monotonic()
         if not lane.ended and (moved.still_s >= STILL_S or now - lane.told_at >= MOVED_INTERVAL_S):
             lane.told_at = now
-            self._hub.send(LaneMoved(lane.name, moved.sent, moved.received, moved.still_s, moved.rtt_s, moved.held_up))
+            self._hub.send(LaneMoved(lane.name, moved.still_s, moved.rtt_s, moved.held_up))
 
     def _drop(self, message: LaneDrop) -> None:
+        """Kill the sidecar of a lane; a task waits for its death."""
         lane = self._lanes.pop(message.lane, None)
         if lane is None:
             return
         lane.end()
-        kept(self._hub.spawn(self._confirm_death(lane), f"lane {lane.name} ends"), self._ending)
+        keep_until_done(self._hub.spawn(self._confirm_death(lane), f"lane {lane.name} ends"), self._ending)
 
     async def _confirm_death(self, lane: SidecarLane) -> None:
+        """Wait up to 5 s for the sidecar's death; log a warning without it."""
         gone = await lane.gone()
         if lane.sidecar is not None:
             self._hub.loop.inherited.discard(lane.sidecar)
         if not gone:
             logger.warning("%s: keeping the memory of lane %s: its sidecar did not die", self._hub.name, lane.name)
+
+
+def index_in(go: OperationGo, member: Member) -> int:
+    """Return the index of ``member`` among the participants of an operation."""
+    return [one.name for one in go.participants].index(member.name)
+
+
+def _gone(hub: Hub, name: str) -> errors.ReplicasError:
+    """Return the error of a lane that is not formed, or has ended."""
+    return hub.error(errors.Gone, f"lane {name} is gone", phase="form", hint="")

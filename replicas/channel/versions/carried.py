@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from replicas import errors
@@ -15,7 +15,6 @@ from replicas.channel.session.hub import Hub
 from replicas.channel.session.sidecar_lanes import SidecarLane
 from replicas.channel.versions.on_device import take_out
 from replicas.messages import HolderAddress, TransferOffer
-from replicas.sidecar.rank_side.sidecar_handle import Sidecar
 from replicas.weights.memory.arena import Arena, Slot
 from replicas.weights.memory.buffers import Buffer
 
@@ -28,36 +27,26 @@ class Carried:
     Its number at the carrier depends on the member: those of one process share a
     carrier.
 
-    :param member: name of this member.
     :param part: number of the part, or -1 for the whole version.
     :param memory: ends with the part's ``nbytes`` bytes.
     :param base: ends with as many bytes of a version that the peer may have, too.
-    :param scratch: True if the memory is closed at the end, False for a slot's.
-    :param encrypt: serve and pull only over TLS.
-    :ivar on_received: called with the number of bytes received so far.
+    :ivar scratch: True if the memory is closed at the end, False for a slot's.
     """
 
+    scratch = False
+
     def __init__(
-        self,
-        carrier: Carrier,
-        member: str,
-        secret: bytes,
-        part: int,
-        memory: Buffer,
-        nbytes: int,
-        *,
-        base: Buffer | None = None,
-        scratch: bool = False,
-        encrypt: bool = False,
+        self, hub: Hub, carrier: Carrier, secret: bytes, part: int, memory: Buffer, nbytes: int, base: Buffer | None
     ) -> None:
-        self.part, self.memory, self.scratch = part, memory, scratch
+        self.part, self.memory = part, memory
         self._base = None if base is None else (base, (base.nbytes - nbytes, nbytes))
-        self._carrier, self._secret, self._encrypt = carrier, secret, encrypt
-        self._number = self._number_at(member)
-        self._place = (memory.nbytes - nbytes, nbytes)
-        self.on_received: Callable[[int], object] = lambda nbytes: None
+        self._carrier, self._secret = carrier, secret
+        self._address, self._encrypt = hub.address, hub.settings.encrypt
+        self._number = self._number_at(hub.member.name)
+        self._lent = self._number, secret, memory, (memory.nbytes - nbytes, nbytes)
 
     def _number_at(self, member: str) -> int:
+        """Return the part's number at the carrier of ``member``."""
         text = f"{self.part} {member}".encode()
         digest = hashlib.blake2b(text, key=self._secret, digest_size=8, person=b"transfer").digest()
         return int.from_bytes(digest, "little")
@@ -67,61 +56,46 @@ class Carried:
 
         :param regions: offsets and sizes of elements in the memory.
         """
-        self._carrier.serve(
-            self._number,
-            self._secret,
-            self.memory,
-            self._place,
-            filled,
-            self._base,
-            regions,
-            encrypt=self._encrypt,
-        )
+        self._carrier.serve(*self._lent, filled, self._base, regions, encrypt=self._encrypt)
 
     async def drop_base(self) -> bool:
         """Have the carrier unmap the base; return False if it may still use it."""
-        try:
-            await self._carrier.drop_base(self._number)
-        except CarrierDied:
-            return await self._carrier.wait_dead(DEATH_TIMEOUT_S)
-        return True
+        return await self._is_unmapped(self._carrier.drop_base(self._number))
 
     def filled(self, nbytes: int) -> None:
+        """Tell the carrier that the first ``nbytes`` of the part can be served."""
         self._carrier.filled(self._number, nbytes)
 
-    async def pull(self, holders: Sequence[HolderAddress], timeout_s: float, source: str, digest: str) -> Pulled:
+    async def pull(
+        self, holders: Sequence[HolderAddress], timeout_s: float, digest: str, on_received: Callable[[int], object]
+    ) -> Pulled:
         """Pull the part into the memory, and verify ``digest``, unless empty.
 
+        :param on_received: called with the number of bytes received so far.
         :raises replicas.carry.rank_side.PullFailed: no holder is left.
         :raises CarrierDied: the carrier died.
         """
-        self._carrier.receivers[self._number] = self.on_received
+        numbers = tuple(self._number_at(holder.name) for holder in holders)
+        how = timeout_s, self._address, digest, self._base
+        self._carrier.receivers[self._number] = on_received
         try:
-            return await self._carrier.pull(
-                self._number,
-                self._secret,
-                self.memory,
-                self._place,
-                holders,
-                timeout_s,
-                source,
-                digest,
-                self._base,
-                encrypt=self._encrypt,
-                numbers=tuple(self._number_at(holder.name) for holder in holders),
-            )
+            return await self._carrier.pull(*self._lent, holders, *how, encrypt=self._encrypt, numbers=numbers)
         finally:
             self._carrier.receivers.pop(self._number, None)
 
     async def end(self) -> bool:
         """Have the carrier unmap the memory; return False if it may still use it."""
-        try:
-            await self._carrier.withdraw(self._number, "the transfer is over")
-        except CarrierDied:
-            if not await self._carrier.wait_dead(DEATH_TIMEOUT_S):
-                return False
-        if self.scratch:
+        ended = await self._is_unmapped(self._carrier.withdraw(self._number, "the transfer is over"))
+        if ended and self.scratch:
             self.memory.close()
+        return ended
+
+    async def _is_unmapped(self, request: Awaitable[object]) -> bool:
+        """Return True once the carrier has done the request, or is dead."""
+        try:
+            await request
+        except CarrierDied:
+            return await self._carrier.wait_dead(DEATH_TIMEOUT_S)
         return True
 
 
@@ -136,11 +110,9 @@ class Transfer:
     slot: Slot | None = None
     pinned: bool = False
     lane: SidecarLane | None = None
-    streams_to: Sidecar | None = None
     carried: list[Carried] = field(default_factory=list)
     base: Slot | None = None
     _copied: Buffer | None = None
-    manifest: bytes = b""
     running: bool = False
     cancelled: bool = False
 
@@ -156,12 +128,10 @@ class Transfer:
                     await hub.held_versions.changed.wait()
         return slot.state in ("held", "leaving") and not self.cancelled
 
-    def carry(
-        self, hub: Hub, carrier: Carrier, part: int, memory: Buffer, nbytes: int, base: Buffer | None, *, scratch: bool
-    ) -> Carried:
+    def carry(self, hub: Hub, carrier: Carrier, part: int, memory: Buffer, nbytes: int, base: Buffer | None) -> Carried:
         """Lend memory to the carrier until :meth:`end_carried`."""
-        name, secret, encrypt = hub.member.name, self.offer.secret, hub.settings.encrypt
-        carried = Carried(carrier, name, secret, part, memory, nbytes, base=base, scratch=scratch, encrypt=encrypt)
+        carried = Carried(hub, carrier, self.offer.secret, part, memory, nbytes, base)
+        carried.scratch = bool(hub.device) or (part >= 0 and not self.sends)
         self.carried.append(carried)
         return carried
 
@@ -194,6 +164,7 @@ class Transfer:
         return self._copied
 
     def unpin_base(self, arena: Arena) -> None:
+        """Unpin the delta base, and free its copy in host memory."""
         base, self.base = self.base, None
         if base is not None:
             arena.unpin(base)

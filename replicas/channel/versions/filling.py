@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import Any, Literal
@@ -17,7 +17,7 @@ import torch
 
 from replicas import errors
 from replicas.channel.session.held_versions import Holder
-from replicas.channel.session.hub import Hub, as_wire_error
+from replicas.channel.session.hub import Hub, Part, as_wire_error
 from replicas.channel.session.pending import Promise, Receipt, SessionEnd, copy_error
 from replicas.common import own_loop
 from replicas.common.tasks import is_set_within
@@ -42,6 +42,7 @@ BEAT_S = 0.03
 class PublishJob:
     """One publish of this rank; fields change on the session thread.
 
+    :ivar asked_meta: as the caller gave it: ``meta``, or a function that makes it.
     :ivar number: among the replica's publishes; 0 until it has begun.
     :ivar version: number given by the coordinator; 0 until then.
     :ivar state: in :data:`~replicas.core.base.membership.PUBLISH_JOB`.
@@ -53,7 +54,7 @@ class PublishJob:
 
     asked_version: int | None
     deadline_s: float
-    given_meta: InitVar[Meta | Callable[[], Mapping[str, Any]]]
+    asked_meta: Meta | Callable[[], Mapping[str, Any]]
     new_manifest: bool
     channel: InitVar[str]
     session_end: InitVar[SessionEnd | None] = None
@@ -64,7 +65,6 @@ class PublishJob:
     state: PublishJobState = "walking"
     streaming: bool = False
     unsettled: bool = False
-    late_meta: Callable[[], Mapping[str, Any]] | None = None  # makes ``meta``
     copies: DeviceCopies | None = None  # on a device, under way or ended
     copier: Copier | None = None  # on the CPU
     slot: Slot | None = None
@@ -78,28 +78,23 @@ class PublishJob:
     hold_s: float = 0.0
     timer: asyncio.TimerHandle | None = None
 
-    def __post_init__(
-        self, given_meta: Meta | Callable[[], Mapping[str, Any]], channel: str, session_end: SessionEnd | None
-    ) -> None:
+    def __post_init__(self, channel: str, session_end: SessionEnd | None) -> None:
         self.began = time.monotonic()
         self.deadline = self.began + self.deadline_s
-        self.meta: Meta = {}
-        if callable(given_meta):
-            self.late_meta = given_meta
-        else:
-            self.meta = given_meta
+        self.meta: Meta = {} if callable(self.asked_meta) else self.asked_meta
         self.pending: Promise[Receipt] = Promise(f"publish on {channel}", session_end)
         self.admitted: Promise[int] = Promise(f"admission of a publish on {channel}", session_end)
 
     def step(self, event: PublishJobEvent) -> None:
+        """Change :attr:`state` by ``event``; raise an error if that is not allowed."""
         self.state = PUBLISH_JOB.next(self.state, event)
 
     def ask_meta(self, feed: Feed) -> None:
-        """Call the user's ``meta`` function, if any; its exceptions pass through."""
-        if self.late_meta is None:
+        """Store the result of the user's ``meta`` function, if any; it may raise."""
+        if not callable(self.asked_meta):
             return
         try:
-            found = self.late_meta()
+            found = self.asked_meta()
         except BaseException:
             feed.user_failed = True
             raise
@@ -107,7 +102,7 @@ class PublishJob:
 
     @property
     def announced(self) -> bool:
-        """True if the coordinator knows of this publish: the next may be announced."""
+        """True if the coordinator knows that this publish is packed, or will not be."""
         return self.streaming or self.unsettled or self.state in ("told", "failed")
 
     @property
@@ -117,18 +112,19 @@ class PublishJob:
 
     @property
     def left_s(self) -> float:
+        """Seconds until the deadline, at least 0."""
         return max(0.0, self.deadline - time.monotonic())
 
     def begin_message(self, deadline_s: float) -> PublishBegin:
-        """Return the announcement, for the first or a new coordinator."""
+        """Return the PublishBegin to send, to the first or a new coordinator."""
         version = self.version or self.asked_version
         return PublishBegin(self.number, version, deadline_s, self.meta, self.new_manifest, self.version != 0)
 
     def packed_message(self) -> Packed:
+        """Return the Packed message with digest, place and times of the slot."""
         return Packed(
             publish=self.number,
             manifest_hash=self.manifest.hash if self.manifest is not None else "",
-            nbytes=self.manifest.nbytes if self.manifest is not None else 0,
             device=self.device,
             wait_s=self.wait_s,
             pack_s=self.pack_s,
@@ -136,11 +132,11 @@ class PublishJob:
             place=self.slot.place if self.slot is not None else None,
             digest_s=self.digest_s,
             hold_s=self.hold_s,
-            meta=self.meta if self.late_meta is not None else None,
+            meta=self.meta if callable(self.asked_meta) else None,
         )
 
     def receipt(self, epoch: int, staging: Literal["host", "device"]) -> Receipt:
-        """Return a receipt of a committed version without a verdict's details."""
+        """Return a receipt for a commit whose verdict did not arrive: no members."""
         return Receipt(
             version=self.version,
             epoch=epoch,
@@ -154,26 +150,25 @@ class PublishJob:
         )
 
     def stop_timer(self) -> None:
+        """Cancel the timer, if there is one."""
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
 
 
 class CopiesUnderWay:
-    """Device copies that have not ended. Without a lock: interrupts could keep it."""
+    """GPU copies that have not ended. Without a lock: interrupts could keep it."""
 
     def __init__(self) -> None:
         self._copies: dict[int, DeviceCopies] = {}
 
     def add(self, copies: DeviceCopies) -> None:
+        """On the publishing thread: add copies, until they have ended."""
         self._copies[id(copies)] = copies
-
-    def watch(self, copies: DeviceCopies) -> None:
-        """Session thread: forget the copies when they have ended."""
         copies.ended.add(lambda: self._copies.pop(id(copies), None))
 
     def fence(self, stream: object = None) -> None:
-        """Make ``stream`` (default: this thread's current one) wait for all copies."""
+        """Make ``stream`` (None: this thread's current one) wait for all copies."""
         copies = list(self._copies.values())
         gpu = accelerator() if copies else None
         if gpu is not None:
@@ -188,10 +183,10 @@ class CopiesUnderWay:
 
 
 class Filling:
-    """Fills slots, on the publishing thread, one at a time.
+    """Fills the slots of publishes, on the publishing thread, one at a time.
 
-    For a slot that may be sent while it is filled, ``streaming`` is called first, then
-    ``grown`` with the number of bytes filled so far, on the session thread.
+    :param streaming: called on the session thread before a slot is filled that may be
+        sent meanwhile; ``grown`` then gets the number of bytes filled so far.
     """
 
     def __init__(
@@ -208,9 +203,10 @@ class Filling:
         self._packer = Packer()
 
     def fill(self, job: PublishJob, feed: Feed) -> tuple[PartManifest, Packing]:
-        """Copy the weights into a slot, or take the slot that the trainer has written.
+        """Copy the weights into a free slot; or take a slot that is written already.
 
-        After a failure the slot still belongs to the job.
+        :returns: the manifest, and the copy, which may still run on a GPU. After an
+            exception the slot still belongs to the job.
         """
         begun = partial(self._begun, job)
         if isinstance(feed.weights, WritableSlot):
@@ -226,11 +222,11 @@ class Filling:
         check_size(manifest)
         if feed.device != "cpu" and not self._hub.device:
             self._hub.arena.pool.pinning = True  # preallocated memory is then for copies from a GPU
-        slot = _wait_for_slot(self._hub, partial(self._find, job, partial(self._free_slot, job, manifest)))
+        slot = self._hub.loop.run(partial(self._find_slot, job, manifest), None)
         if staged is not None:
             return manifest, staged.write(slot.data, CopyOptions(slot.buffer, begun=begun))
         progress = None
-        at_once = feed.mode == "image" and job.late_meta is None  # receivers get the meta first
+        at_once = feed.mode == "image" and not callable(job.asked_meta)  # receivers get the meta first
         if self._hub.several_hosts and at_once and self._packer.copies_at_once(feed, manifest):
             self._hub.call(self._streaming, job, manifest, self.device(feed))
             progress = partial(self._hub.call, self._grown, job)
@@ -241,42 +237,48 @@ class Filling:
         return device_of(self._hub.device).kind if self._hub.device else feed.device
 
     def _begun(self, job: PublishJob, copies: DeviceCopies | Copier) -> None:
+        """Record an object that copies, in the job; a GPU's also for :meth:`fence`."""
         if isinstance(copies, Copier):
             job.copier = copies
         else:
             job.copies = copies
             self.copies.add(copies)
-            self._hub.call(self.copies.watch, copies)
 
     def _take_written(
         self, job: PublishJob, feed: Feed, written: WritableSlot, begun: Callable[[DeviceCopies | Copier], None]
     ) -> tuple[PartManifest, Packing]:
-        """Take a slot that the trainer has filled in place, without a copy."""
+        """Take a slot of ``arena_like`` without a copy; return it with its digest."""
         if feed.dtype is not None:
             text = "publish: this slot has its dtypes already"
             raise self._hub.error(errors.UsageError, text, hint="pass dtype to arena_like")
         check_size(written.manifest)
         written.check_open()
         feed.take_known()
-        _wait_for_slot(self._hub, partial(self._find, job, partial(self._adopt_written_slot, job, written)))
-        written.taken()
+        self._hub.loop.run(partial(self._find_slot, job, written.manifest, written), None)
+        written.mark_taken()
         return written.manifest, written.digest(begun)
 
     # ------------------------------------------------------------ session thread
 
-    async def _find(self, job: PublishJob, find: Callable[[], Coroutine[Any, Any, Slot]]) -> Slot:
+    async def _find_slot(self, job: PublishJob, manifest: PartManifest, written: WritableSlot | None = None) -> Slot:
+        """Wait for the admission and, until the job's deadline, for a slot; return it.
+
+        :param written: take its slot.
+        """
         await job.admitted
         started = time.monotonic()
-        job.slot = slot = await find()
+        if written is not None:
+            slot = self._adopt_written_slot(job, written)
+        else:
+            text = f"no free slot for version {job.version} within {job.deadline - started:.3g} s"
+            check = partial(self._check, job)
+            slot = await free_slot(self._hub, job.version, manifest, until=job.deadline, check=check, text=text)
+        job.slot = slot
         job.wait_s = time.monotonic() - started
         return slot
 
-    async def _free_slot(self, job: PublishJob, manifest: PartManifest) -> Slot:
-        text = f"no free slot for version {job.version} within {job.deadline - time.monotonic():.3g} s"
-        check = partial(self._check, job)
-        return await free_slot(self._hub, job.version, manifest, until=job.deadline, check=check, text=text)
-
-    async def _adopt_written_slot(self, job: PublishJob, written: WritableSlot) -> Slot:
+    def _adopt_written_slot(self, job: PublishJob, written: WritableSlot) -> Slot:
+        """End the loan of a written slot, and give the slot the job's version."""
         self._check(job)
         if not (isinstance(written.holder, Holder) and self._hub.loans.keep(written.holder)):
             text = "publish: this slot belongs to another channel, or to an earlier session of this channel"
@@ -285,47 +287,25 @@ class Filling:
         return written.slot
 
     def _check(self, job: PublishJob) -> None:
-        """Raise unless the publish still needs a slot."""
+        """Raise an error if the publish has ended or failed: it needs no slot."""
         if job.pending.done():
             job.pending.wait()
         if job.state != "walking":
             raise self._hub.error(errors.Gone, "the publish was interrupted", hint="")
 
 
-def _wait_for_slot(hub: Hub, find: Callable[[], Coroutine[Any, Any, Slot]]) -> Slot:
-    """Have the session thread find a slot, and wait for it.
-
-    ``find`` gives the slot an owner before it returns, so an interrupt loses no slot.
-    """
-    room: Promise[Slot] = hub.pending("a slot")
-
-    async def look() -> None:
-        try:
-            room.resolve(await find())
-        except (OSError, RuntimeError, MemoryError, errors.ReplicasError) as error:
-            room.fail(error)
-
-    hub.call(lambda: hub.spawn(look(), "slot"))
-    return room.wait_for_session()
-
-
 async def free_slot(
-    hub: Hub,
-    version: int,
-    manifest: Manifest | PartManifest,
-    *,
-    until: float,
-    check: Callable[[], object],
-    text: str,
-    phase: str = "wait",
-    alone: bool = True,
+    hub: Hub, version: int, manifest: Manifest | PartManifest, *, until: float, check: Callable[[], object], text: str
 ) -> Slot:
     """Session thread (no interrupts): wait for a slot to fill with ``version``.
 
+    :param manifest: of a publish, whose rank alone fills the slot, or of a version to
+        receive.
     :param check: called before and after each try; raises if no slot is wanted.
     :raises replicas.errors.Busy: none became free ``until`` (monotonic clock); the
         message is ``text`` and the users of the slots.
     """
+    alone = isinstance(manifest, PartManifest)
     nbytes = manifest.nbytes if isinstance(manifest, PartManifest) else manifest.image_nbytes
     while True:
         changed = hub.held_versions.changed
@@ -344,45 +324,47 @@ async def free_slot(
             raise
         if slot is not None:
             return slot
-        hub.slot_wanted()
+        hub.tell(Part.slot_wanted)
         left = until - time.monotonic()
         if left <= 0:
             raise hub.error(
                 errors.Busy,
                 f"{text}: {hub.arena.in_use()}",
                 version=version or None,
-                phase=phase,
+                phase="wait" if alone else "",
                 members=[hub.member.name],
             )
         await is_set_within(changed, min(left, BEAT_S))
 
 
 def arena_like(hub: Hub, weights: object, dtype: torch.dtype | None, mode: Mode, deadline_s: float) -> WritableSlot:
-    """Caller's thread: see :meth:`replicas.Channel.arena_like`."""
+    """Caller's thread: wait for a slot, and lend it as writable tensors by name."""
     if mode == "image" and not hub.leader:
         text = "arena_like: only the leader of this source sends weights"
         raise hub.error(errors.UsageError, text, hint='call it on rank 0 alone, or set ranks = "all" for the source')
     manifest = _planned(hub, "arena_like", weights, dtype, mode)
     holder = Holder()
-    refusal = _refusal_to_wait()
-    until = time.monotonic() + (deadline_s if refusal is None else 0.0)
+    until = time.monotonic() + (0.0 if own_loop.has_coordinator() else deadline_s)
     try:
-        slot = _wait_for_slot(hub, partial(_lend_slot, hub, weakref.ref(holder), manifest, until))
+        slot = hub.loop.run(partial(_lend_slot, hub, weakref.ref(holder), manifest, until), None)
     except errors.Busy:
-        if refusal is not None:
-            raise refusal from None
+        own_loop.must_not_block("waiting for a free slot")  # the reason why it has not waited
         raise
     return WritableSlot(slot, manifest, partial(hub.call, hub.loans.give_back, holder), holder)
 
 
 def reserve(hub: Hub, weights: object, dtype: torch.dtype | None, mode: Mode, slots: int) -> None:
-    """Caller's thread: see :meth:`replicas.Channel.reserve`."""
+    """Caller's thread: start to allocate the memory of ``slots`` slots; do not wait."""
     manifest = _planned(hub, "reserve", weights, dtype, mode)
     if mode == "parts" or hub.leader:
         hub.arena.prepare(manifest.nbytes, slots)
 
 
 def _planned(hub: Hub, what: str, weights: object, dtype: torch.dtype | None, mode: Mode) -> PartManifest:
+    """Return the manifest of ``weights``, without reading their values.
+
+    :raises replicas.errors.UsageError: the weights do not list their tensors.
+    """
     check_modes(what)
     manifest = Feed(weights, dtype=dtype, mode=mode).plan()
     if manifest is None:
@@ -391,20 +373,11 @@ def _planned(hub: Hub, what: str, weights: object, dtype: torch.dtype | None, mo
     return manifest
 
 
-def _refusal_to_wait() -> errors.ReplicasError | None:
-    """Return the error if no slot is free and this thread must not block, else None.
-
-    Its traceback must not refer to the caller's frame, which refers to the holder.
-    """
-    try:
-        own_loop.must_not_block("waiting for a free slot")
-    except errors.UsageError as error:
-        return error
-    return None
-
-
 async def _lend_slot(hub: Hub, wanted: weakref.ref[Holder], manifest: PartManifest, until: float) -> Slot:
-    """Session thread: wait for a slot and lend it to the caller, if it still waits."""
+    """Session thread: wait for a slot, and lend it to the holder ``wanted``.
+
+    :param until: deadline by ``time.monotonic()``. :raises Gone: the holder is dead.
+    """
 
     def check() -> None:
         if hub.over is not None:

@@ -13,6 +13,7 @@ from typing import Any
 from replicas import errors
 from replicas import messages as wire
 from replicas.channel.session.hub import Hub, Part
+from replicas.channel.session.pending import Promise
 from replicas.core.base.manifest import Manifest
 from replicas.core.versions.fetching import Cache, Fetch, pieces
 
@@ -21,7 +22,7 @@ DECODED_NBYTES = 16 * 2**20
 
 
 class ManifestExchange(Part):
-    """Manifests of one channel.
+    """Gets and sends the manifests (names, dtypes, shapes) of one channel's versions.
 
     :param published: returns the encoded manifest of an open publish here, or None.
     """
@@ -31,36 +32,40 @@ class ManifestExchange(Part):
         self._published = published
         self._encoded: Cache[bytes] = Cache()
         self._decoded: Cache[Manifest] = Cache(DECODED_NBYTES)
-        self._fetches: dict[str, tuple[Fetch, asyncio.Future[bytes]]] = {}
+        self._fetches: dict[str, tuple[Fetch, Promise[bytes]]] = {}
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
+        """Return the handlers of this part by message type."""
         return {wire.ManifestAsk: self._asked, wire.ManifestPiece: self._piece}
 
     def new_term(self) -> None:
-        """End all fetches: the old coordinator's answers will not come."""
+        """Fail all fetches with Gone: the old coordinator's answers will not come."""
         self.fail_all(self._hub.error(errors.Gone, "there is a new coordinator", hint=""))
 
     def fail_all(self, error: errors.ReplicasError) -> None:
+        """Fail all fetches under way with ``error``."""
         for manifest_hash in list(self._fetches):
-            self._end(manifest_hash, error)
+            self._fetches.pop(manifest_hash)[1].fail(error)
 
     async def get(self, manifest_hash: str) -> bytes:
-        """Return the encoded manifest, kept here or fetched from the coordinator.
+        """Return the encoded manifest, kept here or fetched through the coordinator.
 
         All callers share one fetch, which continues when no caller waits any longer,
         because the version will be offered again.
+
+        :raises replicas.errors.ReplicasError: no member has it, or the session ended.
         """
         known = self._own(manifest_hash)
         if known is not None:
             return known
         if manifest_hash not in self._fetches:
-            fetch, coming = Fetch(manifest_hash), self._hub.loop.loop.create_future()
-            coming.add_done_callback(_seen)
-            self._fetches[manifest_hash] = fetch, coming
+            fetch = Fetch(manifest_hash)
+            self._fetches[manifest_hash] = fetch, self._hub.pending("a manifest")
             self._hub.send(fetch.ask(time.monotonic()))
-        return await asyncio.shield(self._fetches[manifest_hash][1])
+        return await self._fetches[manifest_hash][1]
 
     async def decoded(self, manifest_hash: str) -> Manifest:
+        """Do :meth:`get`, and decode the manifest; small ones are kept decoded."""
         known = self._decoded.get(manifest_hash)
         if known is None:
             encoded = await self.get(manifest_hash)
@@ -80,32 +85,21 @@ class ManifestExchange(Part):
         return known
 
     def _asked(self, ask: wire.ManifestAsk) -> None:
+        """Send the pieces that are asked for, or an empty one if unknown here."""
         for piece in pieces(ask, self._own(ask.manifest_hash)):
             self._hub.send(piece)
 
     def _piece(self, piece: wire.ManifestPiece) -> None:
+        """Add a received piece to its fetch; ask for the next, or end the fetch."""
         if piece.manifest_hash not in self._fetches:
             return
         try:
             answer = self._fetches[piece.manifest_hash][0].add(piece, time.monotonic())
         except errors.ReplicasError as error:
-            self._end(piece.manifest_hash, error)
+            self._fetches.pop(piece.manifest_hash)[1].fail(error)
             return
         if isinstance(answer, bytes):
             self._encoded.put(piece.manifest_hash, answer, len(answer))
-            self._end(piece.manifest_hash, answer)
+            self._fetches.pop(piece.manifest_hash)[1].resolve(answer)
         elif answer is not None:
             self._hub.send(answer)
-
-    def _end(self, manifest_hash: str, outcome: bytes | errors.ReplicasError) -> None:
-        _, coming = self._fetches.pop(manifest_hash)
-        if isinstance(outcome, bytes):
-            coming.set_result(outcome)
-        else:
-            coming.set_exception(outcome)
-
-
-def _seen(coming: asyncio.Future[bytes]) -> None:
-    """Mark the error as retrieved: there may be no waiter."""
-    if not coming.cancelled():
-        coming.exception()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import select
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -28,15 +28,13 @@ from replicas.weights.copies.copying import copy_pairs
 from replicas.weights.copies.digest import digest_of
 from replicas.weights.loading import piece_pairs
 from replicas.weights.memory.arena import Arena, Slot
-from replicas.weights.memory.buffers import Buffer
 
 END_S = 3.0
 """Seconds to wait for the end of a process that has begun to end."""
-_Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def copy_image(arena: Arena, place: SlotPlace, slot: Slot, device: str, digest: str) -> tuple[str, float, float]:
-    """Fill ``slot`` with another member's image at ``place``, on the same GPU.
+    """Copy another member's version at ``place`` into ``slot``, both on GPU ``device``.
 
     :param digest: expected digest, or "" if unknown.
     :returns: digest, seconds of the copy, seconds of the digest.
@@ -50,7 +48,7 @@ def copy_image(arena: Arena, place: SlotPlace, slot: Slot, device: str, digest: 
             wanted, found = slot.buffer.nbytes, source.nbytes
             if wanted != found:
                 raise errors.InternalError(f"version {slot.version} has {wanted} bytes, but its memory {found}")
-            _copy(slot, source, device, lambda shared: [(slot.buffer.tensor(), shared)])
+            _copy_pairs(device, [(slot.buffer.tensor(), source.readable())])
         copied = time.monotonic()
         found_digest = digest_of(slot.data, slot.digest_kind)
         if digest and found_digest != digest:
@@ -60,42 +58,41 @@ def copy_image(arena: Arena, place: SlotPlace, slot: Slot, device: str, digest: 
 
 
 def copy_part(arena: Arena, manifest: Manifest, place: SlotPlace, slot: Slot, device: str) -> None:
-    """Copy another member's part into the image in ``slot``; see :func:`copy_image`."""
+    """Copy one part of a version out of another member's memory into ``slot``.
+
+    :param place: where the part is; its ``part`` numbers it.
+    :param device: UUID of the GPU that both are on; "" for host memory.
+    :raises Gone, WorldError: as :func:`copy_image`.
+    """
     with _gone_if_owner_ended(place, slot.version), closing(arena.borrow(place, slot.version)) as source:
-        if device:
-            pieces = (manifest.parts or ())[place.part]
-            _copy(slot, source, device, lambda shared: list(piece_pairs(manifest, pieces, shared, slot.data)))
-        else:
-            put_part(manifest, place.part, source.readable(), slot)
+        put_part(manifest, place.part, source.readable(), slot, device)
 
 
 def put_part(manifest: Manifest, part: int, source: torch.Tensor, slot: Slot, device: str = "") -> None:
-    """Copy a part (-1: a whole image) from host memory (uint8) into ``slot``."""
-    pairs = (
-        [(slot.data, source)]
-        if part < 0
-        else list(piece_pairs(manifest, (manifest.parts or ())[part], source, slot.data))
-    )
-    if device:
-        _copy_pairs_on(device, pairs)
+    """Copy a part of a version from ``source`` (uint8) to its place in ``slot``.
+
+    :param part: its number in the manifest; -1 if ``source`` is the whole version.
+    :param device: UUID of the slot's GPU; "" for host memory.
+    """
+    if part < 0:
+        _copy_pairs(device, [(slot.data, source)])
     else:
-        copy_pairs(pairs)
+        _copy_pairs(device, list(piece_pairs(manifest, (manifest.parts or ())[part], source, slot.data)))
 
 
 def take_out(slot: Slot, target: torch.Tensor, device: str) -> None:
-    """Copy the data of a complete slot on a GPU into host memory."""
-    _copy_pairs_on(device, [(target, slot.data)])
+    """Copy the data of a slot on GPU ``device`` to ``target``, in host memory; wait."""
+    _copy_pairs(device, [(target, slot.data)])
 
 
-def _copy(slot: Slot, source: Buffer, device: str, pairs: Callable[[torch.Tensor], list[_Pair]]) -> None:
-    """Copy the second tensor of each pair to the first.
+def _copy_pairs(device: str, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy (destination, source) pairs, and wait.
 
-    ``pairs`` makes the pairs from the source's memory, and keeps no reference to it.
+    :param device: UUID of the GPU on whose side stream to copy; "" for host memory.
     """
-    _copy_pairs_on(device, pairs(source.readable()))
-
-
-def _copy_pairs_on(device: str, pairs: list[_Pair]) -> None:
+    if not device:
+        copy_pairs(pairs)
+        return
     gpu = device_of(device)
     with gpu.on_side_stream(device):
         try:
@@ -106,7 +103,7 @@ def _copy_pairs_on(device: str, pairs: list[_Pair]) -> None:
 
 @contextmanager
 def _gone_if_owner_ended(place: SlotPlace, version: int) -> Iterator[None]:
-    """Turn an error into Gone if the process that owns the memory has ended."""
+    """Context manager: raise Gone for an error if the memory's process has ended."""
     try:
         yield
     except (RuntimeError, errors.WorldError, errors.SyncError) as error:
@@ -120,6 +117,10 @@ def _gone_if_owner_ended(place: SlotPlace, version: int) -> Iterator[None]:
 
 
 def _is_there(place: SlotPlace) -> bool:
+    """Return True if the process at ``place`` still has the memory open.
+
+    Also if this process may not look.
+    """
     try:
         return Path(f"/proc/{place.pid}/fd/{place.fd}").stat().st_ino == place.inode
     except (FileNotFoundError, ProcessLookupError):
@@ -129,10 +130,10 @@ def _is_there(place: SlotPlace) -> bool:
 
 
 def _await_end(pid: int) -> None:
-    """Wait until an ending process has ended, so that its members count as lost.
+    """Wait up to 3 s for the end of a process that has closed its files.
 
-    It has closed its files, and may take a while to release its GPU; before its end
-    the coordinator has no better place to offer.
+    It may take a while to release its GPU, and its members count as lost after that
+    only. Returns immediately if the process is not ending.
     """
     try:
         if any(Path(f"/proc/{pid}/fd").iterdir()):

@@ -1,8 +1,5 @@
 """Publish: the caller's thread fills a slot, the session thread does the rest.
 
-Theory of operation
-===================
-
 A publish is numbered and announced (PublishBegin) on the session thread. The rest, up
 to the packed slot, runs on the calling thread, because iterating over the weights may
 run collectives of the user's own group, on the user's own stream. ::
@@ -16,34 +13,10 @@ run collectives of the user's own group, on the user's own stream. ::
     return the Pending                       the copy, is known: Packed ──▶
                                          ◀── PublishEnd: unpin, resolve
 
-**Several hosts.** When all tensors are known before the first is copied (a module, a
-mapping), no user code can delay the walk. The version is then sent while it is packed:
-Packed(streaming) goes out as soon as there is a slot, Filled when there is a digest.
-
 **Tensors on a GPU** are only queued by the caller, on its current stream
 (:mod:`replicas.weights.devices.device_copies`). The slot counts as filled when the
 copies have arrived. Until then it belongs to them, even if the publish has ended.
-
-**In order.** The coordinator refuses a version that a newer one has overtaken. A packed
-publish is therefore announced only when every earlier one was announced or can no
-longer be packed (:meth:`Publisher._announce`). The progress of a rank in a publish is a
-state of :data:`~replicas.core.base.membership.PUBLISH_JOB`.
-
-**Our own failure** (no memory, no slot, unusable tensors, not admitted): the weights
-are still walked to the end, then the error is raised. PackFailed goes out first, so
-that the other ranks need not wait, and the error raised is the verdict that returns,
-the same on all ranks of the replica. **The user's own exception** passes through
-unchanged, after PackFailed: the walk has ended. A failure that no caller was told of
-fails the leader's next publish in the same way, so that the ranks agree.
-
-Without a verdict a publish ends :data:`~replicas.channel.session.hub.GRACE_S` after its
-deadline; once packed, with OutcomeUnknown, because the coordinator may have decided. It
-is then *unsettled*, and its slot pinned, until a late verdict, commit or discard
-arrives; waiting again on its Pending gives the outcome.
-
-**A new coordinator** gets every open or unsettled publish: its number, and the result
-of its packing. It continues them, and gives the verdict of those that its predecessor
-had decided. A publish without a number begins again.
+:mod:`replicas.channel.versions` describes failures and several hosts.
 """
 
 from __future__ import annotations
@@ -53,7 +26,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from replicas import errors
 from replicas.channel.session.held_versions import Holder
@@ -68,11 +41,14 @@ from replicas.weights.finite import counts_text, not_finite
 from replicas.weights.memory.arena import Slot
 from replicas.weights.packing import Packing
 
+_T = TypeVar("_T")
 LATE_S = 15.0
 """Extra time of a publish past its deadline, once a new coordinator knows of it."""
 
 
 class Publisher(Part):
+    """Publishes this rank's weights, one version after another."""
+
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self._jobs: dict[int, PublishJob] = {}
@@ -82,10 +58,11 @@ class Publisher(Part):
 
     @property
     def mode(self) -> Mode:
+        """``"image"`` if the leader sends all, ``"parts"`` if each rank its own."""
         return "parts" if self._hub.settings.source_ranks == "all" else "image"
 
     def publish(self, feed: Feed, job: PublishJob) -> Promise[Receipt]:
-        """See :meth:`replicas.Channel.publish`. ``feed``: in :attr:`mode`."""
+        """Caller's thread: copy the weights; return the Promise of the receipt."""
         walk = Holder()
         try:
             self._hub.call(self._begin_publish, job, walk)
@@ -95,6 +72,11 @@ class Publisher(Part):
         return job.pending
 
     def _walk(self, job: PublishJob, feed: Feed) -> None:
+        """Copy the weights; after an error of ours walk on to the end, then raise.
+
+        The other ranks' gathers need the walk. The error raised is the replica's common
+        verdict; the user's own exception passes unchanged.
+        """
         try:
             self.copies.fence()
             self._fill(job, feed)
@@ -118,23 +100,25 @@ class Publisher(Part):
                 del verdict
 
     def _fill(self, job: PublishJob, feed: Feed) -> None:
+        """Walk the weights into a slot; on ranks that send nothing only walk."""
         hub = self._hub
         if hub.leader and (earlier := hub.failures.take_unreported()) is not None:
             raise earlier
-        started = time.monotonic()
-        if not (hub.leader or feed.mode == "parts"):
+        manifest: PartManifest | None = None
+        packing: Packing | None = None
+        device = feed.device
+        if hub.leader or feed.mode == "parts":
+            manifest, packing = self._filling.fill(job, feed)
+            device = self._filling.device(feed)
+        else:
             job.admitted.wait()
             feed.drain()
-            pack_s = time.monotonic() - started
-            job.ask_meta(feed)
-            hub.call(self._walked, job, feed.device, pack_s)
-            return
-        manifest, packing = self._filling.fill(job, feed)
+        walked = time.monotonic()
         job.ask_meta(feed)
-        hub.call(self._packing, job, manifest, self._filling.device(feed), packing, started, time.monotonic())
+        hub.call(self._handle_walk_end, job, manifest, device, packing, walked)
 
     def _as_error(self, job: PublishJob, error: BaseException, *, users: bool) -> errors.ReplicasError:
-        """Return the failure for the session thread; its text may run any code."""
+        """Return the failure as ours; the caller's thread makes the user's text."""
         if users:
             text = f"the publishing code of {self._hub.member} raised {type(error).__name__}: {text_of(error)}"
             return self._hub.error(errors.SyncError, text, phase="pack", members=[self._hub.member.name])
@@ -161,6 +145,7 @@ class Publisher(Part):
         return [job.pending for job in list(self._jobs.values()) if not job.pending.done()]
 
     def new_term(self) -> None:
+        """Announce all open or unsettled publishes to a new coordinator."""
         for job in list(self._jobs.values()):
             job.streaming = False
             if job.state == "told":
@@ -171,13 +156,15 @@ class Publisher(Part):
         self._announce()
 
     def fail_all(self, error: errors.ReplicasError) -> None:
+        """Fail all open publishes; end the unsettled ones as unknown."""
         for job in list(self._jobs.values()):
             if job.unsettled:
-                self._end_unknown(job, None)
+                self._end_decided(job, None)
             else:
                 self._fail(job, error)
 
     def _begin_publish(self, job: PublishJob, walk: Holder) -> None:
+        """Number the publish and send PublishBegin; fail it if one is being walked."""
         hub = self._hub
         if hub.over is not None:
             self._fail(job, hub.over)
@@ -203,39 +190,60 @@ class Publisher(Part):
         job.timer = hub.after(job.deadline + GRACE_S - time.monotonic(), self._overdue, job)
 
     def _end_walk(self, job: PublishJob) -> None:
-        """Clean up after the caller's walk, which an interrupt may have ended."""
+        """Fail a publish whose walk an interrupt has ended; allow the next one."""
         self._walking = None
         if job.state == "walking":
             job.pending.mark_reported()  # the interrupt tells the caller
         text = f"the publish on {self._hub.member} was interrupted"
         self._fill_failed(job, self._hub.error(errors.SyncError, text, phase="pack"))
 
-    def _walked(self, job: PublishJob, device: str, pack_s: float) -> None:
-        if job.state == "walking":
-            job.step("walked")
-            job.pack_s = pack_s
-            self._filled(job, None, device)
-            job.step("digested")
-            self._announce()
-
-    def _packing(
-        self, job: PublishJob, manifest: PartManifest, device: str, packing: Packing, started: float, returned: float
+    def _handle_walk_end(
+        self, job: PublishJob, manifest: PartManifest | None, device: str, packing: Packing | None, walked: float
     ) -> None:
+        """Handle the end of the walk: start a task that follows the copies, if any."""
+        job.manifest, job.device = manifest, device
         if job.state == "walking":  # else the publish has ended; its slot is freed after the last write
             job.step("walked")
+        self._hub.spawn(self._follow(job, packing, walked), f"the copy of version {job.version}")
 
-        def copied(done: Future[float] | None, at: float) -> None:
-            self._hub.call(self._copied, job, manifest, device, done, at - started - job.wait_s)
-            packing.digest.add_done_callback(
-                lambda digest: self._hub.call(self._digested, job, digest, time.monotonic() - at)
-            )
+    async def _follow(self, job: PublishJob, packing: Packing | None, copied: float) -> None:
+        """Announce the version when it is copied, digested and, if wanted, checked.
 
-        if packing.copies is None:
-            copied(None, returned)
-        else:  # on the thread that follows the copies
-            packing.copies.copied.add_done_callback(lambda done: copied(done, time.monotonic()))
+        :param copied: time of the end of the walk, and of all copies on the CPU.
+        """
+        try:
+            if packing is not None and packing.copies is not None:
+                job.hold_s = await self._result_of(packing.copies.copied)
+                copied = time.monotonic()
+            job.pack_s = copied - job.began - job.wait_s
+            slot = self._pin_filled(job)
+            if packing is not None:
+                job.digest = await self._result_of(packing.digest)
+                job.digest_s = time.monotonic() - copied
+            if slot is not None and job.check_finite:
+                await self._check_finite(job, slot)
+        except (asyncio.CancelledError, GeneratorExit):
+            raise
+        except BaseException as error:  # noqa: BLE001  # also one of the user's thread; the other ranks must not wait
+            is_open = job.state in ("copying", "filled")
+            if job.state == "filled":
+                self._release_slot(job, keep=False)
+            else:
+                self._free(job)
+            if is_open:
+                self._report_failed(job, error)
+            return
+        if job.state == "filled" and job.slot is slot:
+            self._ready(job)
+
+    async def _result_of(self, future: Future[_T]) -> _T:
+        """Wait for work of other threads; a cancelled wait does not cancel it."""
+        ended: Promise[Future[_T]] = self._hub.pending("a copy")
+        future.add_done_callback(ended.resolve)
+        return (await ended).result()
 
     def _admitted(self, message: PublishAdmitted) -> None:
+        """Record the version that the coordinator has given to a publish."""
         job = self._jobs.get(message.publish)
         if job is None or job.unsettled:
             return
@@ -249,73 +257,36 @@ class Publisher(Part):
         known.protect()
         job.admitted.resolve(message.version)
 
-    def _copied(
-        self, job: PublishJob, manifest: PartManifest, device: str, held: Future[float] | None, pack_s: float
-    ) -> None:
-        """Handle the end of the copies: all bytes are there, or ``held`` has failed."""
-        job.pack_s = pack_s
-        if held is not None and (error := held.exception()) is not None:
-            self._free(job)
-            if job.state == "copying":
-                self._report_failed(job, error)
-            return
-        job.hold_s = held.result() if held is not None else 0.0
-        self._filled(job, manifest, device)
-
-    def _filled(self, job: PublishJob, manifest: PartManifest | None, device: str) -> None:
+    def _pin_filled(self, job: PublishJob) -> Slot | None:
+        """Pin the filled slot, if any, as a held version; raise Gone if not wanted."""
         if job.state != "copying":
-            self._free(job)
-            return
+            raise self._hub.error(errors.Gone, "the publish has ended", hint="")
         if job.slot is not None:
             self._hub.arena.hold(job.slot, "")  # not evicted before the pin: its version is protected
             self._hub.arena.pin(job.slot)
-            self._hub.held_versions.record_facts(job.version, device=device)
+            self._hub.held_versions.record_facts(job.version, device=job.device)
         self._hub.held_versions.record_facts(job.version, meta=job.meta)
-        job.manifest, job.device = manifest, device
         job.step("copied")
-
-    def _digested(self, job: PublishJob, done: Future[str], digest_s: float) -> None:
-        if done.cancelled() or job.state != "filled":  # the copies failed, or the publish ended
-            return
-        error = done.exception()
-        if isinstance(error, errors.ReplicasError):  # of a device
-            self._release_slot(job, keep=False)
-            self._report_failed(job, error)
-            return
-        if error is not None:
-            raise error
-        job.digest, job.digest_s = done.result(), digest_s
-        if job.slot is not None and job.check_finite:
-            self._hub.arena.pin(job.slot)  # now: the slot may be released before the task begins
-            self._hub.spawn(self._check_finite(job, job.slot), f"values of version {job.version}")
-        else:
-            self._ready(job)
+        return job.slot
 
     async def _check_finite(self, job: PublishJob, slot: Slot) -> None:
-        """Announce the version, or fail it for non-finite values; unpin the slot."""
-        hub, manifest = self._hub, job.manifest
-        assert manifest is not None
+        """Raise ManifestMismatch for values that are not finite."""
+        if job.manifest is None or job.slot is not slot:
+            return  # the publish has ended
+        self._hub.arena.pin(slot)  # the publish may end, and its slot be released, meanwhile
         try:
-            found = await asyncio.to_thread(not_finite, slot.data, manifest)
-            failure = _not_finite(hub, job.version, found) if found else None
-        except (OSError, RuntimeError, MemoryError) as error:
-            failure = as_wire_error(error, channel=hub.name, phase="pack", version=job.version).exception()
+            found = await asyncio.to_thread(not_finite, slot.data, job.manifest)
         finally:
-            hub.arena.unpin(slot)
-        if failure is None:
-            self._ready(job)
-        elif job.slot is slot:
-            self._release_slot(job, keep=False)
-            self._report_failed(job, failure)
+            self._hub.arena.unpin(slot)
+        if found:
+            raise _not_finite(self._hub, job.version, found)
 
     def _ready(self, job: PublishJob) -> None:
-        """Send Filled or Packed, if it is its turn: the digest is known."""
-        if job.slot is None:  # the publish has ended
-            return
-        if job.slot.image is not None:
+        """Handle the known digest: report the version as packed, in its turn."""
+        if job.slot is not None and job.slot.image is not None:
             self._hub.held_versions.record_facts(job.version, digest=job.digest)
         job.step("digested")
-        if job.streaming:
+        if job.streaming and job.slot is not None:
             job.step("tell")
             self._hub.send(Filled(job.number, job.pack_s, job.digest, job.digest_s, job.slot.place, job.hold_s))
         else:
@@ -331,18 +302,18 @@ class Publisher(Part):
                 return
 
     def _begun_to_fill(self, job: PublishJob, manifest: PartManifest, device: str) -> None:
-        if job.state != "walking":
-            return
-        if not all(one.announced for one in self._jobs.values() if one.number < job.number):
-            return  # announce it as a whole when it is packed
+        """Announce a version that is sent to other hosts while it is packed."""
+        if job.state != "walking" or not all(one.announced for one in self._jobs.values() if one.number < job.number):
+            return  # it has ended; or announce it as a whole when it is packed
         job.streaming = True
-        self._hub.filled_up_to(job.version, 0)
+        self._hub.tell(Part.filled_up_to, job.version, 0)
         job.manifest = manifest
-        self._hub.send(Packed(job.number, manifest.hash, manifest.nbytes, device, job.wait_s, 0.0, streaming=True))
+        self._hub.send(Packed(job.number, manifest.hash, device, job.wait_s, 0.0, streaming=True))
 
     def _grown(self, job: PublishJob, nbytes: int) -> None:
+        """Tell the parts that send it how many bytes are packed."""
         if job.streaming:
-            self._hub.filled_up_to(job.version, nbytes)
+            self._hub.tell(Part.filled_up_to, job.version, nbytes)
 
     def manifest_of(self, manifest_hash: str) -> bytes | None:
         """Return the encoded manifest of an open publish by its hash, or None."""
@@ -351,7 +322,7 @@ class Publisher(Part):
         return found.encode() if found is not None else None
 
     def _fill_failed(self, job: PublishJob, error: errors.ReplicasError) -> None:
-        """Report a failed fill; the walk may continue."""
+        """Report a failed fill to the coordinator, and free the slot."""
         if job.state not in ("walking", "over"):
             return  # the interrupt came after the last step: the publish continues
         self._free(job)
@@ -359,6 +330,7 @@ class Publisher(Part):
             self._report_failed(job, error)
 
     def _report_failed(self, job: PublishJob, error: BaseException) -> None:
+        """Send PackFailed, so that the other ranks need not wait."""
         job.step("fail")
         if job.unsettled:
             return  # the caller has its error already
@@ -382,6 +354,7 @@ class Publisher(Part):
             copies.ended.add(lambda: hub.call(hub.arena.free, slot))
 
     def _ended(self, message: PublishEnd) -> None:
+        """Handle the verdict: resolve or fail the publish."""
         outcome: Receipt | errors.ReplicasError
         if message.receipt is not None:
             outcome = Receipt.of(message.receipt)
@@ -392,21 +365,13 @@ class Publisher(Part):
         job = self._jobs.get(message.publish)
         if job is None:
             return
-        if job.unsettled:
-            self._end_unknown(job, outcome)
-        elif isinstance(outcome, Receipt):
-            self._over(job)
-            self._committed(job)
-            job.pending.resolve(outcome)
+        if job.unsettled or isinstance(outcome, Receipt):
+            self._end_decided(job, outcome)
         else:
             self._fail(job, outcome)
 
-    def _committed(self, job: PublishJob) -> None:
-        self._release_slot(job, keep=True)
-        self._filling.last = job.manifest
-        self._hub.loaded = max(self._hub.loaded, job.version)
-
     def _overdue(self, job: PublishJob) -> None:
+        """End a publish 5 s after its deadline: failed or, once packed, unknown."""
         hub = self._hub
         if not job.filled:
             error = hub.overdue_error("the publish", job.deadline_s)
@@ -417,7 +382,8 @@ class Publisher(Part):
         why = hub.overdue_error(f"the publish of version {job.version}", job.deadline_s)
         self._fail(job, hub.error(errors.OutcomeUnknown, why.message, version=job.version, phase="commit"))
 
-    def _over(self, job: PublishJob) -> None:
+    def _remove_ended(self, job: PublishJob) -> None:
+        """Remove the ended job, stop its timer, and announce jobs behind it."""
         self._jobs.pop(job.number, None)
         job.step("end")
         job.stop_timer()
@@ -425,13 +391,14 @@ class Publisher(Part):
             self._announce()
 
     def _fail(self, job: PublishJob, error: errors.ReplicasError) -> None:
+        """Fail the Pending; with OutcomeUnknown the slot stays for a late answer."""
         filled = job.filled
         if filled and isinstance(error, errors.OutcomeUnknown) and self._hub.over is None:
             job.unsettled = True
             job.stop_timer()
             self._announce()
         else:
-            self._over(job)
+            self._remove_ended(job)
             if filled:
                 self._release_slot(job, keep=False)
             else:
@@ -453,18 +420,19 @@ class Publisher(Part):
         else:
             known.release(job.version)
 
-    def _end_unknown(self, job: PublishJob, outcome: Receipt | errors.ReplicasError | None) -> None:
-        """End an unsettled publish with its outcome, or None if it stays unknown."""
-        self._over(job)
+    def _end_decided(self, job: PublishJob, outcome: Receipt | errors.ReplicasError | None) -> None:
+        """End a committed or unsettled publish; ``outcome`` None: it stays unknown."""
+        self._remove_ended(job)
+        self._release_slot(job, keep=isinstance(outcome, Receipt))
         if isinstance(outcome, Receipt):
-            self._committed(job)
-        else:
-            self._release_slot(job, keep=False)
+            self._filling.last = job.manifest
+            self._hub.loaded = max(self._hub.loaded, job.version)
+            job.pending.resolve(outcome)  # if it is not unsettled
         if outcome is not None:
             job.pending.replace_unknown(outcome)
 
     def settled(self, version: int, committed: bool) -> None:
-        """Handle a commit or discard; first wait for the verdict, which says more."""
+        """Settle an unknown outcome 5 s after a commit or discard of ``version``."""
         for job in [job for job in self._jobs.values() if job.unsettled]:
             if job.version == version and job.timer is None:
                 job.timer = self._hub.after(GRACE_S, self._settle_without_verdict, job, committed)
@@ -472,15 +440,17 @@ class Publisher(Part):
                 self._release_slot(job, keep=False)  # the newer commit replaces it
 
     def _settle_without_verdict(self, job: PublishJob, committed: bool) -> None:
+        """End an unsettled publish by the commit or discard of its version."""
         if committed:
-            self._end_unknown(job, job.receipt(self._hub.epoch, self._hub.settings.staging))
+            self._end_decided(job, job.receipt(self._hub.epoch, self._hub.settings.staging))
             return
         text = f"version {job.version} was discarded, and will never be committed"
         error = self._hub.error(errors.SyncError, text, version=job.version, phase="commit", hint="publish again")
-        self._end_unknown(job, error)
+        self._end_decided(job, error)
 
 
 def _not_finite(hub: Hub, version: int, found: dict[str, int]) -> errors.ReplicasError:
+    """Return the error for tensors with NaN or infinite values, by name."""
     text = f"version {version} has values that are not finite, in {counts_text(found)}"
     hint = "the training has diverged; to send the version nevertheless, publish without check_finite"
     return hub.error(errors.ManifestMismatch, text, version=version, phase="pack", hint=hint)

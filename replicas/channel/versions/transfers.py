@@ -7,15 +7,15 @@ On its own host a member *maps* a version: it opens the memory of a holder, whic
 neither time nor memory. (On its own GPU it copies the version:
 :mod:`replicas.channel.versions.on_device`.) Otherwise it answers an offer when the slot
 is pinned (to send) or reserved (to receive); a receiver waits for a slot as long as the
-offer allows. On Go the lane's sidecar moves the bytes, after the parts on this host or
-GPU were copied. A transfer may be withdrawn at any moment. Running work is then not
-cancelled: it cleans up when it ends, so that no slot is lost between two threads. A new
-coordinator withdraws all transfers of the old one; a version completely received by
-then is held like any other, until it is committed or discarded.
+offer allows. When all are ready, the coordinator sends the Go of an operation, and the
+lane's sidecar broadcasts the slot, or fills it. A transfer may be withdrawn at any
+moment. Running work is then not cancelled: it cleans up when it ends, so that no slot
+is lost between two threads. A new coordinator withdraws all transfers of the old one; a
+version completely received by then is held like any other, until it is committed or
+discarded.
 
 After a failure the sidecar may still work on the slot (a timed-out Gloo wait continues
-inside). Its lane therefore ends, and the slot is released only when the sidecar's death
-is confirmed. Otherwise the slot is retired.
+inside). Its lane ends, and the slot is retired unless the sidecar's death is confirmed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,7 @@ from replicas.carry.rank_side import PullFailed, cut_off
 from replicas.carry.wire import Pulled
 from replicas.channel.session.carriers import Carriers
 from replicas.channel.session.hub import Hub, Part, as_wire_error
-from replicas.channel.session.sidecar_lanes import SidecarLane, SidecarLanes
+from replicas.channel.session.sidecar_lanes import SidecarLanes
 from replicas.channel.versions.carried import Carried, Transfer, scratch_memory
 from replicas.channel.versions.filling import free_slot
 from replicas.channel.versions.manifest_exchange import ManifestExchange
@@ -43,7 +43,6 @@ from replicas.channel.versions.on_device import copy_image, copy_part, put_part,
 from replicas.common.logs import Log
 from replicas.core.base.manifest import Manifest
 from replicas.memory.held_memory import is_in_proc
-from replicas.sidecar.wire import TransferSpec
 from replicas.weights.copies.digest import digest_of
 from replicas.weights.memory.arena import Slot
 from replicas.weights.memory.buffers import Buffer
@@ -52,6 +51,7 @@ logger = Log("replicas.channel")
 
 MARGIN_S = 0.5
 """Seconds before the offer's deadline when a receiver without a slot gives up."""
+_Step = Callable[[Transfer], Coroutine[Any, Any, wire.TransferDone | None]]
 KEPT_FILLED = 8
 """Versions whose fill level is remembered: several publishes may be under way."""
 
@@ -66,20 +66,18 @@ class Transfers(Part):
         self._filled: dict[int, int] = {}
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
-        return {wire.TransferOffer: self._offered, wire.TransferGo: self._go, wire.TransferCancel: self._cancel}
+        return {wire.TransferOffer: self._offered, wire.TransferCancel: self._cancel}
 
     def new_term(self) -> None:
         for number in list(self._transfers):
             self._cancel(wire.TransferCancel(number))
 
     def filled_up_to(self, version: int, nbytes: int) -> None:
-        """Let sidecars and carriers send the first ``nbytes`` of an unfinished slot."""
+        """Let carriers send the first ``nbytes`` of an unfinished slot."""
         self._filled[version] = nbytes
         while len(self._filled) > KEPT_FILLED:
             del self._filled[next(iter(self._filled))]
         for transfer in self._transfers.values():
-            if transfer.offer.version == version and transfer.streams_to is not None:
-                transfer.streams_to.progress(transfer.offer.transfer, nbytes)
             if transfer.offer.version == version and transfer.sends:
                 for carried in transfer.carried:
                     if not carried.scratch:
@@ -88,33 +86,32 @@ class Transfers(Part):
     def _offered(self, offer: wire.TransferOffer) -> None:
         transfer = self._transfers.setdefault(offer.transfer, Transfer(offer))  # a known one was pulled wrong
         transfer.offer = offer
-        if offer.role == "map":
-            self._spawn(transfer, self._copy_image(transfer) if self._hub.device else self._map(transfer), "map")
-        elif offer.role == "serve":
-            self._spawn(transfer, self._serve(transfer), "transfer")
-        elif offer.role == "pull":
-            self._spawn(transfer, self._pull(transfer), "transfer")
-        else:
-            self._spawn(transfer, self._prepare(transfer), "offer")
+        steps: dict[str, tuple[_Step, str]] = {
+            "map": (self._copy_image if self._hub.device else self._map, "map"),
+            "serve": (self._serve, "transfer"),
+            "pull": (self._pull, "transfer"),
+        }
+        self._spawn(transfer, *steps.get(offer.role, (self._prepare, "offer")))
 
-    def _go(self, go: wire.TransferGo) -> None:
+    def broadcast(self, go: wire.OperationGo) -> None:
+        """Broadcast this member's slot of a transfer, or fill it by the broadcast."""
         transfer = self._transfers.get(go.transfer)
         if transfer is None or transfer.slot is None or transfer.running:
-            error = errors.InternalError(f"transfer {go.transfer} cannot start: {self._hub.member} is not ready")
-            told = as_wire_error(error, channel=self._hub.name, phase="transfer")
-            self._hub.send(wire.TransferFailed(go.transfer, told))
+            text = f"transfer {go.transfer} cannot start: {self._hub.member} is not ready"
+            told = as_wire_error(errors.InternalError(text), channel=self._hub.name, phase="transfer")
+            self._hub.send(wire.OperationFailed(go.operation, told))
             return
         transfer.running = True
-        self._spawn(transfer, self._move(transfer, transfer.slot, go), "transfer")
+        self._spawn(transfer, partial(self._broadcast, slot=transfer.slot, go=go), "transfer")
 
-    def _spawn(self, transfer: Transfer, work: Coroutine[Any, Any, wire.TransferDone | None], phase: str) -> None:
-        self._hub.spawn(self._run(transfer, work, phase), f"transfer {transfer.offer.transfer}")
+    def _spawn(self, transfer: Transfer, step: _Step, phase: str) -> None:
+        self._hub.spawn(self._run(transfer, step, phase), f"transfer {transfer.offer.transfer}")
 
-    async def _run(self, transfer: Transfer, work: Coroutine[Any, Any, wire.TransferDone | None], phase: str) -> None:
+    async def _run(self, transfer: Transfer, step: _Step, phase: str) -> None:
         """Run one step, and send its answer; a failure or a TransferDone ends it."""
         offer, hub = transfer.offer, self._hub
         try:
-            done = await work
+            done = await step(transfer)
         except (OSError, RuntimeError, errors.ReplicasError) as error:
             if self._remove_transfer(transfer):
                 logger.info("%s: transfer %d of version %d: %s", hub.name, offer.transfer, offer.version, error)
@@ -142,15 +139,14 @@ class Transfers(Part):
         elif not self._remove_transfer(transfer):
             self._let_go(transfer)
         elif transfer.sends:
-            if done.image_digest:
-                hub.held_versions.record_facts(offer.version, digest=done.image_digest)
+            hub.held_versions.record_facts(offer.version, digest=done.image_digest)
             self._let_go(transfer)
             hub.send(done)
         else:
             nccl = transfer.lane is not None and transfer.lane.backend == "nccl"
             hub.held_versions.received(slot, done.image_digest, offer.meta, "cuda" if hub.device or nccl else "cpu")
             place = done.place or slot.place  # others may map it from now on
-            hub.version_held()
+            hub.tell(Part.versions_grown)
             hub.send(msgspec.structs.replace(done, place=place))
 
     # ------------------------------------------------------------ through the carrier
@@ -167,7 +163,7 @@ class Transfers(Part):
         base = await transfer.take_base(hub, nbytes)
         if device:  # the bytes travel through host memory
             memory, filled = await scratch_memory(hub, slot.version, nbytes), 0
-        carried = transfer.carry(hub, carrier, offer.part, memory, nbytes, base, scratch=bool(device))
+        carried = transfer.carry(hub, carrier, offer.part, memory, nbytes, base)
         if self._is_over(transfer):
             await self._stop_carrying(transfer)
             return
@@ -204,10 +200,9 @@ class Transfers(Part):
             hub.send(wire.TransferMoved(offer.transfer, sum(told.values())))
 
         async def pull(carried: Carried, one: wire.PartPull) -> Pulled:
-            carried.on_received = partial(moved, carried)
             source = carried.memory.readable()
             known = "" if hub.device else one.digest or offer.digest  # a device's digest is of another kind
-            pulled = await carried.pull(one.holders, offer.deadline_s, hub.address, known)
+            pulled = await carried.pull(one.holders, offer.deadline_s, known, partial(moved, carried))
             if hub.device and one.digest and await asyncio.to_thread(digest_of, source, slot.digest_kind) != one.digest:
                 raise hub.error(errors.SyncError, f"part {one.part} of version {offer.version} has a wrong digest")
             if carried.scratch:
@@ -228,7 +223,6 @@ class Transfers(Part):
         return wire.TransferDone(
             offer.transfer,
             digest,
-            {},
             here - started,
             time.monotonic() - here,
             received=dict(sum((Counter(pulled.received) for pulled in found), Counter())),
@@ -241,33 +235,23 @@ class Transfers(Part):
         offer = transfer.offer
         slot = await self._reserve(transfer)
         transfer.running = True
-        await self._copy_places(offer.places, manifest, slot)
+        for place in offer.places:
+            await asyncio.to_thread(copy_part, self._hub.arena, manifest, place, slot, self._hub.device)
         for one in offer.pulls:
             carrier = await self._carriers.get()
-            memory, nbytes, scratch = slot.buffer, slot.data.numel(), one.part >= 0 or bool(self._hub.device)
+            memory, nbytes = slot.buffer, slot.data.numel()
             base = None if one.part >= 0 else await transfer.take_base(self._hub, nbytes)
-            if scratch:
-                nbytes = manifest.part_nbytes(one.part) if one.part >= 0 else nbytes
+            if one.part >= 0:
+                nbytes = manifest.part_nbytes(one.part)
+            if one.part >= 0 or self._hub.device:
                 memory = await scratch_memory(self._hub, offer.version, nbytes)
-            transfer.carry(self._hub, carrier, one.part, memory, nbytes, base, scratch=scratch)
-
-    async def _copy_places(self, places: Sequence[wire.SlotPlace], manifest: Manifest, slot: Slot) -> None:
-        """Copy parts at ``places`` of this host, or GPU, into the slot."""
-        hub = self._hub
-
-        def copy() -> None:
-            for place in places:
-                copy_part(hub.arena, manifest, place, slot, hub.device)
-
-        if places:
-            await asyncio.to_thread(copy)
+            transfer.carry(self._hub, carrier, one.part, memory, nbytes, base)
 
     def _pulled(self, transfer: Transfer, slot: Slot, done: wire.TransferDone) -> None:
         """Hold the pulled version, and serve it until the transfer is over."""
         hub, offer = self._hub, transfer.offer
         transfer.unpin_base(hub.arena)  # a second pull uses no deltas; the next version may need its slot
         if slot.state == "held":
-            hub.arena.replace_digest(slot, done.image_digest)
             hub.held_versions.record_facts(offer.version, digest=done.image_digest)
         else:
             hub.held_versions.received(slot, done.image_digest, offer.meta, "cuda" if hub.device else "cpu")
@@ -277,7 +261,7 @@ class Transfers(Part):
         if not transfer.pinned:
             hub.arena.pin(slot)
             transfer.pinned = True
-        hub.version_held()
+        hub.tell(Part.versions_grown)
         hub.send(msgspec.structs.replace(done, place=slot.place))
 
     async def _stop_carrying(self, transfer: Transfer) -> None:
@@ -298,11 +282,13 @@ class Transfers(Part):
         if self._hub.settings.encrypt:
             text = f"version {transfer.offer.version} cannot use a process group: the channel is encrypted"
             raise self._hub.error(errors.InternalError, text)
-        transfer.manifest = await self._manifests.get(transfer.offer.manifest_hash)
-        if transfer.sends:
-            self._pin(transfer)
-        elif not transfer.cancelled:
-            await self._reserve(transfer)
+        if not transfer.sends:
+            if not transfer.cancelled:
+                await self._reserve(transfer)
+            return
+        self._pin(transfer)
+        if transfer.slot is not None and not await transfer.is_filled(self._hub, transfer.slot):
+            raise self._hub.error(errors.Gone, "the slot was not filled in time", hint="")
 
     async def _map(self, transfer: Transfer) -> wire.TransferDone | None:
         """Map the offered version from its holder's memory."""
@@ -332,7 +318,7 @@ class Transfers(Part):
                 digest = await asyncio.to_thread(digest_of, slot.data, slot.digest_kind)
             finally:
                 hub.arena.unpin(slot)
-        return wire.TransferDone(offer.transfer, digest, {}, mapped - started, time.monotonic() - mapped, own)
+        return wire.TransferDone(offer.transfer, digest, mapped - started, time.monotonic() - mapped, own)
 
     async def _copy_image(self, transfer: Transfer) -> wire.TransferDone | None:
         """Copy the version from a holder on the same GPU into a slot of our own."""
@@ -342,7 +328,7 @@ class Transfers(Part):
         transfer.running = True
         copied = await asyncio.to_thread(copy_image, hub.arena, place, slot, hub.device, offer.digest)
         digest, copy_s, verify_s = copied
-        return wire.TransferDone(offer.transfer, digest, {}, copy_s, verify_s)
+        return wire.TransferDone(offer.transfer, digest, copy_s, verify_s)
 
     def _place_of(self, offer: wire.TransferOffer) -> wire.SlotPlace:
         if offer.place is None:
@@ -350,6 +336,7 @@ class Transfers(Part):
         return offer.place
 
     def _pin(self, transfer: Transfer) -> None:
+        """Give the transfer the pinned slot to send, or a slot that still fills."""
         offer = transfer.offer
         if offer.streaming and (filling := self._hub.arena.find_filling(offer.version)) is not None:
             transfer.slot = filling  # the publish keeps the slot, and pins it when full
@@ -374,52 +361,30 @@ class Transfers(Part):
                 raise hub.error(errors.Gone, "the transfer was withdrawn", hint="")
 
         text = f"{hub.member} has no free slot for version {offer.version}"
-        slot = await free_slot(hub, offer.version, manifest, until=until, check=check, text=text, phase="", alone=False)
+        slot = await free_slot(hub, offer.version, manifest, until=until, check=check, text=text)
         slot.sharing = offer.sharing
         transfer.slot = slot
         return slot
 
-    async def _move(self, transfer: Transfer, slot: Slot, go: wire.TransferGo) -> wire.TransferDone:
-        if go.places:
-            manifest = await self._manifests.decoded(transfer.offer.manifest_hash)
-            await self._copy_places(go.places, manifest, slot)
-        if go.lane:
-            transfer.lane = self._lanes.get(go.lane)
-            return await self._move_through_lane(transfer.lane, transfer, slot, go)
-        started = time.monotonic()  # all parts were copied on this host
-        digest = await asyncio.to_thread(digest_of, slot.data, slot.digest_kind)
-        return wire.TransferDone(go.transfer, digest, {}, 0.0, time.monotonic() - started)
-
-    async def _move_through_lane(
-        self, lane: SidecarLane, transfer: Transfer, slot: Slot, go: wire.TransferGo
-    ) -> wire.TransferDone:
-        if lane.sidecar is None:
-            raise self._hub.error(errors.Gone, f"lane {go.lane} is gone", hint="")
-        offer = transfer.offer
-        owned = [number for number, route in enumerate(go.routes) if route and route[0] == lane.rank]
-        if offer.role not in ("send", "receive") or (transfer.sends and not owned):
-            raise self._hub.error(errors.InternalError, f"transfer {go.transfer}: nothing to send in lane {go.lane}")
-        spec = TransferSpec(
-            transfer=go.transfer,
-            role=offer.role,
-            mode=offer.mode,
-            manifest=transfer.manifest,
-            routes=go.routes,
-            part=owned[0] if offer.mode == "parts" and transfer.sends else None,
-            timeout_s=go.deadline_s,
-            digest=offer.digest if transfer.sends else "",
-            streaming=offer.streaming,
-        )
-        moving = lane.sidecar.transfer(spec, slot.buffer)
-        if offer.streaming:
-            transfer.streams_to = lane.sidecar
-            known = self._filled.get(offer.version, 0)
-            lane.sidecar.progress(go.transfer, slot.data.numel() if slot.state == "held" else known)
-        result = await moving
-        transfer.streams_to = None
-        return wire.TransferDone(
-            go.transfer, result.image_digest, result.part_digests, result.transfer_s, result.verify_s
-        )
+    async def _broadcast(self, transfer: Transfer, slot: Slot, go: wire.OperationGo) -> wire.TransferDone:
+        """Run the operation on the slot; return the digest of its data."""
+        hub, offer, started = self._hub, transfer.offer, time.monotonic()
+        try:
+            transfer.lane = lane = self._lanes.get(go.lane)
+            image = (wire.Segment("uint8", (slot.buffer.readable().numel(),)),)
+            go = msgspec.structs.replace(go, segments=(image,) * len(go.participants))
+            inputs, outputs = (slot.buffer, None) if transfer.sends else (None, slot.buffer)
+            async with lane.turn:
+                await lane.run(go, "broadcast", "sum", inputs, outputs)
+        except (OSError, RuntimeError, errors.ReplicasError) as error:
+            told = as_wire_error(error, channel=hub.name, phase="transfer", version=offer.version)
+            hub.send(wire.OperationFailed(go.operation, told))
+            raise
+        moved = time.monotonic()
+        hub.send(wire.OperationDone(go.operation))
+        digest = (offer.digest or hub.held_versions.digest(offer.version)) if transfer.sends else ""
+        digest = digest or await asyncio.to_thread(digest_of, slot.data, slot.digest_kind)
+        return wire.TransferDone(offer.transfer, digest, moved - started, time.monotonic() - moved)
 
     def _cancel(self, message: wire.TransferCancel) -> None:
         transfer = self._transfers.pop(message.transfer, None)
@@ -434,22 +399,22 @@ class Transfers(Part):
 
     def _remove_transfer(self, transfer: Transfer) -> bool:
         """Remove a transfer; return False if it was withdrawn."""
-        number = transfer.offer.transfer
-        if self._transfers.get(number) is not transfer:
+        if self._is_over(transfer):
             return False
-        del self._transfers[number]
+        del self._transfers[transfer.offer.transfer]
         return True
 
     def _let_go(self, transfer: Transfer) -> None:
+        """Take the slot from the transfer, and unpin, release or free the slot."""
         slot, transfer.slot = transfer.slot, None
+        if slot is None:
+            return
+        if transfer.pinned:
+            transfer.pinned = False
+            self._hub.arena.unpin(slot)
         if transfer.sends:
-            if slot is not None and transfer.pinned:
-                transfer.pinned = False
-                self._hub.arena.unpin(slot)
-        elif slot is not None and (slot.foreign or slot.state == "held"):  # mapped, or pulled and wrong
-            if transfer.pinned:
-                transfer.pinned = False
-                self._hub.arena.unpin(slot)
+            return
+        if slot.foreign or slot.state == "held":  # mapped, or pulled and wrong
             self._hub.held_versions.release(transfer.offer.version)
-        elif slot is not None:
+        else:
             self._hub.arena.free(slot)

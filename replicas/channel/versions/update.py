@@ -18,14 +18,14 @@ import torch
 from replicas import errors
 from replicas.channel.session.held_versions import Holder
 from replicas.channel.session.pending import Pending
-from replicas.channel.versions.owner import Base, UpdateOwner, open_base
+from replicas.channel.versions.loads import Base, Loads
 from replicas.common.waits import locked
 from replicas.core.base.manifest import Manifest
 from replicas.messages import Meta, arguments
 from replicas.messages.bounds import shown
 from replicas.weights.changes import Change, Difference, all_of
 from replicas.weights.copies.accelerator import Event, device_of
-from replicas.weights.loading import Model, each_name, load_changes, load_image, views
+from replicas.weights.loading import Model, each_name, load_image, views
 from replicas.weights.memory.arena import Slot
 from replicas.weights.memory.buffers import Buffer
 
@@ -56,9 +56,7 @@ class Update:
     :ivar manifest: names, dtypes and shapes (``replicas.core.base.manifest.Manifest``).
     """
 
-    def __init__(
-        self, owner: UpdateOwner, slot: Slot, version: int, meta: Meta, digest: str = "", base: Base | None = None
-    ) -> None:
+    def __init__(self, owner: Loads, slot: Slot, version: int, meta: Meta, digest: str = "") -> None:
         manifest = slot.image
         if manifest is None:
             raise errors.InternalError(f"version {version} is not a whole image here", version=version)
@@ -66,8 +64,8 @@ class Update:
         self.meta: Meta = meta
         self.digest = digest
         self.manifest: Manifest = manifest
+        self._base = base = owner.base
         self.base: int = 0 if base is None else base.version
-        self._base = base
         self._path = ""
         self._reads: deque[Event] = deque()
         self._owner = owner
@@ -102,31 +100,31 @@ class Update:
 
         :raises replicas.errors.UsageError: the update has ended, or the slot is in GPU
             memory (``staging = "device"``).
-        :raises replicas.errors.ManifestMismatch: safetensors lacks the dtype of a
-            tensor, which is named (complex128, complex32).
+        :raises replicas.errors.ManifestMismatch: safetensors lacks a tensor's dtype.
         :raises replicas.errors.WorldError: the kernel cannot make the file read-only.
         """
-        return self._show(to_copy=False)
+        return self._file_path(to_copy=False)
 
     @property
     def path_to_copy(self) -> str:
         """:attr:`path`, for a reader that copies all data before the block ends.
 
         The memory is then reused for a later version, which a kept mapping would show.
-        On a host that receives versions from another host it is the same as
-        :attr:`path`.
+        On a host that receives versions from another host this equals :attr:`path`.
         """
-        return self._show(to_copy=True)
+        return self._file_path(to_copy=True)
 
-    def _show(self, *, to_copy: bool) -> str:
+    def _file_path(self, *, to_copy: bool) -> str:
+        """Return the path, read-only from now on; see :attr:`path_to_copy`."""
         if self.ended and self._path:
             return self._path
         self.manifest.check_file()
-        self._path = self._of_this(partial(self._open_slot().buffer.show, to_copy=to_copy))
+        self._path = self._of_this(partial(self._slot_or_raise().buffer.show, to_copy=to_copy))
         return self._path
 
     @property
     def touched(self) -> bool:
+        """True once the caller has read, adopted or reported the update."""
         return self._began is not None or self._outcome is not None
 
     @property
@@ -142,6 +140,7 @@ class Update:
         return True
 
     def _withdraw(self) -> bool:
+        """Under the lock: mark as replaced; return False if touched or over."""
         if self.touched or self._over:
             return False
         self._outcome = "replaced by a newer one"
@@ -164,13 +163,14 @@ class Update:
         return locked(self._lock, self._adopt, arguments.flag("adopt: whole", whole))
 
     def _adopt(self, whole: bool) -> Pending[None]:
+        """Under the lock: report once that this rank can load; return the Pending."""
         self._touch()
         if self._adoption is None:
-            self._adoption = self._owner.lockstep.await_decision(self.version, whole, self._decided)
+            self._adoption = self._owner.await_decision(self.version, whole, self._decided)
         return self._adoption
 
     def _decided(self, error: errors.ReplicasError | None) -> None:
-        """Session thread: record that all targets load the version, or refuse it."""
+        """Session thread: record that all targets load the version, or refuse."""
         if error is None:
             self._adopted, self._began = True, time.monotonic()
         else:
@@ -178,18 +178,18 @@ class Update:
                 self.refuse(error)
 
     def unadopted(self) -> Update:
-        """Return this update, with a block that does not wait for :meth:`adopt`: call
-        it in the block, before the load."""
+        """Return this update, for a block in which you call :meth:`adopt` yourself."""
         self._by_hand = True
         return self
 
     def __enter__(self) -> Update:
-        if self._owner.lockstep.on and not self._by_hand:
+        if self._owner.together and not self._by_hand:
             self.adopt().wait()
         locked(self._lock, self._enter)
         return self
 
     def _enter(self) -> None:
+        """Under the lock: open the block; raise UsageError if one is open."""
         if self._entered:
             text = f"the update of version {self.version} is open in another `with` block already"
             hint = "receive and load in one thread: all waiters of one receive get the same update"
@@ -227,12 +227,12 @@ class Update:
         :raises replicas.errors.NoCapacity: open files, address space or mappings are at
             their limit, which the error names; nothing was read.
         """
-        buffer = self._open_slot().buffer
+        buffer = self._slot_or_raise().buffer
         found = self._copies(buffer) if buffer.device else views(self._of_this(buffer.private), self.manifest).items()
         return each_name(found, self.manifest.aliases)
 
     def _of_this(self, look: Callable[[], _T]) -> _T:
-        """Read the memory by ``look``; tag errors with this version."""
+        """Return ``look()``, which maps the memory; its errors get this version."""
         try:
             return look()
         except errors.WorldError as error:
@@ -240,9 +240,10 @@ class Update:
             raise
 
     def _copies(self, buffer: Buffer) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, copy) of each tensor, made on the GPU's current stream."""
         gpu = device_of(buffer.device)
         for name, shared in views(buffer.readable(), self.manifest).items():
-            self._open_slot()
+            self._slot_or_raise()
             tensor, event = shared.clone(), gpu.event(buffer.device)
             event.record()
             while self._reads and self._reads[0].query():
@@ -265,16 +266,17 @@ class Update:
         :raises replicas.errors.NoCapacity: as of iterating.
         :raises replicas.errors.UsageError: the update has ended.
         """
-        slot = self._open_slot()
+        slot = self._slot_or_raise()
         if slot.buffer.device:
             return (all_of(name, tensor) for name, tensor in self)
         found = each_name(self._changes(self._of_this(slot.buffer.private), slot.sharing), self.manifest.aliases)
         return (change if change.name == name else replace(change, name=name) for name, change in found)
 
     def _changes(self, image: torch.Tensor, sharing: int) -> Iterator[tuple[str, Change]]:
-        with Difference(image, self.manifest, open_base(self._owner, self._base, self.manifest), sharing) as difference:
+        """Yield (name, change) of each tensor since the base; read the slot."""
+        with Difference(image, self.manifest, self._owner.open_base(self._base, self.manifest), sharing) as difference:
             for spec in self.manifest.tensors:
-                self._open_slot()
+                self._slot_or_raise()
                 yield spec.name, difference.of(spec.name)
 
     def load_into(self, model: Model, *, changed_only: bool = False) -> None:
@@ -297,8 +299,7 @@ class Update:
             ones that are DTensors or not contiguous, are written whole. Finding the
             changes takes longer than copying all within a host: use it for memory that
             is slow to write.
-        :raises replicas.errors.ManifestMismatch: a tensor, which it names, does not
-            fit; ``model`` is unchanged.
+        :raises replicas.errors.ManifestMismatch: a tensor (named) does not fit.
         :raises replicas.errors.NoCapacity: as of iterating; ``model`` is unchanged.
         :raises replicas.errors.UsageError: the update has ended; or ``changed_only``
             without a base: pass ``changed_only=update.base > 0``.
@@ -307,7 +308,7 @@ class Update:
             text = f"changes to version {self.version}: this rank has not loaded a whole version before it"
             hint = "load this version whole: load_into(model, changed_only=update.base > 0)"
             raise errors.UsageError(text, version=self.version, hint=hint)
-        if self._owner.lockstep.on:
+        if self._owner.together:
             self.adopt().wait()
         load = Holder()
         try:
@@ -315,46 +316,38 @@ class Update:
             buffer = slot.buffer
             sharing = slot.sharing  # the ranks mostly load at the same time
             image = self._of_this(buffer.readable)
-            base = open_base(self._owner, self._base, self.manifest) if changed_only else None
+            base = self._owner.open_base(self._base, self.manifest) if changed_only else None
             if base is None or buffer.device:
                 load_image(model, image, self.manifest, sharing=sharing, on_device=buffer.pin)
             else:
                 with Difference(image, self.manifest, base, sharing) as difference:
-                    load_changes(model, image, self.manifest, difference, sharing=sharing, on_device=buffer.pin)
+                    load_image(model, image, self.manifest, difference, sharing=sharing, on_device=buffer.pin)
         finally:
             del load
             self._let_go()  # another thread may have ended the update
 
     def _begin_load(self, load: Holder) -> Slot:
+        """Under the lock: return the slot, kept in use until ``load`` is dropped."""
         slot = self._touch()
         self._loads = (*(one for one in self._loads if one() is not None), weakref.ref(load))
         return slot
 
     def loaded(self) -> None:
-        """Report that this rank serves this version from now on.
-
-        A second call does nothing.
+        """Report, once, that this rank serves this version from now on.
 
         :raises replicas.errors.UsageError: the update was reported failed before.
-        :raises replicas.errors.ReplicasError: the session is over, such as
-            :class:`~replicas.errors.Fenced`.
+        :raises replicas.errors.ReplicasError: the session is over, e.g. Fenced.
         """
         self._check_process()  # before the lock, which may be taken in a forked child
-        if self._owner.lockstep.on and not self._adopted and self._outcome is None:
+        if self._owner.together and not self._adopted and self._outcome is None:
             text = f"version {self.version} was loaded before all targets of the channel could load it"
             hint = "adopt_together: wait for update.adopt() before the load, or load in a plain `with update:` block"
             error = errors.UsageError(text, version=self.version, hint=hint)
             self.failed(error)
             raise error
-        if not locked(self._lock, self._report, "loaded"):
-            return
-        try:
-            slot, load_s = self._slot, 0.0 if self._began is None else time.monotonic() - self._began
-            base = None if slot is None else Base(self.version, self.manifest.hash, slot.buffer.origin)
-            self._owner.loaded(self.version, load_s, base)
-        finally:
-            if not self._entered:
-                self._end()
+        slot, load_s = self._slot, 0.0 if self._began is None else time.monotonic() - self._began
+        base = None if slot is None else Base(self.version, self.manifest.hash, slot.buffer.origin)
+        self._conclude("loaded", partial(self._owner.loaded, self.version, load_s, base))
 
     def failed(self, error: BaseException | str) -> None:
         """Report that this rank may hold only a part of this version.
@@ -374,12 +367,12 @@ class Update:
         ``receipt.not_loaded``, ``channel.loaded()`` and the status show the reason.
 
         :param error: the reason, an exception or a text.
-        :raises replicas.errors.UsageError: the update was reported loaded or failed
-            before, or ``error`` is neither an exception nor a text.
+        :raises replicas.errors.UsageError: as of :meth:`failed`, or after that call.
         """
         self._end_without("refused", error)
 
     def _end_without(self, outcome: str, error: BaseException | str) -> None:
+        """Check ``error``, and report ``outcome`` with it."""
         if not isinstance(error, (BaseException, str)):
             raise errors.UsageError(
                 f"{outcome}: error must be an exception or a text, not {shown(error)}",
@@ -387,23 +380,29 @@ class Update:
                 hint="pass the exception of the load",
             )
         self._check_process()
-        if not locked(self._lock, self._report, outcome):
-            return
         if isinstance(error, str):
             error = errors.SyncError(error, version=self.version, phase="load", hint="")
+        self._conclude(outcome, partial(self._owner.failed, self.version, error, kept=outcome == "refused"))
+
+    def _conclude(self, outcome: str, report: Callable[[], None]) -> None:
+        """Call ``report`` once, and end the update unless a block is open."""
+        if not locked(self._lock, self._report, outcome):
+            return
         try:
-            self._owner.failed(self.version, error, kept=outcome == "refused")
+            report()
         finally:
             if not self._entered:
                 self._end()
 
     def _check_process(self) -> None:
+        """Raise UsageError in a forked child of the process that received it."""
         if self._pid != os.getpid():
             text = f"the update of version {self.version} belongs to the parent, from which this process was forked"
             hint = "read and report it in the parent; tensors read before the fork can be used here"
             raise errors.UsageError(text, version=self.version, hint=hint)
 
     def _report(self, outcome: str) -> bool:
+        """Under the lock: set the outcome; return False if it was the same already."""
         if self._outcome == outcome:
             return False
         if self._outcome is not None:
@@ -413,10 +412,7 @@ class Update:
         return True
 
     def _touch(self) -> Slot:
-        """Under the lock: mark the update as used; return its slot.
-
-        :raises replicas.errors.UsageError: the update has ended.
-        """
+        """Under the lock: mark the update as used; return its slot or raise."""
         self._check_process()
         slot = self._slot
         if slot is None or self._over:
@@ -428,10 +424,11 @@ class Update:
             self._began = time.monotonic()
         return slot
 
-    def _open_slot(self) -> Slot:
+    def _slot_or_raise(self) -> Slot:
         return locked(self._lock, self._touch)
 
     def _end(self) -> None:
+        """End the update; release its slot once no thread copies from it."""
         self._over = True
         self._let_go()
 

@@ -24,20 +24,23 @@ class MemberJoined(_OnChannel, frozen=True, tag=True):
     member: Member
 
 
-class MemberQuarantined(_OnChannel, frozen=True, tag=True):
-    """A member is excluded from process groups, because no group with it works.
-
-    It is tried alone, and released once a trial succeeds.
-    """
-
-    member: Member
-    reason: str
+LOSS_WORDS = {
+    "exited": "its process ended",
+    "lease": "no sign of life within its lease",
+    "left": "it left",
+    "absent": "it did not come back to the new coordinator",
+    "fenced": "a later join has its identity",
+    "replaced": "a newer member has taken its place",
+    "overflow": "it did not read what was sent to it",
+}
+"""What the reasons of a :class:`MemberLost` mean, for people; others are texts."""
 
 
 class MemberLost(_OnChannel, frozen=True, tag=True):
     """A member has left a channel, died, or lost its lease.
 
-    ``reason``: ``absent`` if it did not come back to a new coordinator in time.
+    ``reason``: ``exited``, ``lease``, ``left`` (in order), ``fenced``, ``replaced``,
+    ``overflow``, ``absent`` (it did not come back to a new coordinator), or a text.
     ``observes``: the member was an observer (which may use the name of a rank), so no
     replica is affected.
     """
@@ -148,12 +151,13 @@ class OperationEnded(_OnChannel, frozen=True, tag=True):
     """A collective between peers has ended.
 
     ``kind``: its name, such as ``all_reduce``. ``outcome``: ``ok``, or the name of an
-    error.
+    error. ``error``: text of the error.
     """
 
     kind: str
     outcome: str
     seconds: float
+    error: str = ""
 
 
 class StepFell(_OnChannel, frozen=True, tag=True):
@@ -177,7 +181,6 @@ class StoreChanged(_OnChannel, frozen=True, tag=True):
 Event = (
     MemberJoined
     | MemberLost
-    | MemberQuarantined
     | EpochStarted
     | SyncEnded
     | StepFell
@@ -221,11 +224,13 @@ class Past(msgspec.Struct, frozen=True):
 
     @property
     def floor(self) -> int:
-        """The newest version number that was ever decided."""
+        """The newest version number that was ever committed or aborted, or 0."""
         return max(self.decided[0], *self.aborted, 0)
 
 
 class Send(msgspec.Struct, frozen=True):
+    """Send a member a message of its session."""
+
     member: Member
     message: FromCoordinator
 
@@ -278,9 +283,14 @@ Effect = Send | CommitDecision | SweepStore | ReplaceStore | Keep | LetGo | Read
 
 
 def with_commit(effects: Iterable[Effect], version: int, seconds: float) -> Iterator[Effect]:
-    """Add the seconds of recording the decision to the effects that report them."""
+    """Yield the effects; add ``seconds`` to those that report the recorded version.
+
+    They are its record and its receipts: the seconds until it was on disk, as phase
+    ``commit``.
+    """
 
     def longer(ended: ReceiptData | SyncRecord) -> Any:
+        """Return a copy with ``seconds`` added, and as its phase "commit"."""
         phases = ended.phases | {"commit": seconds}
         return msgspec.structs.replace(ended, seconds=ended.seconds + seconds, phases=phases)
 

@@ -51,11 +51,12 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
         return prod(self.shape) * item_nbytes(self.dtype)
 
     @property
     def in_file(self) -> tuple[str, tuple[int, ...]]:
-        """Return dtype and shape as in a safetensors file, or torch's."""
+        """``(dtype, shape)`` as in a safetensors file, else torch's."""
         code = FILE_CODES[self.dtype]
         if code not in PACKED:
             return code or self.dtype, self.shape
@@ -80,6 +81,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 def _nbytes(pieces: Iterable[Piece], tensors: Sequence[TensorSpec]) -> int:
+    """Return the bytes of all these pieces together."""
     return sum(prod(piece.shape) * item_nbytes(tensors[piece.tensor].dtype) for piece in pieces)
 
 
@@ -95,6 +97,7 @@ class AnyManifest(msgspec.Struct, frozen=True, dict=True):
     aliases: tuple[tuple[str, str], ...] = ()
 
     def encode(self) -> bytes:
+        """Return the manifest as MessagePack."""
         return msgspec.msgpack.encode(self)
 
     @classmethod
@@ -109,7 +112,10 @@ class AnyManifest(msgspec.Struct, frozen=True, dict=True):
 
     @classmethod
     def decode_only(cls, data: bytes | memoryview) -> Self:
-        """Decode without validation."""
+        """Decode the output of :meth:`encode` without validation.
+
+        :raises ManifestMismatch: it is malformed.
+        """
         try:
             decoded: Self = _decoders[cls].decode(data)
         except MALFORMED as error:
@@ -125,7 +131,11 @@ class AnyManifest(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def regions(self) -> tuple[tuple[int, int, int], ...]:
-        """Start, end and bytes of a number, of each region of the data section."""
+        """Ranges of the data section with numbers of one size.
+
+        ``(start, end, bytes of a number)`` each, in bytes from the data section's
+        start.
+        """
         return packed_regions((tensor.dtype, tensor.nbytes) for tensor in self.tensors)
 
     @property
@@ -135,10 +145,12 @@ class AnyManifest(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def encoded_nbytes(self) -> int:
+        """Size of the encoding in bytes."""
         return self._sealed[1]
 
     @cached_property
     def _sealed(self) -> tuple[str, int]:
+        """``(hash, size in bytes)`` of the encoding, computed once."""
         encoded = self.encode()
         return xxhash.xxh3_128_hexdigest(encoded), len(encoded)
 
@@ -163,12 +175,17 @@ class PartManifest(AnyManifest, frozen=True, dict=True):
 
     @cached_property
     def regions(self) -> tuple[tuple[int, int, int], ...]:
+        """Ranges of the rank's bytes with numbers of one size, as in a whole image."""
         if self.pieces is None:
             return self.whole.regions
         pieces = ((self.tensors[piece.tensor].dtype, _nbytes([piece], self.tensors)) for piece in self.pieces)
         return packed_regions(pieces)
 
     def validate(self) -> None:
+        """Check tensors as a whole manifest does, and that each piece fits its tensor.
+
+        :raises ManifestMismatch: they do not.
+        """
         super().validate()
         for piece in self.pieces or ():
             _check_piece(piece, self.tensors)
@@ -198,6 +215,7 @@ class Manifest(AnyManifest, frozen=True, dict=True):
     parts: tuple[tuple[Piece, ...], ...] | None = None
 
     def validate(self) -> None:
+        """Check also that the parts, if there are several, cover each tensor once."""
         super().validate()
         if self.parts is not None:
             for piece in (piece for part in self.parts for piece in part):
@@ -211,6 +229,7 @@ class Manifest(AnyManifest, frozen=True, dict=True):
 
     @cached_property
     def data_nbytes(self) -> int:
+        """Bytes of the data section."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @cached_property
@@ -257,6 +276,7 @@ class Manifest(AnyManifest, frozen=True, dict=True):
         return found | {alias: found[target] for alias, target in self.aliases}
 
     def part_nbytes(self, part: int) -> int:
+        """Return the bytes of this part; 0 if one sender has the whole image."""
         return _nbytes(self.parts[part], self.tensors) if self.parts is not None else 0
 
 
@@ -283,7 +303,12 @@ def packed_offsets(sizes: Sequence[tuple[str, int]]) -> tuple[int, ...]:
 
 
 def packed_regions(sizes: Iterable[tuple[str, int]]) -> tuple[tuple[int, int, int], ...]:
-    """Return ``(start, end, bytes of a number)`` as :func:`packed_offsets` packs."""
+    """Return ranges with numbers of one size, as :func:`packed_offsets` packs.
+
+    ``(start, end, bytes of a number)`` each; a complex number is two numbers.
+
+    :param sizes: ``(dtype, nbytes)`` each.
+    """
     nbytes = Counter[int]()
     for dtype, size in sizes:
         nbytes[min(8, item_nbytes(dtype))] += size  # a complex number is two numbers
@@ -295,7 +320,7 @@ def packed_regions(sizes: Iterable[tuple[str, int]]) -> tuple[tuple[int, int, in
 
 
 def segment_layout(segments: Iterable[Segment | TensorSpec]) -> tuple[tuple[int, ...], int]:
-    """Return the offset of each segment and their total size, in bytes.
+    """Return ``(offset of each segment, total size)`` in bytes.
 
     Each segment starts at a multiple of 64.
     """
@@ -326,6 +351,10 @@ def check_size(manifest: AnyManifest) -> None:
 
 
 def check_tensors(tensors: Sequence[TensorSpec], aliases: Sequence[tuple[str, str]]) -> None:
+    """Check names, shapes, dtypes, aliases and the total size.
+
+    :raises ManifestMismatch: one of them cannot be published.
+    """
     count = len(tensors) + len(aliases)
     if count > MANIFEST_TENSORS:
         raise ManifestMismatch(
@@ -357,6 +386,7 @@ def check_tensors(tensors: Sequence[TensorSpec], aliases: Sequence[tuple[str, st
 
 
 def _check_piece(piece: Piece, tensors: Sequence[TensorSpec]) -> None:
+    """Raise ManifestMismatch if the piece does not lie in its tensor."""
     if not 0 <= piece.tensor < len(tensors):
         raise ManifestMismatch(f"a piece names tensor number {piece.tensor} of {len(tensors)}", hint="")
     spec = tensors[piece.tensor]
@@ -374,6 +404,10 @@ def _check_piece(piece: Piece, tensors: Sequence[TensorSpec]) -> None:
 
 
 def check_cover(tensors: Sequence[TensorSpec], parts: Sequence[Sequence[Piece]]) -> None:
+    """Raise ManifestMismatch if a tensor has a hole, or an element in two parts.
+
+    :param parts: the pieces of each part.
+    """
     boxes: list[list[tuple[Piece, int]]] = [[] for _ in tensors]
     for number, part in enumerate(parts):
         for piece in part:
@@ -389,10 +423,12 @@ def check_cover(tensors: Sequence[TensorSpec], parts: Sequence[Sequence[Piece]])
 
 
 def _check_no_overlap(spec: TensorSpec, found: Sequence[tuple[Piece, int]]) -> None:
-    """Raise if two boxes overlap.
+    """Raise ManifestMismatch if two boxes of the tensor overlap.
 
     It sweeps along the dimension in which the boxes differ most, so that thousands of
     shards stay cheap.
+
+    :param found: each box, and the number of its part.
     """
     if len(found) < 2:
         return

@@ -7,25 +7,23 @@ transition without a row here is refused.
 *A member* is one incarnation of a rank: *joining* until a boundary, where it is
 admitted to a new epoch and is *live*. A target that did not get a committed version is
 *behind*: it is caught up beside the others, and admitted again when it has that version
-or a newer one. A peer is *quarantined* when no process group with it works: it takes no
-part in joint work, is tried alone at growing intervals, and released when a trial
-succeeds. *Observers* take part in nothing. A process that comes back is another member.
+or a newer one. *Observers* take part in nothing. A process that comes back is another
+member.
 
 *A publish* is *packing* while the ranks of its replica fill their slots, *queued* until
 its turn, *moving* while a transfer carries it, and then has exactly one verdict.
 
-*A transfer* runs in attempts: *offering* (slots and a lane are being prepared), then
-*moving*; ``again`` starts the next attempt over the members that are left.
+*A transfer* is *moving* in attempts; ``again`` starts the next one over the members
+that are left.
 
-*A delivery* is one version on its way to a host that pulls it
-(:mod:`replicas.core.moving.pull_tasks`): *due* until a holder's carrier listens,
-*offered*, *taking* once its slot is reserved. It *came* when all bytes have arrived,
-and is *held* when their digest is that of the version.
+*A delivery* is one version on its way to a member (:mod:`replicas.core.moving.task`):
+*due* until a holder's carrier listens, *offered*, *taking* once its slot is reserved.
+It *came* when all bytes have arrived, and is *held* when their digest is that of the
+version.
 
 *An operation* between peers is *due* when their posts pair. It is *forming* until its
-lane has formed, then *running*; ``again`` is another attempt, in another lane. It is
-*probing* while pairs of its members are tried, to find the culprit of a fault that
-outlasts a retry. It ends as *done* or *failed* for all of them.
+lane has formed, then *running*; ``again`` is another attempt, in another lane. It ends
+as *done* or *failed* for all of them.
 
 *A lane* is a process group: it forms once, and is dead after the first failure or loss.
 
@@ -52,17 +50,16 @@ from typing import Literal
 
 from replicas.common.table import Table
 
-Standing = Literal["joining", "live", "behind", "quarantined", "observing", "gone"]
-MemberEvent = Literal["admitted", "left_behind", "isolated", "released", "lost"]
+Standing = Literal["joining", "live", "behind", "observing", "gone"]
+MemberEvent = Literal["admitted", "left_behind", "lost"]
 
 MEMBER: Table[Standing, MemberEvent] = Table(
     "a member",
     ("joining", "observing"),
     {
-        "joining": {"live": ("admitted",), "quarantined": ("isolated",), "gone": ("lost",)},
-        "live": {"behind": ("left_behind",), "quarantined": ("isolated",), "gone": ("lost",)},
-        "behind": {"live": ("admitted",), "quarantined": ("isolated",), "gone": ("lost",)},
-        "quarantined": {"joining": ("released",), "gone": ("lost",)},
+        "joining": {"live": ("admitted",), "gone": ("lost",)},
+        "live": {"behind": ("left_behind",), "gone": ("lost",)},
+        "behind": {"live": ("admitted",), "gone": ("lost",)},
         "observing": {"gone": ("lost",)},
     },
 )
@@ -80,29 +77,27 @@ PUBLISH: Table[PublishState, PublishEvent] = Table(
     },
 )
 
-TransferState = Literal["offering", "moving", "complete", "failed"]
-TransferEvent = Literal["all_ready", "again", "done", "fail"]
+TransferState = Literal["moving", "complete", "failed"]
+TransferEvent = Literal["again", "done", "fail"]
 
 TRANSFER: Table[TransferState, TransferEvent] = Table(
     "a transfer",
-    ("offering",),
+    ("moving",),
     {
-        "offering": {"moving": ("all_ready",), "offering": ("again",), "complete": ("done",), "failed": ("fail",)},
-        "moving": {"offering": ("again",), "complete": ("done",), "failed": ("fail",)},
+        "moving": {"moving": ("again",), "complete": ("done",), "failed": ("fail",)},
     },
 )
 
-OperationState = Literal["due", "forming", "running", "probing", "done", "failed"]
-OperationEvent = Literal["begin", "go", "again", "stuck", "done_by_all", "fail"]
+OperationState = Literal["due", "forming", "running", "done", "failed"]
+OperationEvent = Literal["begin", "go", "again", "done_by_all", "fail"]
 
 OPERATION: Table[OperationState, OperationEvent] = Table(
     "an operation",
     ("due",),
     {
         "due": {"forming": ("begin",)},
-        "forming": {"running": ("go",), "forming": ("again",), "probing": ("stuck",), "failed": ("fail",)},
+        "forming": {"running": ("go",), "forming": ("again",), "failed": ("fail",)},
         "running": {"done": ("done_by_all",), "forming": ("again",), "failed": ("fail",)},
-        "probing": {"forming": ("again",), "failed": ("fail",)},
     },
 )
 

@@ -118,7 +118,7 @@ ASKED_ACTIONS: Mapping[tuple[Asked, Request], tuple[AskedAction, ...]] = {
 
 
 def request_of(reason: RestartReason) -> Request:
-    """Return the request that a cause with this label makes."""
+    """Return the request, an event of :data:`ASKED`, of a restart for this reason."""
     if reason == "requested":
         return "restart"
     return "replace" if reason in FREE_REASONS else "fault"

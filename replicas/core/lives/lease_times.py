@@ -34,10 +34,10 @@ LAST_S = 3.0
 
 
 def local_patience_s(adopt_s: float) -> float:
-    """Return how long shims of the supervisor's own machine run without their agent.
+    """Return for how many seconds the supervisor's shims run without their agent.
 
-    Longer than a living supervisor takes to replace a frozen agent, and no shorter than
-    they must outlive a dead one.
+    Only for its own machine. Longer than a living supervisor takes to replace a frozen
+    agent, and no shorter than they must outlive a dead one.
     """
     return max(2 * FROZEN_S, adopt_s)  # twice: the new agent has to start and to find them
 
@@ -52,5 +52,5 @@ def outlives_s(adopt_s: float) -> float:
 
 
 def lost_after_s(lease_s: float) -> float:
-    """Return the seconds after a beat when a node's replicas may start elsewhere."""
+    """Return the seconds after a node's last beat when replicas may start elsewhere."""
     return lease_s + END_S + MARGIN_S

@@ -129,11 +129,13 @@ REPLICA: Table[ReplicaState, ReplicaEvent] = Table(
 def after_exit(
     *, ok: bool, policy: Literal["always", "on-failure", "never"], granted: bool, requested: bool = False
 ) -> ReplicaEvent:
-    """Return the event for a generation whose last process is gone, not by ``STOP``.
+    """Return the event for a generation whose last process is gone.
+
+    Not for an end by ``STOP``, of which the event is ``STOPPED``.
 
     :param ok: every rank exited with code 0, without a request.
     :param granted: :class:`~replicas.core.lives.restarts.Restarts` allow a restart.
-    :param requested: it is a restart of :data:`FREE_REASONS`.
+    :param requested: it is a restart of :data:`FREE_REASONS`, which is always granted.
     """
     if requested:
         return ReplicaEvent.RETRY
@@ -186,20 +188,25 @@ class Lifecycle:
 
     @property
     def name(self) -> str:
+        """``group/replica``."""
         return f"{self.group}/{self.replica}"
 
     @property
     def alive(self) -> bool:
+        """True if processes of the replica may exist."""
         return self.state in ALIVE
 
     @property
     def settled(self) -> bool:
+        """True if the state ends only on request."""
         return self.state in SETTLED
 
     def state_age_s(self, now: float) -> float:
+        """Return the seconds since the state began."""
         return max(0.0, now - self.since)
 
     def starting_s(self, now: float) -> float:
+        """Return the seconds since its processes were started or adopted."""
         return max(0.0, now - self._started_at)
 
     def restore(self, state: Literal["finished", "failed"], reason: str) -> None:
@@ -207,7 +214,7 @@ class Lifecycle:
         self.state, self.reason = state, reason
 
     def launched(self, now: float) -> None:
-        """Restart the clock of this start: its processes are started only now."""
+        """Record that its processes are started only now, for :meth:`starting_s`."""
         self._started_at = now
 
     def skip_pause(self, pause_s: float) -> None:
@@ -217,7 +224,7 @@ class Lifecycle:
     def apply(
         self, event: ReplicaEvent, *, now: float, reason: str = "", restart_reason: _Why = None, seconds: float = 0.0
     ) -> Transition:
-        """Take one step.
+        """Take one step by the table, and return the transition.
 
         :param reason: one line for people, kept until the next step that has a reason
             or makes the replica ready.

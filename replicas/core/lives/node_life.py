@@ -69,21 +69,24 @@ class NodeLife:
         self.leased, self.heard_at, self.lease_s = leased, now, 0.0
 
     def step(self, event: NodeEvent) -> bool:
-        """Enter the next state; return True if the state has changed."""
+        """Enter the next state by :data:`NODE`; return True if it is another one."""
         before, self.state = self.state, NODE.next(self.state, event)
         return self.state != before
 
     def ask(self, event: DutyEvent) -> None:
-        """Enter the next duty."""
+        """Enter the next duty by :data:`DUTY`."""
         self.duty = DUTY.next(self.duty, event)
 
     def heard(self, now: float) -> bool:
-        """Note that a message has come; return True if the node was away."""
+        """Note a message of the node's agent; return True if the node was away."""
         self.heard_at = now
         return self.state == "away" and self.step("heard")
 
     def due_event(self, now: float) -> Literal["", "silent", "lease_over"]:
-        """Return the event that the agent's silence causes now, or ""."""
+        """Return the event that the agent's silence causes now, or "".
+
+        The caller passes it to :meth:`step`.
+        """
         silent_s = now - self.heard_at
         if self.leased and self.state == "up" and silent_s > SILENT_S:
             return "silent"
@@ -93,12 +96,12 @@ class NodeLife:
 
     @property
     def takes_replicas(self) -> bool:
-        """Return True if the node is up, and not drained."""
+        """True if the node is up, and its duty is open."""
         return self.state == "up" and self.duty == "open"
 
     @property
     def over(self) -> bool:
-        """Return True if nothing of the run is left on the node."""
+        """True if nothing of the run is left on the node."""
         return self.state in ("lost", "drained")
 
     @property

@@ -36,11 +36,18 @@ def start_levels(groups: Mapping[str, GroupConfig]) -> list[list[str]]:
 
 
 def needed_replicas(min_ready: int | None, replicas: int) -> int:
-    """Return how many replicas must be ready or done: ``min_ready``, or all."""
+    """Return how many of ``replicas`` must be ready or finished.
+
+    That is ``min_ready``, but at most ``replicas``; None means all.
+    """
     return replicas if min_ready is None else min(min_ready, replicas)
 
 
 def is_good(states: Sequence[ReplicaState], min_ready: int | None = None) -> bool:
+    """Return True if enough replicas are ready or finished.
+
+    :param min_ready: how many are enough; None: all.
+    """
     return sum(state in GOOD for state in states) >= needed_replicas(min_ready, len(states))
 
 
@@ -75,7 +82,7 @@ def least_left(config: Config, group: GroupConfig) -> int:
 
 
 def is_lost(states: Sequence[ReplicaState], least: int) -> bool:
-    """Return True if too many have failed for ``least`` to be reached again."""
+    """Return True if too many have failed for ``least`` others to be left."""
     return len(states) - states.count("failed") < min(least, len(states))
 
 

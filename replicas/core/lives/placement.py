@@ -58,13 +58,15 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
     per_node: int | None = None
 
     def accepts(self, offer: Offer) -> bool:
-        """Return True if the node has the required labels and CPUs."""
+        """Return True if the node has the required labels and CPUs; ignore GPUs."""
         return self.has_labels(offer) and self.has_cpus(offer)
 
     def has_labels(self, offer: Offer) -> bool:
+        """Return True if the node has all required labels."""
         return all(offer.labels.get(name) == value for name, value in self.labels.items())
 
     def has_cpus(self, offer: Offer) -> bool:
+        """Return True if the node has enough CPUs, or their number does not matter."""
         return offer.cpus is None or offer.cpus >= self.cpus
 
 
@@ -88,10 +90,12 @@ class _Room:
         self.parts = sum(share.group == group for share in taken)
 
     def fits(self, need: Need) -> bool:
+        """Return True if GPUs, memory and ``per_node`` allow one more part here."""
         enough = len(self.gpus) >= need.gpus and self.memory_nbytes >= (need.memory_nbytes or 0)
         return enough and (need.per_node is None or self.parts < need.per_node)
 
     def give(self, need: Need) -> Share:
+        """Reserve the resources of one part, and return them as a share."""
         gpus, self.gpus = self.gpus[: need.gpus], self.gpus[need.gpus :]
         memory_nbytes = need.memory_nbytes or 0
         self.memory_nbytes -= memory_nbytes
@@ -100,7 +104,9 @@ class _Room:
 
 
 def place(need: Need, offers: Sequence[Offer], taken: Sequence[Share]) -> tuple[Share, ...] | str:
-    """Return a share for each part of a replica, or a text that says what is missing.
+    """Return a share for each part of a replica, or a text of what is missing.
+
+    It reserves nothing: the caller adds the shares to ``taken`` of later calls.
 
     :param offers: the nodes, in order of preference.
     :param taken: shares of other replicas.
@@ -119,6 +125,7 @@ def place(need: Need, offers: Sequence[Offer], taken: Sequence[Share]) -> tuple[
 
 
 def _missing(need: Need, offers: Sequence[Offer], taken: Sequence[Share]) -> str:
+    """Return a text of the resources that the nodes lack: "2 GPUs (1 free)"."""
     if not offers:
         return "a node: no agent has joined"
     with_labels = [offer for offer in offers if need.has_labels(offer)]
@@ -154,4 +161,5 @@ def _wanted(need: Need, rooms: Sequence[_Room], *, named: bool) -> list[str]:
 
 
 def _having(marks: Sequence[str]) -> str:
+    """Return the text " with ..." of these marks, or "" without any."""
     return f" with {', '.join(marks)}" if marks else ""

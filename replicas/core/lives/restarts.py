@@ -33,13 +33,17 @@ _ALL = 0
 
 
 def wants_restart(config: RestartConfig, *, ok: bool) -> bool:
-    """Return True if the policy restarts a replica. ``ok``: it ended well."""
+    """Return True if the policy restarts a replica; ``ok``: it ended well."""
     return config.policy == "always" or (config.policy == "on-failure" and not ok)
 
 
 @dataclass(frozen=True, slots=True)
 class RestartVerdict:
-    """``delay_s``: seconds until the restart, or None if ``rule`` forbids one."""
+    """Whether a replica restarts.
+
+    ``delay_s``: seconds until the restart, or None if it must not restart, for the
+    reason ``rule``.
+    """
 
     delay_s: float | None
     rule: str = ""
@@ -66,11 +70,11 @@ class Restarts:
         self._backoff = Backoff(config.initial_delay_s, config.max_delay_s)
 
     def key(self, replica: int) -> int:
-        """Return the key of its budget and cycles: the replica, or the whole group."""
+        """Return the key of its cycles and delays: its index, or 0 for the group."""
         return _ALL if self.config.strategy == "group" else replica
 
     def ended(self, replica: int, *, ok: bool, progressed: bool | None, ran_s: float, now: float) -> RestartVerdict:
-        """Judge a generation that has ended without a request.
+        """Judge a generation that has ended without a request, and spend its restart.
 
         :param ok: every rank exited with code 0.
         :param progressed: whether it reached a new step or version; None if it has no
@@ -91,15 +95,16 @@ class Restarts:
                 return RestartVerdict(None, f"{self.cycles[whose]} generations in a row without a new step or version")
         delay_s = self.spend_restart(whose, now=now)
         if delay_s is None:
-            return RestartVerdict(None, f"no restart is left of {config.max_restarts} in {config.window_s:g} s")
+            return RestartVerdict(None, f"all restarts are used ({config.max_restarts} in {config.window_s:g} s)")
         if config.strategy == "group":
             self._resume_at = now + delay_s
         return RestartVerdict(delay_s)
 
     def spend_restart(self, replica: int, *, now: float) -> float | None:
-        """Spend one restart of ``replica`` and return the seconds to wait before it.
+        """Spend one restart of ``replica``; return the seconds to wait before it.
 
-        Return None, and spend nothing, if the budget is used up.
+        Return None, and spend nothing, if the budget is used up. ``replica`` is a key
+        as :meth:`key` returns.
         """
         if self.remaining(now) == 0:
             return None
@@ -115,7 +120,7 @@ class Restarts:
         return [(max(0.0, now - at), replica) for at, replica in self._spent]
 
     def remaining(self, now: float) -> int:
-        """Return the restarts left in the budget."""
+        """Return the number of restarts left in the group's budget."""
         while self._spent and self._spent[0][0] <= now - self.config.window_s:
             self._spent.popleft()
         return max(0, self.config.max_restarts - len(self._spent))
@@ -125,13 +130,15 @@ class Restarts:
         return self.remaining(now) / self.config.max_restarts if self.config.max_restarts else 1.0
 
     def resumed(self) -> None:
-        """End the incident: the replicas are being started again."""
+        """End the incident, as the replicas of the group are being started again."""
         self._resume_at = None
 
     def resume_in_s(self, now: float) -> float:
+        """Return the seconds until the group restarts as a whole; 0 if it need not."""
         return 0.0 if self._resume_at is None else max(0.0, self._resume_at - now)
 
     def cycles_of(self, replica: int) -> int:
+        """Return how many generations in a row have made no progress."""
         return self.cycles.get(self.key(replica), 0)
 
     def spent(self, now: float) -> bool:
@@ -139,6 +146,7 @@ class Restarts:
         return bool(self.ages(now) or self.cycles)
 
     def reset(self) -> None:
+        """Forget all spent restarts, cycles and the incident."""
         self._spent.clear()
         self.cycles.clear()
         self._resume_at = None

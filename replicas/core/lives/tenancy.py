@@ -49,38 +49,44 @@ class Tenancy:
         self._number = 0
 
     def step(self, event: TenancyEvent) -> None:
-        """Enter the next state."""
+        """Enter the next state by :data:`TENANCY`."""
         self.state = TENANCY.next(self.state, event)
 
     @property
     def serves(self) -> bool:
-        """Return True if a supervisor has taken the agent and its lease runs."""
+        """True if a supervisor has taken the agent and its lease runs."""
         return self.state in ("serving", "leaving")
 
     @property
     def ended(self) -> bool:
-        """Return True if the agent ends."""
+        """True if the state is final: the agent ends its processes and itself."""
         return self.state == "over"
 
     @property
     def leased(self) -> bool:
-        """Return True if the present supervisor has given the agent a lease."""
+        """True if the present supervisor has given the agent a lease."""
         return self._lease_s > 0
 
     def granted(self, lease_s: float, asked_at: float) -> None:
-        """Start the lease from the request at ``asked_at``; 0 means no lease."""
+        """Start the lease of ``lease_s`` seconds from the request at ``asked_at``.
+
+        0 means that there is no lease, and :attr:`until` no limit.
+        """
         self._lease_s = lease_s
         self._sent.clear()  # beats to an earlier supervisor prove nothing to this one
         self.until = asked_at + lease_s if lease_s else None
 
     def next_beat(self, now: float) -> int:
-        """Return the number of a beat that is sent now."""
+        """Return the number of a beat that the caller sends now; remember its time."""
         self._number += 1
         self._sent[self._number] = now
         return self._number
 
     def extend_lease(self, number: int) -> None:
-        """Extend the lease: the supervisor has acknowledged this beat."""
+        """Extend the lease, as the supervisor has acknowledged the beat of this number.
+
+        It then ends ``lease_s`` after that beat was sent. An unknown number is ignored.
+        """
         sent_at = self._sent.pop(number, None)
         if sent_at is not None and self._lease_s:
             self.until = max(self.until or 0.0, sent_at + self._lease_s)  # counted from the sending: see lease_times
@@ -93,4 +99,5 @@ class Tenancy:
         self.until = left if self.until is None else min(self.until, left)  # this never lengthens a lease
 
     def over(self, now: float) -> bool:
+        """Return True if the time has come at which everything must end."""
         return self.until is not None and now >= self.until

@@ -39,7 +39,10 @@ class Heartbeats:
 
     @staticmethod
     def interval_s(members: int, lease_s: float) -> float:
-        """Return the interval for ``members`` whose shortest lease is ``lease_s``."""
+        """Return the seconds between heartbeats, for a number of members.
+
+        :param lease_s: the shortest lease of a member.
+        """
         # never less than 1 s, however short the lease
         longest_s = max(HEARTBEAT_S, min(HEARTBEAT_MAX_S, lease_s / LEASE_BEATS))
         return min(longest_s, HEARTBEAT_S * max(1, -(-members // BEATS_PER_S)))
@@ -49,31 +52,31 @@ class Heartbeats:
         """Seconds of silence after which a member has missed three heartbeats."""
         return MISSED_BEATS * self._slowest_s + SLACK_S
 
-    def told_one(self, interval_s: float) -> None:
-        """Note that one member (a Welcome) was sent the interval."""
+    def note_sent_to_one(self, interval_s: float) -> None:
+        """Note that one member was sent this interval, in its Welcome."""
         self._slowest_s = max(self._slowest_s, interval_s)
 
-    def told_all(self, interval_s: float, now: float) -> None:
-        """Note that all members (a View) were sent the interval."""
+    def note_sent_to_all(self, interval_s: float, now: float) -> None:
+        """Note that all members were sent this interval, in a View."""
         if interval_s >= self._slowest_s:  # a slower pace is allowed at once
             self._slowest_s, self._slow_until = interval_s, 0.0
         elif not self._slow_until:
             self._slow_until = now + 2 * self._slowest_s  # a View may take a whole interval until it is read
 
     def tick(self, interval_s: float, now: float) -> None:
-        """Expect ``interval_s``, once every member must have read it."""
+        """Expect ``interval_s``, once every member must have read the View with it."""
         if self._slow_until and now > self._slow_until:
             self._slowest_s, self._slow_until = interval_s, 0.0
 
 
-class SilenceOfAll:
+class ChannelSilence:
     """Detects that no member of a coordinator is heard. Times: one monotonic clock."""
 
     def __init__(self) -> None:
         self._heard_at = 0.0
         self._counted_to = 0.0
 
-    def heard(self, now: float) -> float:
+    def end_silence(self, now: float) -> float:
         """Note that a member was heard.
 
         Return the seconds of grace for the others, or 0 if there was no silence.
@@ -83,12 +86,15 @@ class SilenceOfAll:
         self._heard_at = self._counted_to = now
         return min(silence_s, GRACE_MAX_S) if deaf else 0.0
 
-    def nobody(self) -> None:
+    def note_no_members(self) -> None:
         """Note that there are no members: their absence does not count as silence."""
         self._heard_at = 0.0
 
-    def passed(self, now: float) -> float:
-        """Return the seconds of silence since the last call, which do not count."""
+    def take_uncounted_s(self, now: float) -> float:
+        """Return the seconds in which no member was heard, to be left out of leases.
+
+        Only those since the last call; 0 while members are heard.
+        """
         silence_s = now - self._heard_at
         if not self._heard_at or not QUIET_S < silence_s <= DEAF_MAX_S:  # 0: no member is there
             return 0.0

@@ -21,12 +21,14 @@ class Holders:
         self._carrying: Counter[int] = Counter()
 
     def insert(self, state: MemberState) -> None:
+        """Enter a member of the roster, with the versions that it holds."""
         if state.is_target and state.carries:
             self._carriers[state.member] = state
         for version in state.held:
             self.note(state, version, held=True)
 
     def remove(self, state: MemberState) -> None:
+        """Remove a member, with the versions that it holds."""
         for version in state.held:
             self.note(state, version, held=False)
         self._carriers.pop(state.member, None)
@@ -48,7 +50,7 @@ class Holders:
         return list(self._of.get(version, {}).values())
 
     def lacking(self, version: int) -> list[MemberState]:
-        """Return targets that carry bytes, live or not, and lack ``version``."""
+        """Return the targets that carry bytes and lack ``version``, live or not."""
         if self._carrying[version] == len(self._carriers):  # all have it: the usual case, without a walk
             return []
         return [state for state in self._carriers.values() if version not in state.held]

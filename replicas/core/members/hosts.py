@@ -26,9 +26,11 @@ from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass, field
 
+from replicas.common.sizes import list_text
 from replicas.core.base.effects import Effect, Keep, LetGo, Send
 from replicas.core.members.member_state import Held, MemberState
 from replicas.core.members.roster import Roster
+from replicas.errors import Busy, ReplicasError
 from replicas.messages import Beacon, LaneAhead, Locate, Located, Released, SlotPlace
 from replicas.messages.identity import Member
 
@@ -39,11 +41,11 @@ NEWCOMERS_S = 1.0
 REPRESENTATIVES = 3
 """Number of members of one host whose beacons a newcomer tries."""
 
-Place = tuple[str, int, int]
-"""Boot id, pid namespace and user: equal on one host, but no proof of it.
+Place = tuple[str, int, int, str]
+"""Boot id, pid namespace, user and GPU: equal on one host, but no proof of it.
 
-The pid namespace counts for GPU memory only: descriptors of other memory are passed
-over sockets.
+Namespace and GPU count for GPU memory only, else they are 0 and "": descriptors of
+other memory are passed over sockets.
 """
 
 
@@ -63,12 +65,12 @@ class _Search:
 class Hosts:
     """The hosts of one channel, by number.
 
-    :param here: place and beacon of the coordinator's process, if it has memory to
+    :param here: boot id and beacon of the coordinator's process, if it has memory to
         share.
     :ivar own: number of the coordinator's host; 0: it has none.
     """
 
-    def __init__(self, roster: Roster, out: list[Effect], here: tuple[Place, Beacon] | None) -> None:
+    def __init__(self, roster: Roster, out: list[Effect], here: tuple[str, Beacon] | None) -> None:
         self._roster, self._out = roster, out
         self._shared = roster.config.transport != "group"
         self._by_device = roster.config.staging == "device"
@@ -81,12 +83,14 @@ class Hosts:
         self.own = self._new() if self._here is not None else 0
 
     def on(self, host: int) -> list[MemberState]:
+        """Return the members on this host."""
         return list(self._members.get(host, {}).values())
 
-    def awaited(self, since: float, now: float) -> bool:
+    def delays_publish(self, since: float, now: float) -> bool:
         """Return True if a publish that is ready since ``since`` waits for newcomers.
 
-        A newcomer that does not answer delays one publish, not each.
+        A newcomer is a target whose host is not known yet. One that does not answer
+        delays one publish, not each.
         """
         if not self._searches or now >= since + NEWCOMERS_S:
             return False
@@ -97,11 +101,12 @@ class Hosts:
     # ------------------------------------------------------------ finding the host
 
     def joined(self, state: MemberState, now: float) -> None:
+        """Start the search for a new member's host; observers have none."""
         if not state.observes:
             self._search(state, _Search(now + LOCATE_S))
 
     def _search(self, state: MemberState, search: _Search) -> None:
-        """Ask the member to try the hosts left, or make it a host of its own."""
+        """Have the member try hosts not tried yet, or make it a host of its own."""
         beacons, search.hosts = self._candidates(state, search.tried)
         if not beacons:
             self._put(state, self._new())
@@ -111,7 +116,10 @@ class Hosts:
         self._out.append(Send(state.member, Locate(tuple(beacons))))
 
     def located(self, state: MemberState, message: Located) -> None:
-        """Handle its answer; without a match, try hosts that have appeared since."""
+        """Handle a member's answer: put it on the host that it found.
+
+        Without a match, have it try hosts that have appeared since.
+        """
         search = self._searches.pop(state.member, None)
         if search is None:
             return
@@ -121,12 +129,13 @@ class Hosts:
         else:
             self._search(state, search)
 
-    def apart(self, state: MemberState) -> None:
-        """Make the member a host of its own: it cannot map the memory of the others."""
+    def make_own_host(self, state: MemberState) -> None:
+        """Make the member a host of its own: it cannot map the others' memory."""
         self._remove_member(state)
         self._put(state, self._new())
 
     def lost(self, state: MemberState) -> None:
+        """Remove a lost member from its host, and end its search."""
         self._searches.pop(state.member, None)
         self._unwarned.pop(state.member, None)
         self._remove_member(state)
@@ -140,27 +149,33 @@ class Hosts:
                 self._put(state, self._new())
 
     def _candidates(self, state: MemberState, tried: set[int]) -> tuple[list[Beacon], list[int]]:
+        """Return beacons of untried hosts that may be the member's, and their hosts.
+
+        Two lists of equal length; a beacon is a small memory that proves a host.
+        """
         place = self._place(state)
         if place is None:
             return [], []
         found: list[tuple[Beacon, int]] = []
-        if self._here is not None and (_common(self._here[0]), "") == place and self.own not in tried:
-            found.append((self._here[1], self.own))
+        if self._here is not None and self.own not in tried:
+            boot_id, beacon = self._here
+            found += [(beacon, self.own)] if (boot_id, 0, beacon.uid, "") == place else []
         for host, members in self._members.items():
             some = list(itertools.islice(members.values(), REPRESENTATIVES))
             if host not in tried and host != self.own and self._place(some[0]) == place:  # equal for all of a host
                 found += [(other.hello.beacon, host) for other in some if other.hello.beacon is not None]
         return [beacon for beacon, _ in found], [host for _, host in found]
 
-    def _place(self, state: MemberState) -> tuple[Place, str] | None:
-        """Return place and GPU (if it matters), or None if it shares no memory."""
+    def _place(self, state: MemberState) -> Place | None:
+        """Return the member's place, or None if it shares no memory."""
         hello = state.hello
         if not self._shared or hello.beacon is None or state.is_peer or (self._by_device and not hello.cuda_devices):
             return None
-        place = (hello.process.boot_id, hello.process.pid_namespace, hello.beacon.uid)
-        return (place, hello.cuda_devices[0]) if self._by_device else (_common(place), "")
+        namespace, gpu = (hello.process.pid_namespace, hello.cuda_devices[0]) if self._by_device else (0, "")
+        return hello.process.boot_id, namespace, hello.beacon.uid, gpu
 
     def _put(self, state: MemberState, host: int) -> None:
+        """Put the member on the host; announce lanes once there are several hosts."""
         state.host = host
         self._members.setdefault(host, {})[state.member] = state
         if not state.is_peer:
@@ -170,6 +185,7 @@ class Hosts:
             self._unwarned.clear()
 
     def _remove_member(self, state: MemberState) -> None:
+        """Take the member off its host, and forget a host without members."""
         members = self._members.get(state.host, {})
         members.pop(state.member, None)
         if not members:
@@ -188,15 +204,27 @@ class Hosts:
         for owner in self._roster if host is None else self.on(host):
             for version in [version for version in owner.lent if version < latest] if owner.lent else ():
                 others = (other for other in self.on(owner.host) if other is not owner)
-                if not any(version in other.held and not self._roster.suspect(other, now) for other in others):
+                if not any(version in other.held and not self._roster.is_suspect(other, now) for other in others):
                     owner.lent.discard(version)
                     self._out.append(Send(owner.member, Released(version)))
 
+    def readers(self, owners: Iterable[MemberState], latest: int) -> dict[str, set[int]]:
+        """Return by name the members that keep slots of ``owners`` in use.
 
-def _common(place: Place) -> Place:
-    """Return the place without its pid namespace."""
-    boot_id, _, uid = place
-    return boot_id, 0, uid
+        Their versions, older than ``latest``, are in memory that ``owners`` have lent.
+        Members of one GPU copy, and keep no slot of another.
+        """
+        pairs = [(one, other) for one in owners for other in self.on(one.host) if one is not other]
+        kept = {other.member.name: one.lent & one.held.keys() & other.held.keys() for one, other in pairs}
+        old = {name: {version for version in versions if version < latest} for name, versions in sorted(kept.items())}
+        return {name: versions for name, versions in old.items() if versions and not self._by_device}
+
+    def blame(self, error: ReplicasError, owners: Iterable[MemberState], latest: int) -> ReplicasError:
+        """Name in a Busy of ``owners`` the members that keep their slots in use."""
+        if isinstance(error, Busy) and (readers := self.readers(owners, latest)):
+            kept = [f"{name} has version {', '.join(map(str, sorted(held)))}" for name, held in readers.items()]
+            error.message, error.members = f"{error.message}; {list_text(kept)}", tuple(readers)
+        return error
 
 
 class Keeping:
@@ -239,7 +267,10 @@ class Keeping:
             self._out.append(Keep(self._channel, owner.member, owner.places[latest], latest))
 
     def kept(self, owner: Member, version: int, place: SlotPlace | None) -> None:
-        """Handle the result of ``Keep``: the place in the shell, or None (failed)."""
+        """Handle the engine's result of a ``Keep`` effect.
+
+        :param place: where the coordinator's process holds the memory; None: it failed.
+        """
         state = self._asked.get(owner)
         if version != self._version or state is None:
             return
@@ -252,12 +283,13 @@ class Keeping:
             self._stand_in(state)
 
     def lost(self, state: MemberState) -> None:
-        """Replace a member that has left the roster by a stand-in, if it is kept."""
+        """Replace a member that has left the roster by its stand-in, if it is kept."""
         if state.member in self._kept:
             self._stand_in(state)
         self._failed.discard(state.member)
 
     def _stand_in(self, state: MemberState) -> None:
+        """Make the stand-in of a lost member, whose memory is kept."""
         version, member = self._version, state.member
         other = copy(state)
         other.host = self._hosts.own
@@ -267,22 +299,24 @@ class Keeping:
         other.lent = set()
         self._stand_ins[member] = other
 
-    def of(self, version: int) -> list[MemberState]:
+    def stand_ins_with(self, version: int) -> list[MemberState]:
         """Return the stand-ins that have ``version`` or a part of it."""
         return list(self._stand_ins.values()) if version == self._version else []
 
-    def lender(self, member: Member) -> MemberState | None:
-        """Return the member, or its stand-in if it is lost."""
+    def member_or_stand_in(self, member: Member) -> MemberState | None:
+        """Return the member, or its stand-in if it is lost, or None."""
         return self._roster.get(member) or self._stand_ins.get(member)
 
     def serves(self, version: int, part_owners: Iterable[Member], needers: Iterable[MemberState]) -> bool:
-        """Return True if any of ``needers`` can get ``version`` from what is kept.
+        """Return True if any of ``needers`` can get ``version`` from memory kept here.
 
         The host of a newcomer may be unknown yet: it may be this one.
+
+        :param part_owners: the owners of its parts; empty for a whole image.
         """
-        kept = self.of(version)
+        kept = self.stand_ins_with(version)
         if not kept or not any(state.host in (0, self._hosts.own) for state in needers):
             return False
-        owners = list(map(self.lender, part_owners))
+        owners = list(map(self.member_or_stand_in, part_owners))
         in_parts = bool(owners) and all(owner is not None and version in owner.parts for owner in owners)
         return in_parts or any(version in state.held for state in kept)

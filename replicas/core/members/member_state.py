@@ -21,38 +21,28 @@ class Held(dict[int, str]):
     on_change: Callable[[int, bool], None] | None = None
 
     def __setitem__(self, version: int, digest: str) -> None:
+        """Do as ``dict``, and call :attr:`on_change` for a new version."""
         new = version not in self
         super().__setitem__(version, digest)
         if new and self.on_change is not None:
             self.on_change(version, True)
 
     def __delitem__(self, version: int) -> None:
+        """Do as ``dict``, and call :attr:`on_change`."""
         super().__delitem__(version)
         if self.on_change is not None:
             self.on_change(version, False)
 
     def pop(self, version: int, *default: Any) -> Any:
-        """As of a dict."""
-        had = version in self
-        digest = super().pop(version, *default)
-        if had and self.on_change is not None:
-            self.on_change(version, False)
+        """Do as ``dict.pop``, and call :attr:`on_change`."""
+        if version not in self:
+            return super().pop(version, *default)
+        digest = self[version]
+        del self[version]
         return digest
 
-    def popitem(self) -> tuple[int, str]:
-        """As of a dict."""
-        version, digest = super().popitem()
-        if self.on_change is not None:
-            self.on_change(version, False)
-        return version, digest
-
-    def setdefault(self, version: int, default: str = "") -> str:
-        """As of a dict."""
-        if version not in self:
-            self[version] = default
-        return self[version]
-
     if not TYPE_CHECKING:  # those of dict would not call the methods above
+        popitem, setdefault = MutableMapping.popitem, MutableMapping.setdefault
         update, clear = MutableMapping.update, MutableMapping.clear
 
 
@@ -73,20 +63,27 @@ class Life:
     :ivar ranks: the process of each rank that has joined, by its number.
     :ivar lost: ranks that did not leave in good order.
     :ivar resumed: it began under another coordinator, so ``ranks`` is incomplete.
+    :ivar published: number of the replica's publishes when the first rank of a source
+        joined this life; -1 before.
+    :ivar counts: ranks of a source that have joined: for a rank that has left in good
+        order its process and its own count, from which it continues if it joins again.
     """
 
     generation: int
     ranks: dict[int, ProcessIdentity] = field(default_factory=dict)
     lost: set[int] = field(default_factory=set)
     resumed: bool = False
+    published: int = -1
+    counts: dict[int, tuple[ProcessIdentity, int] | None] = field(default_factory=dict)
 
-    def goes_on(self, hello: Hello) -> bool:
+    def is_continued_by(self, hello: Hello) -> bool:
         """Return True if ``hello`` continues this life, which has no member now."""
         if hello.proof or self.generation != hello.generation:
             return self.generation == hello.generation
         return self.ranks.get(hello.rank, hello.process) == hello.process and not self.lost - {hello.rank}
 
     def joined(self, hello: Hello) -> None:
+        """Note that a rank has joined this life."""
         self.ranks[hello.rank] = hello.process
         self.lost.discard(hello.rank)
         self.resumed = self.resumed or hello.resume_term != 0
@@ -112,11 +109,10 @@ class Reading:
 class MemberState:
     """The coordinator's state of one member.
 
-    :ivar note: why it is behind or quarantined.
+    :ivar note: why it is behind.
     :ivar missed: the version without which it was left behind: it is admitted again
         when it holds that or a newer one.
     :ivar not_before: it is not admitted before this time.
-    :ivar told_from: time from which it is sent a note that it missed an operation.
     :ivar rtt_s: recent round-trip time to it; 0: unknown.
     :ivar slow: the others went on without it, because it would have delayed them.
     :ivar draining: it is being ended (:mod:`replicas.core.draining`).
@@ -143,7 +139,6 @@ class MemberState:
     note: str = ""
     missed: int = 0
     not_before: float = 0.0
-    told_from: float = 0.0
     draining: bool = False
     resumed: bool = True
     host: int = 0
@@ -174,7 +169,10 @@ class MemberState:
         self.standing = MEMBER.next(self.standing, event)
 
     def drop_version(self, version: int) -> bool:
-        """Forget its copy and part of the version. Return True if it had any."""
+        """Forget the member's copy and part of the version; return True if it had any.
+
+        It sends the member nothing.
+        """
         had = self.held.pop(version, None) is not None or version in self.parts
         self.parts.discard(version)
         self.places.pop(version, None)
@@ -182,11 +180,12 @@ class MemberState:
 
     @property
     def live(self) -> bool:
+        """Whether it belongs to the present epoch."""
         return self.standing == "live"
 
     @property
     def caught_up(self) -> bool:
-        """True if it holds the version without which it was left behind.
+        """True if it holds the version without which it was left behind, or a newer.
 
         A target without it would delay every sync.
         """
@@ -199,14 +198,17 @@ class MemberState:
 
     @property
     def is_source(self) -> bool:
+        """Whether it publishes versions."""
         return self.settings.role in ("source", "both")
 
     @property
     def is_target(self) -> bool:
+        """Whether it receives versions."""
         return self.settings.role in ("target", "both")
 
     @property
     def is_peer(self) -> bool:
+        """Whether it takes part in collectives."""
         return self.settings.role == "peer"
 
     @property
@@ -227,7 +229,10 @@ class HighWaterMarks:
         self._marks: dict[tuple[str, int], tuple[int, int, int]] = {}
 
     def of(self, group: str, replica: int) -> tuple[int, int, int]:
-        """Return newest step (-1: none), newest version, operations without a step."""
+        """Return ``(newest step, newest version, count of operations without a step)``.
+
+        Without any: ``(-1, 0, 0)``.
+        """
         return self._marks.get((group, replica), (-1, 0, 0))
 
     def drop_replicas(self, group: str, replicas: int) -> None:
@@ -235,6 +240,9 @@ class HighWaterMarks:
         self._marks = {key: marks for key, marks in self._marks.items() if key[0] != group or key[1] < replicas}
 
     def note(self, group: str, replica: int, *, step: int = -1, version: int = 0, operations: int = 0) -> None:
-        """Note a step or version that was reached, and operations without a step."""
+        """Raise the marks to a step or version that was reached.
+
+        :param operations: operations without a step, which are added.
+        """
         known = self.of(group, replica)
         self._marks[group, replica] = max(known[0], step), max(known[1], version), known[2] + operations

@@ -54,7 +54,7 @@ def sends_by_group(config: ChannelConfig) -> bool:
 
 
 def settings_of(hello: Hello, config: ChannelConfig, heartbeat_interval_s: float) -> ChannelSettings:
-    """Return the settings of a process on the channel.
+    """Return the settings of a process on the channel, for its Welcome.
 
     :raises errors.UnknownChannel: its group has no role, and it is not an observer.
     """
@@ -78,14 +78,14 @@ def settings_of(hello: Hello, config: ChannelConfig, heartbeat_interval_s: float
         adopt_together=config.adopt_together,
         source_ranks="all" if any(party.ranks == "all" for party in config.sources) else "leader",
         peer_ranks=config.peers[0].ranks if config.peers else "leader",
-        backend=config.backend,
         heartbeat_interval_s=heartbeat_interval_s,
     )
 
 
 def check_identity(hello: Hello, replica: Iterable[MemberState], config: ChannelConfig) -> None:
-    """Check rank, world size and index of a newcomer of ``replica`` (its members).
+    """Check rank, world size and index of a newcomer.
 
+    :param replica: the present members of its replica.
     :raises replicas.errors.ReplicasError: they are out of range, or do not agree.
     """
     where = hello.member.name
@@ -170,7 +170,9 @@ def _mismatches(hello: Hello, other: Hello, config: ChannelConfig) -> Iterator[t
 def nccl_works(hellos: Sequence[Hello]) -> bool:
     """Return True if NCCL accepts these processes as one group, by their GPUs.
 
-    NCCL takes one GPU for two if the processes' NCCL_HOSTID differ (correct, but slow).
+    It needs one for each process, all different, unless several ranks on one are
+    enabled. NCCL takes one GPU for two if the processes' NCCL_HOSTID differ (correct,
+    but slow).
     """
     seen: set[tuple[str, str]] = set()
     for hello in hellos:
@@ -184,20 +186,23 @@ def nccl_works(hellos: Sequence[Hello]) -> bool:
 
 
 def _multi_rank(hello: Hello) -> bool:
+    """Return True if the process's NCCL takes several ranks on one GPU."""
     numbers = [int(part) for part in hello.nccl_version.split(".") if part.isdigit()]
     return hello.nccl_env.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and tuple(numbers) >= MULTI_RANK_VERSION
 
 
 def _shares_gpu(hello: Hello) -> bool:
+    """Return True if the process's environment lets NCCL share its GPU."""
     return hello.nccl_env.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" or bool(hello.nccl_env.get("NCCL_HOSTID"))
 
 
 def _release(version: str) -> str:
+    """Return major and minor number of a version of torch, such as "2.9"."""
     return ".".join(version.partition("+")[0].split(".")[:2])  # 2.9.1+cu128 works with 2.9.0
 
 
 def carries_bytes(hello: Hello, parties: Iterable[ChannelRole]) -> bool:
-    """Return True if one of these roles makes this rank send or receive bytes."""
+    """Return True if one of these roles makes this rank itself move bytes."""
     return any(party.group == hello.group and (party.ranks != "leader" or hello.rank == 0) for party in parties)
 
 
@@ -207,7 +212,7 @@ def _in_groups(hello: Hello, config: ChannelConfig) -> bool:
 
 
 def kind(hello: Hello, config: ChannelConfig) -> object:
-    """Return what :func:`check_join` compares: one member of each kind is enough.
+    """Return a key of what :func:`check_join` compares: equal keys need one check.
 
     With NCCL for certain each GPU counts, else only that there are some.
     """

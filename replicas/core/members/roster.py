@@ -20,8 +20,8 @@ others as often.
 A member that missed three heartbeats (:mod:`replicas.core.members.heartbeats`) is
 *suspect*: transfers go on without it. So is one whose connection ended and that has not
 reconnected within :data:`CUT_S`. A member silent for longer than its lease is lost. The
-shell extends all leases by the pauses of its own loop (:meth:`Roster.forgive`), so that
-a suspended coordinator does not evict members.
+shell extends all leases by the pauses of its own loop (:meth:`Roster.skip_pause`), so
+that a suspended coordinator does not evict members.
 
 *Cost.* A sync to *n* members is some ten messages for each of them; a walk over all
 members at each message would make it quadratic. So messages use indices: members by
@@ -83,7 +83,7 @@ class Roster:
         self._members: dict[Member, MemberState] = {}
         self._by_name: dict[str, MemberState] = {}
         """Members by name, without observers."""
-        self.apart: dict[Member, MemberState] = {}
+        self.not_live: dict[Member, MemberState] = {}
         """Members that are neither live nor observing."""
         self.on_held: Callable[[MemberState], None] = lambda _: None
         """Called with a member whose held versions have changed."""
@@ -125,6 +125,7 @@ class Roster:
         return state.host if state is not None else 0
 
     def shape(self, group: str) -> GroupShape:
+        """Return the expected replicas, ranks and lease of a group."""
         return self.groups.get(group, GroupShape())
 
     # ------------------------------------------------------------ joins and losses
@@ -146,7 +147,7 @@ class Roster:
         settings = settings_of(hello, self.config, self.heartbeat_interval_s)
         older = None if hello.observe else self.holder_of(member.name)  # an observer takes no identity
         if older is not None:
-            self._check_newer(member, hello, older)
+            self._check_newer(hello, older)
         state = MemberState(member, hello, settings, address, last_seen=now, progressed_at=now)
         if state.observes:
             state.standing = "observing"
@@ -164,27 +165,25 @@ class Roster:
     def outlived(self, hello: Hello) -> list[MemberState]:
         """Return the members of generations that ``hello`` proves to be over.
 
-        Without a supervisor's proof there are none: other launchers number generations
-        as they like.
+        None without a supervisor's proof: others number generations as they like.
         """
         if not hello.proof or hello.observe:
             return []
         replica = self.replica(hello.group, hello.replica)
         return [state for state in replica if state.hello.generation < hello.generation]
 
-    def _check_newer(self, member: Member, hello: Hello, holder: MemberState) -> None:
+    def _check_newer(self, hello: Hello, holder: MemberState) -> None:
         """Raise Fenced if ``hello`` is older than the present holder of its identity.
 
-        Of two members of another coordinator, the one fenced there knows the lower
-        epoch.
+        Of two from another coordinator, the one fenced there knows the lower epoch.
         """
         known = (hello.generation, hello.epoch)
         # a new join is the newest, whatever its numbers
         if not hello.resume_term or (holder.from_before and known >= (holder.hello.generation, holder.hello.epoch)):
             return
-        raise self.left_behind(hello)
+        raise self.fenced_error(hello)
 
-    def left_behind(self, hello: Hello, *, heard: bool = False) -> errors.Fenced:
+    def fenced_error(self, hello: Hello, *, heard: bool = False) -> errors.Fenced:
         """Return the error of a member whose session ended because another process took
         its identity. Unless ``heard``, that happened between two of its connections."""
         member, holder = hello.member, None if hello.observe else self.holder_of(hello.member.name)
@@ -196,13 +195,14 @@ class Roster:
         return errors.Fenced(what, channel=self.config.name, members=[member.name], hint=hint)
 
     def insert(self, state: MemberState) -> None:
+        """Enter a new incarnation, made by :meth:`add`, in all indices."""
         member = state.member
         self._members[member] = state
         if not state.observes:
-            self._by_name[member.name] = self.apart[member] = state
+            self._by_name[member.name] = self.not_live[member] = state
             self._enter(state)
             self._alike.setdefault(kind(state.hello, self.config), {})[member] = state
-            self.history.note_join(member.name)
+            self.history.note_join(member)
         self.holders.insert(state)
         state.held.on_change = partial(self._held_changed, state)
 
@@ -211,19 +211,19 @@ class Roster:
         key, hello = (state.member.group, state.member.replica), state.hello
         life = self._lives.get(key)
         # with a member there, whoever joins is of that life
-        if life is None or not (key in self._replicas or life.goes_on(hello)):
+        if life is None or not (key in self._replicas or life.is_continued_by(hello)):
             life = self._lives[key] = Life(hello.generation)
         life.joined(hello)
         self._replicas.setdefault(key, {})[state.member] = state
 
     def remove(self, member: Member, *, in_order: bool = False) -> MemberState | None:
-        """Remove the member, now ``gone``; return its state, or None."""
+        """Remove the member, now ``gone``; return its state, or None if unknown."""
         state = self._members.pop(member, None)
         if state is None:
             return None
         state.held.on_change = None
         self.holders.remove(state)
-        self.apart.pop(member, None)
+        self.not_live.pop(member, None)
         if not state.observes:
             if self._by_name.get(member.name) is state:  # a later incarnation may have taken the name
                 del self._by_name[member.name]
@@ -234,8 +234,6 @@ class Roster:
             _discard(self._alike, kind(state.hello, self.config), member)
         if state.live:
             self.epoch += 1
-        if state.standing == "quarantined":
-            self.history.note_isolated(member.name, state.note)  # told when it comes back
         state.step("lost")
         return state
 
@@ -246,7 +244,7 @@ class Roster:
     # ------------------------------------------------------------ lookups
 
     def holder_of(self, name: str) -> MemberState | None:
-        """Return the current incarnation of the identity ``name``."""
+        """Return the present member named ``group/replica/rank``, or None."""
         return self._by_name.get(name)
 
     def replica(self, group: str, replica: int) -> list[MemberState]:
@@ -263,7 +261,7 @@ class Roster:
         return set(life.lost) if life is not None and generation in (life.generation, None) else set()
 
     def joined(self, group: str) -> dict[int, set[str]]:
-        """Return the incarnations of each replica of ``group`` that has members."""
+        """Return the incarnations of each replica of ``group``, by its index."""
         replicas = ((index, members) for (name, index), members in self._replicas.items() if name == group)
         return {index: {member.incarnation for member in members} for index, members in replicas}
 
@@ -290,6 +288,7 @@ class Roster:
         return self._current()[2]
 
     def _current(self) -> tuple[int, tuple[MemberState, ...], tuple[MemberState, ...]]:
+        """Return the epoch, its live members and its targets, from a cache."""
         if self._cached[0] != self.epoch:  # every change of the live set starts a new one
             live = sorted((state for state in self if state.live), key=lambda state: state.member)
             self._cached = self.epoch, tuple(live), tuple(s for s in live if s.is_target and s.carries)
@@ -297,39 +296,37 @@ class Roster:
 
     # ------------------------------------------------------------ standings
 
-    def admit(self, now: float) -> bool:
-        """Make all waiting members live, in one new epoch. Return True if any were."""
+    def admit(self, now: float) -> None:
+        """Make all waiting members live, in one new epoch, if there are any."""
         waiting = self.waiting(now)
         for state in waiting:
             state.step("admitted")
             state.note, state.missed = "", 0  # forget why it was not live
-            del self.apart[state.member]
+            del self.not_live[state.member]
         if waiting:
             self.epoch += 1
-        return bool(waiting)
 
     def waiting(self, now: float) -> list[MemberState]:
-        """Return the members that would be admitted now."""
-        return [state for state in self._apart(now) if state.caught_up]
+        """Return the members that :meth:`admit` would make live now."""
+        return [state for state in self._admissible_members(now) if state.caught_up]
 
     def missing(self, now: float) -> list[MemberState]:
         """Return members that only a missed version keeps from being admitted."""
-        return [state for state in self._apart(now) if not state.caught_up]
+        return [state for state in self._admissible_members(now) if not state.caught_up]
 
-    def _apart(self, now: float) -> list[MemberState]:
-        apart = self.apart.values()
-        return [s for s in apart if MEMBER.allows(s.standing, "admitted") and self.admissible(s, now)]
+    def _admissible_members(self, now: float) -> list[MemberState]:
+        members = self.not_live.values()
+        return [s for s in members if MEMBER.allows(s.standing, "admitted") and self.admissible(s, now)]
 
     def admissible(self, state: MemberState, now: float) -> bool:
-        """Return True if it is available, off probation, and its life is complete."""
-        return now >= state.not_before and self.available(state, now) and not self.absent(state)
+        """Return True if it is available, off probation, and misses no rank."""
+        return now >= state.not_before and self.available(state, now) and not self.missing_ranks(state)
 
-    def absent(self, state: MemberState) -> list[str]:
+    def missing_ranks(self, state: MemberState) -> list[str]:
         """Return names of ranks of its life that must join before it is admitted.
 
-        There are some only if operations are between all ranks of the peers: otherwise
-        an operation could begin with a part of them, and the others would mistake the
-        next one for it.
+        None unless operations are between all ranks of the peers: else an operation
+        could begin with a part of them, and the others mistake the next one for it.
         """
         if not state.is_peer or self.config.peers[0].ranks != "all":
             return []
@@ -339,87 +336,73 @@ class Roster:
 
     def available(self, state: MemberState, now: float) -> bool:
         """Return True if its host is known, it responds, and it is not draining."""
-        return state.host != 0 and not state.draining and not self.suspect(state, now)
+        return state.host != 0 and not state.draining and not self.is_suspect(state, now)
 
     def leave_behind(self, state: MemberState, why: str, *, missed: int = 0) -> None:
         """Remove a live member from the epoch until it has caught up."""
         self.epoch += 1  # only live members are left behind
         state.step("left_behind")
-        self.apart[state.member] = state
+        self.not_live[state.member] = state
         state.note, state.missed = why, missed
-
-    def isolate(self, state: MemberState, why: str, not_before: float) -> None:
-        """Quarantine the member: process groups with it fail."""
-        self.epoch += state.live  # a member outside the epoch leaves it as it is
-        state.step("isolated")
-        self.apart[state.member] = state
-        state.note, state.not_before = why, not_before
-
-    def release(self, state: MemberState) -> None:
-        """End the member's quarantine; the next boundary admits it."""
-        state.step("released")
-        state.not_before = 0.0
 
     # ------------------------------------------------------------ signs of life
 
-    def heard(self, member: Member, now: float) -> None:
-        """Note a sign of life."""
+    def note_heard(self, member: Member, now: float, rtt_s: float = 0.0) -> None:
+        """Note a sign of life, and the recent round-trip time unless it is 0."""
         if (state := self.get(member)) is not None:
-            state.last_seen = max(state.last_seen, now)  # pardon() may have set it ahead of now
-
-    def measured(self, member: Member, rtt_s: float) -> None:
-        """Note the member's recent round-trip time in seconds, if it is not 0."""
-        if rtt_s and (state := self.get(member)) is not None:
-            state.rtt_s = rtt_s
+            state.last_seen = max(state.last_seen, now)  # extend_leases() may have set it ahead of now
+            state.rtt_s = rtt_s or state.rtt_s
 
     def connected(self, member: Member, now: float) -> None:
         """Note that the member has reconnected."""
         if (state := self.get(member)) is not None:
             state.cut_at = 0.0
-            self.heard(member, now)
+            self.note_heard(member, now)
 
     def disconnected(self, member: Member, now: float) -> None:
         """Note that its connection ended; it becomes suspect unless it reconnects."""
         if (state := self.get(member)) is not None:
             state.cut_at = now
 
-    def keep_time(self, now: float) -> None:
-        """Forget old losses and quarantines, and update the heartbeat patience."""
-        self.history.forget_old(now)
+    def update_patience(self, now: float) -> None:
+        """Update the heartbeat patience."""
         self._heartbeats.tick(self.heartbeat_interval_s, now)
 
     @property
     def shortest_lease_s(self) -> float:
+        """Shortest lease of any group, in seconds."""
         return min(shape.heartbeat_timeout_s for shape in (GroupShape(), *self.groups.values()))
 
     @property
     def heartbeat_interval_s(self) -> float:
+        """Seconds between heartbeats for the present number of members."""
         return self._heartbeats.interval_s(len(self._members), self.shortest_lease_s)
 
     def welcome_settings(self, state: MemberState) -> ChannelSettings:
         """Return the settings for a Welcome, with the current heartbeat interval."""
         interval_s = self.heartbeat_interval_s
-        self._heartbeats.told_one(interval_s)
+        self._heartbeats.note_sent_to_one(interval_s)
         return msgspec.structs.replace(state.settings, heartbeat_interval_s=interval_s, carry_port=self.carry_port)
 
-    def tell_interval(self, now: float) -> float:
+    def take_interval_to_send(self, now: float) -> float:
         """Return the heartbeat interval, and note that all members are sent it now."""
         interval_s = self.heartbeat_interval_s
-        self._heartbeats.told_all(interval_s, now)
+        self._heartbeats.note_sent_to_all(interval_s, now)
         return interval_s
 
-    def suspect(self, state: MemberState, now: float) -> bool:
+    def is_suspect(self, state: MemberState, now: float) -> bool:
         """Return True if the member missed three heartbeats, or has not reconnected."""
         cut = state.cut_at > 0.0 and now - state.cut_at > CUT_S
         return cut or now - state.last_seen > self._heartbeats.patience_s
 
     def expired(self, now: float) -> list[MemberState]:
+        """Return the members whose leases have ended."""
         shortest_s = self.shortest_lease_s
         # a cheap filter before each group is looked up
         silent = [state for state in self if now - state.last_seen > shortest_s]
         return [s for s in silent if now - s.last_seen > self.shape(s.member.group).heartbeat_timeout_s]
 
-    def forgive(self, pause_s: float, now: float) -> None:
+    def skip_pause(self, pause_s: float, now: float) -> None:
         """Extend all leases by ``pause_s``, in which the coordinator did not run."""
         for state in self:
             # never earlier than before, never later than now
@@ -427,19 +410,20 @@ class Roster:
             state.cut_at = min(state.cut_at + pause_s, now) if state.cut_at else 0.0
             state.progressed_at = max(state.progressed_at, min(state.progressed_at + pause_s, now))
 
-    def pardon(self, members: Container[Member], silence_s: float, now: float, *, grace_s: float = 0.0) -> None:
+    def extend_leases(self, members: Container[Member], silence_s: float, now: float, *, grace_s: float = 0.0) -> None:
         """Extend the leases of ``members`` by ``silence_s``, in which none was heard.
 
         Members that were not suspect before get ``grace_s`` in addition.
         """
         for state in self:
             if state.member in members:
-                doubtful = self.suspect(state, now - silence_s)  # as judged when the silence began
+                doubtful = self.is_suspect(state, now - silence_s)  # as judged when the silence began
                 state.last_seen += silence_s + (0.0 if doubtful else grace_s)
                 state.progressed_at = min(state.progressed_at + silence_s, now)
 
 
 def _discard(of: dict[Any, dict[Member, MemberState]], key: object, member: Member) -> None:
+    """Remove the member from the set of ``key``, and the set with its last one."""
     states = of[key]
     states.pop(member, None)
     if not states:

@@ -25,7 +25,7 @@ def others_of_server(state: MemberState, roster: Iterable[MemberState]) -> list[
 
 
 def refusal(state: MemberState, other: MemberState, channel: str) -> errors.Preflight:
-    """Return the error for a newcomer whose server is taken by ``other``."""
+    """Return (do not raise) the error for a newcomer whose server ``other`` has."""
     url, theirs = (text_of(one.hello.info["url"], REASON_LENGTH) for one in (state, other))
     me, name = state.member.name, other.member.name
     text = f"{me} would load versions into {url}, and {name} loads them into the same server, {theirs}"
@@ -34,7 +34,7 @@ def refusal(state: MemberState, other: MemberState, channel: str) -> errors.Pref
 
 
 def server_of(hello: Hello) -> object:
-    """Return a key, equal for all addresses of one server, or None without a ``url``.
+    """Return a key, equal for all addresses of one server; None without a ``url``.
 
     Names are not resolved. A loopback address names a server of the member's machine.
     """

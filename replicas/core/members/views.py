@@ -29,7 +29,7 @@ class Views:
         self._credit = float(VIEWS_AT_ONCE)
         self._at = 0.0
 
-    def advance(self, now: float) -> None:
+    def send_views_if_due(self, now: float) -> None:
         """Send all members a View, if there is a new epoch and the rate allows it."""
         if self._epoch == self._roster.epoch:
             return
@@ -40,9 +40,10 @@ class Views:
             self._publish(now)
 
     def _publish(self, now: float) -> None:
+        """Send each member a View of the present epoch, whole or as a difference."""
         roster, known = self._roster, self._epoch
         members = tuple(state.member for state in roster.live)
-        interval_s = roster.tell_interval(now)
+        interval_s = roster.take_interval_to_send(now)
         view = wire.View(roster.epoch, members, heartbeat_interval_s=interval_s)
         change = view
         everybody = frozenset(members)

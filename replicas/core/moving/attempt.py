@@ -1,23 +1,34 @@
-"""One attempt of a transfer: its plan, its messages and replies, and the version."""
+"""One attempt of a transfer: its plan, its tasks and messages, and the version.
+
+A leader (:mod:`replicas.core.moving.paths`) pulls a version through its carrier, from
+the first of its holders that works (:mod:`replicas.carry.pull`). The two ends need no
+handshake: the leader is told the addresses of the holders and a secret, and each holder
+is told to serve; a carrier that is asked too early lets the request wait. A member
+serves from its *serve* or *pull* offer on until its cancel: so every member of an
+attempt is told when the attempt is over, also members that are done.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from functools import cache
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
 
 from replicas import errors
-from replicas.core.base.effects import Send
 from replicas.core.base.manifest import Manifest
-from replicas.core.moving.channel_context import ChannelContext
-from replicas.core.moving.lanes import Lane
-from replicas.core.moving.paths import TransferPlan
-from replicas.messages import Meta, SlotPlace, TransferCancel, TransferDone, TransferGo, TransferOffer
+from replicas.core.base.membership import DELIVERY, DeliveryEvent, DeliveryState
+from replicas.core.members.roster import Roster
+from replicas.core.moving.channel_context import BroadcastEnd, ChannelContext
+from replicas.core.moving.paths import IMAGE, TransferPlan
+from replicas.core.moving.task import OPEN, Task, Way
+from replicas.messages import HolderAddress, Meta, PartPull, SlotPlace, TransferCancel, TransferOffer
 from replicas.messages.identity import Member
+
+STILL_S = 5.0
+"""A pull stands still if no byte has moved for so many seconds."""
 
 
 @dataclass(slots=True)
@@ -43,129 +54,246 @@ class Payload:
     filling: Member | None = None
 
 
-@dataclass(slots=True, eq=False)
 class Attempt:
     """One attempt.
 
     :ivar number: part of each of its messages; replies to an earlier attempt are
         ignored.
-    :ivar offered_at: time of the last offer to a member.
-    :ivar mapping: members that map or pull, and have neither finished nor failed.
-    :ivar concerned: all its members.
+    :ivar offered_at: time of the last offer to a member that maps.
+    :ivar stop_broadcast: cancels its broadcast, while one runs.
     """
 
-    context: ChannelContext
-    payload: Payload
-    plan: TransferPlan
-    number: int = 0
-    began_at: float = 0.0
-    ready: set[Member] = field(default_factory=set)
-    done: dict[Member, TransferDone] = field(default_factory=dict)
-    offered_at: float = field(init=False)
-    mapping: set[Member] = field(init=False)
-    concerned: frozenset[Member] = field(init=False)
-    waiting: Counter[int] = field(init=False)
-    """By host: how many members wait until another member there has the version."""
+    def __init__(
+        self,
+        context: ChannelContext,
+        payload: Payload,
+        plan: TransferPlan,
+        number: int = 0,
+        deadline: float = 0.0,
+        now: float = 0.0,
+    ) -> None:
+        self.plan, self.number, self.began_at, self.offered_at = plan, number, now, now
+        self.tasks: dict[Member, Task] = {}
+        self._in: dict[DeliveryState, dict[Member, Task]] = {state: {} for state in DELIVERY.states}
+        self.stop_broadcast: Callable[[str], None] | None = None
+        self._context, self._payload, self._deadline = context, payload, deadline
+        self._servers = plan.servers
+        self._base = _newest_base(context.roster, plan, payload.version)
+        self._waiting = Counter(map(context.roster.host, plan.waiting))
+        """By host: how many members wait until another member there has the version."""
+        self._secret = context.pull_secret(number)
+        self._closed = False
 
-    def __post_init__(self) -> None:
-        self.offered_at = self.began_at
-        self.mapping, self.concerned = {*self.plan.maps, *self.plan.pulls}, frozenset(self.plan.concerned)
-        self.waiting = Counter(map(self.context.roster.host, self.plan.waiting))
+    # ------------------------------------------------------------ tasks
+
+    def of(self, *states: DeliveryState) -> list[Task]:
+        """Return the tasks in these states."""
+        return [one for state in states for one in self._in[state].values()]
+
+    def step(self, one: Task, event: DeliveryEvent) -> None:
+        """Change a task's state by the table ``DELIVERY``."""
+        after = DELIVERY.next(one.state, event)
+        self._in[one.state].pop(one.member, None)
+        self._in[after][one.member] = one
+        one.state = after
+
+    def under_way(self, member: Member, number: int) -> Task | None:
+        """Return the offered task of a member; None if it is not of this attempt."""
+        one = self.tasks.get(member) if number == self.number else None
+        return one if one is not None and one.state in ("offered", "taking") else None
 
     @property
-    def movers(self) -> tuple[Member, ...]:
-        """Members that move bytes together: if one fails, all fail."""
-        return (*self.plan.senders, *self.plan.receivers)
+    def any_open(self) -> bool:
+        """Whether any task has not ended."""
+        return any(self._in[state] for state in OPEN)
 
     @property
-    def all_ready(self) -> bool:
-        return self.ready.issuperset(self.movers)
+    def concerned(self) -> frozenset[Member]:
+        """All its members."""
+        return frozenset((*self._servers, *self.tasks))
 
     @property
-    def all_done(self) -> bool:
-        return len(self.done) == len(self.movers)
+    def unready(self) -> set[Member]:
+        """Members that must reserve a slot, or map, and have not answered."""
+        return {one.member for one in self.of("due", "offered") if one.reply is None}
 
     @property
-    def at_work(self) -> list[Member]:
-        """Members of its lane that have not reported that they are done."""
-        return [member for member in self.plan.lane if member not in self.done]
+    def is_preparing(self) -> bool:
+        """Whether its broadcast waits for slots."""
+        return any(one.in_group for one in self.of("offered"))
 
     @property
-    def needed(self) -> set[Member]:
-        """Members that must not be lost: movers, and lenders that are being read."""
-        lenders = {lender for member, lender in self.plan.maps.items() if member in self.mapping}
-        parts = {self.plan.owners[part] for parts in self.plan.local.values() for part in parts}
-        return {*self.movers, *lenders, *parts}
+    def waits_for_slots(self) -> bool:
+        """Whether it waits only for members without a reserved slot."""
+        pulls = [one.state for one in self.of(*OPEN, "came") if one.way == "pull"]
+        return self.is_preparing or set(pulls) == {"offered"}
 
-    def send_offers(self, remaining_s: float) -> None:
+    def is_moving(self, now: float) -> bool:
+        """Return whether bytes move."""
+        return self.stop_broadcast is not None or any(
+            one.way == "pull" and now - one.moved_at < STILL_S for one in self.of("offered", "taking")
+        )
+
+    # ------------------------------------------------------------ offers
+
+    def send_offers(self, now: float) -> None:
         """Send each member its role. Equal messages are one object, encoded once."""
-        plan, roster = self.plan, self.context.roster
+        plan, filling = self.plan, self._payload.filling
         readers = Counter(plan.maps.values())
+        lent = {lender: self._map_offer(lender, now, sharing) for lender, sharing in readers.items()}
+        for member, lender in plan.maps.items():
+            self._offer(Task(member, "map", lenders=frozenset((lender,))), lent[lender])
+        for member in plan.broadcast:
+            role: Way = "send" if member == plan.broadcast[0] else "receive"
+            offer = self._message(role, now, sharing=self._sharing(member), streaming=member == filling)
+            self._offer(Task(member, role, {IMAGE: plan.broadcast[:1]}), offer)
+        for member in self._servers:
+            more = {"secret": self._secret, "streaming": member == filling, "base": self._base_of(member)}
+            self._context.send(member, self._message("serve", now, part=plan.part_of(member), **more))
+        for member, pulls in plan.pulls.items():
+            lenders = frozenset(plan.owners[part] for part in plan.local.get(member, ()))
+            self.tasks[member] = self._in["due"][member] = Task(member, "pull", pulls, lenders)
+        self.offer_pulls(now)
 
-        @cache
-        def offer(role: Literal["send", "map"], place: SlotPlace | None, sharing: int) -> TransferOffer:
-            streaming = role == "send" and self.payload.filling is not None
-            return self.offer_of(role, remaining_s, place=place, sharing=sharing, streaming=streaming)
+    def offer_pulls(self, now: float) -> None:
+        """Offer the due pulls that have a listening holder for each part."""
+        payload, digests = self._payload, dict(enumerate(self._payload.part_digests))
+        for one in self.of("due"):
+            # a rank may have no piece of any tensor: its part is empty
+            wanted = {part: of for part, of in one.pulls.items() if part < 0 or payload.manifest.part_nbytes(part)}
+            pulls = [PartPull(part, self._listening(of, now), digests.get(part, "")) for part, of in wanted.items()]
+            if all(pull.holders for pull in pulls):
+                message = self._message(
+                    "pull",
+                    now,
+                    secret=self._secret,
+                    pulls=tuple(pulls),
+                    places=tuple(map(self._part, self.plan.local.get(one.member, ()))),
+                    sharing=self._sharing(one.member),
+                    base=self._base_of(one.member),
+                )
+                one.moved_at, one.judged = now, self.plan.mode == "parts" or bool(payload.digest)
+                self._offer(one, message)
 
-        offers = [(member, offer("send", None, 1)) for member in plan.senders]
-        offers += [
-            (member, self.offer_of("receive", remaining_s, sharing=1 + self.waiting[roster.host(member)]))
-            for member in plan.receivers
-        ]
-        offers += [(member, offer("map", self._place(giver), readers[giver])) for member, giver in plan.maps.items()]
-        self.context.out.extend(Send(member, message) for member, message in offers if member in roster)
-
-    def offer_map(self, member: Member, lender: Member, remaining_s: float, now: float) -> None:
+    def offer_map(self, member: Member, lender: Member, now: float) -> None:
         """Offer a waiting member the memory of a member that now has the version."""
         self.offered_at = now
-        self.plan.maps[member] = lender
-        self.mapping.add(member)
-        self.concerned |= {member}
-        offer = self.offer_of("map", remaining_s, place=self._place(lender))
-        self.context.send(member, msgspec.structs.replace(offer, mode="image", digest=self.payload.digest))
+        self._offer(Task(member, "map", lenders=frozenset((lender,))), self._map_offer(lender, now))
 
-    def offer_of(
-        self, role: Literal["send", "receive", "map", "serve", "pull"], deadline_s: float, **more: Any
-    ) -> TransferOffer:
-        payload = self.payload
+    def start_broadcast(self, deadline: float, on_end: BroadcastEnd, now: float) -> None:
+        """Start the broadcast of the slots of its members, which are all ready."""
+        on_device = self._context.config.staging == "device" or self._payload.device == "cuda"
+        members, device = self.plan.broadcast, "cuda" if on_device else "cpu"
+        self.stop_broadcast = self._context.broadcast(self.number, members, device, deadline, on_end, now)
+
+    def _offer(self, one: Task, message: TransferOffer) -> None:
+        self.tasks[one.member] = one
+        self.step(one, "holder_up")
+        self._context.send(one.member, message)
+
+    def _map_offer(self, lender: Member, now: float, sharing: int = 1) -> TransferOffer:
+        return self._message("map", now, place=self._place(lender), sharing=sharing)
+
+    def _message(self, role: Way, now: float, **more: Any) -> TransferOffer:
+        """Return an offer of this attempt for ``role``; ``more``: its other fields."""
+        payload = self._payload
+        mode: Literal["image", "parts"] = "image" if role == "map" else self.plan.mode
         return TransferOffer(
             transfer=self.number,
             version=payload.version,
             role=role,
-            mode=self.plan.mode,
+            mode=mode,
             manifest_hash=payload.manifest_hash,
             meta=payload.meta,
-            deadline_s=deadline_s,
-            digest=payload.digest if self.plan.mode == "image" else "",  # of a part, only the bytes taken are digested
+            deadline_s=max(0.0, self._deadline - now),
+            digest=payload.digest if mode == "image" else "",  # of a part, only the bytes taken are digested
             **more,
         )
 
-    def send_go(self, go: TransferGo, lane: Lane | None) -> None:
-        """Send the movers, all ready now, the order to move the bytes."""
-        for member in self.movers:
-            places = self.local_places(member)
-            own = msgspec.structs.replace(go, places=places) if places else go
-            if lane is not None and member not in lane.ranks:
-                own = msgspec.structs.replace(own, lane="", routes=())
-            self.context.send(member, own)
+    def _sharing(self, leader: Member) -> int:
+        """Return how many members of its host will have the slot of a leader."""
+        return 1 + self._waiting[self._context.roster.host(leader)]
 
-    def withdraw(self, members: Iterable[Member]) -> None:
-        """Send these members a cancel, and stop waiting for those that map."""
-        cancel, roster = TransferCancel(self.number), self.context.roster
-        members = sorted(members)
-        self.mapping.difference_update(members)
-        self.context.out.extend(Send(member, cancel) for member in members if member in roster)
+    def _base_of(self, member: Member) -> int:
+        """Return the base version of this member's deltas; 0 if it uses none."""
+        version, digest = self._base
+        state = self._context.roster.get(member)
+        return version if state is not None and version and state.held.get(version) == digest else 0
+
+    def _listening(self, holders: Iterable[Member], now: float) -> tuple[HolderAddress, ...]:
+        """Return the addresses of the holders that listen and are not silent."""
+        context = self._context
+        return tuple(
+            HolderAddress(state.member.name, state.address, state.carrier_port, state.certificate_hash)
+            for state in context.roster.states(holders)
+            if state.carrier_port
+            and (state.certificate_hash or not context.config.encrypt)
+            and not context.roster.is_suspect(state, now)
+        )
 
     def _place(self, member: Member) -> SlotPlace | None:
-        state = self.context.keeping.lender(member)
-        return state.places.get(self.payload.version) if state is not None else None
-
-    def local_places(self, member: Member) -> tuple[SlotPlace, ...]:
-        """Return the slots of the parts that this member copies on its own host."""
-        return tuple(self._part(number) for number in self.plan.local.get(member, ()))
+        """Return the version's place at a member or its stand-in, or None."""
+        state = self._context.keeping.member_or_stand_in(member)
+        return state.places.get(self._payload.version) if state is not None else None
 
     def _part(self, number: int) -> SlotPlace:
+        """Return the place of a part at its owner, or raise InternalError."""
         place = self._place(self.plan.owners[number])
         if place is None:
-            raise errors.InternalError(f"part {number} of version {self.payload.version} has no known slot")
+            raise errors.InternalError(f"part {number} of version {self._payload.version} has no known slot")
         return msgspec.structs.replace(place, part=number)
+
+    # ------------------------------------------------------------ ends
+
+    def unservable(self, refused: Collection[Member]) -> list[Task]:
+        """Return pulls that have not begun, and of which no holder will serve.
+
+        :param refused: holders that will not. Members that pull serve, too.
+        """
+        servers, version = self._context.roster.states(self._servers), self._payload.version
+        able = {state.member for state in servers if version in state.held or version in state.parts}
+        able = able.difference(refused).union(one.member for one in self.of("taking", "came", "held"))
+        hoping = [one for one in self.of("due", "offered") if one.way == "pull"]
+        while found := [one for one in hoping if all(able.intersection(holders) for holders in one.pulls.values())]:
+            able |= {one.member for one in found}
+            hoping = [one for one in hoping if one not in found]
+        return hoping
+
+    def give_up(self, members: Iterable[Member]) -> None:
+        """End these members' tasks as failed, and withdraw their offers."""
+        tasks = [one for one in map(self.tasks.get, sorted(members)) if one is not None]
+        self._cancel(one.member for one in tasks if one.state in ("offered", "taking"))
+        for one in tasks:
+            if one.state not in ("held", "failed"):
+                self.step(one, "gave_up")
+
+    def close(self, reason: str = "failed") -> None:
+        """Withdraw the attempt at all its members; safe to repeat."""
+        if self._closed:
+            return
+        self._closed = True
+        # who has pulled serves
+        told = [
+            one
+            for one in self.tasks.values()
+            if one.state in ("offered", "taking") or (one.way == "pull" and one.reply)
+        ]
+        self._cancel((*self._servers, *(one.member for one in told)))
+        if self.stop_broadcast is not None:
+            self.stop_broadcast(reason)
+
+    def _cancel(self, members: Iterable[Member]) -> None:
+        cancel = TransferCancel(self.number)
+        for state in self._context.roster.states(members):
+            self._context.send(state.member, cancel)
+
+
+def _newest_base(roster: Roster, plan: TransferPlan, version: int) -> tuple[int, str]:
+    """Return the newest older version that the first holder and a puller both hold.
+
+    It is the base of deltas, with its digest; (0, "") if there is none.
+    """
+    first = roster.states(plan.servers[:1]) if plan.mode == "image" else []
+    theirs = {item for state in roster.states(plan.pulls) for item in state.held.items()}
+    held = (item for state in first for item in theirs & state.held.items())
+    return max(((v, digest) for v, digest in held if digest and v < version), default=(0, ""))

@@ -9,18 +9,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 
+from replicas import errors
+from replicas.common.backoff import Backoff
 from replicas.config.structs import ChannelConfig
 from replicas.core.base.effects import Effect, Event, Past, Retried, Send
 from replicas.core.members.hosts import Hosts, Keeping
 from replicas.core.members.member_state import HighWaterMarks
 from replicas.core.members.roster import Roster
-from replicas.core.moving.lanes import Lanes
-from replicas.core.moving.links import Links
+from replicas.core.moving.links import Doubt, Links
 from replicas.messages import FromCoordinator
 from replicas.messages.bounds import REASON_LENGTH, text_of
 from replicas.messages.identity import Member
+
+REST = Backoff(1.0, 300.0)
+"""How long versions are pulled, in seconds, after a broadcast has failed."""
+
+
+BroadcastEnd = Callable[[errors.ReplicasError | None, float, float], None]
+"""Called as ``on_end(error, form_s, now)`` at the end of a broadcast; ``error`` is None
+after a success, ``form_s`` the time to form the process group."""
+Broadcast = Callable[[int, tuple[Member, ...], str, float, BroadcastEnd, float], Callable[[str], None]]
+"""Starts the broadcast of the slots of one attempt of a transfer, as
+``broadcast(number, members, device, deadline, on_end, now)``.
+
+``number``: of the attempt. ``members``: the holder first; each has offered a slot for
+the attempt. ``device``: type of the device of the slots. Returns a function that
+cancels the broadcast, without calling ``on_end``; it takes a reason.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +47,9 @@ class ChannelContext:
 
     :ivar out: the effects of the current event, in order.
     :ivar ids: unique numbers for attempts.
-    :ivar quarantine: excludes a member from joint work.
+    :ivar broadcast: starts the broadcast of a version.
+    :ivar pull_secret: returns the secret with which members pull in one attempt.
+    :ivar group_doubt: holds while versions are pulled, as a broadcast has failed.
     :ivar others_wait: whether a publish or an admission waits for the current publish
         to end.
     """
@@ -39,11 +59,12 @@ class ChannelContext:
     roster: Roster
     hosts: Hosts
     keeping: Keeping
-    lanes: Lanes
     links: Links
     out: list[Effect]
-    quarantine: Callable[[Member, str, float], None]
+    broadcast: Broadcast
+    pull_secret: Callable[[int], bytes]
     others_wait: Callable[[float], bool]
+    group_doubt: Doubt = field(default_factory=partial(Doubt, REST))
     marks: HighWaterMarks = field(default_factory=HighWaterMarks)
     ids: Iterator[int] = field(default_factory=lambda: count(1))
 
@@ -52,9 +73,11 @@ class ChannelContext:
         return self.roster.config
 
     def send(self, member: Member, message: FromCoordinator) -> None:
+        """Add the sending of a message to the effects."""
         self.out.append(Send(member, message))
 
     def emit(self, event: Event) -> None:
+        """Add an event to the effects."""
         self.out.append(event)
 
     def emit_retried(self, reason: str, why: str = "") -> None:

@@ -27,51 +27,63 @@ DOUBT = Backoff(2.0, 300.0)
 
 
 @dataclass(slots=True)
-class _Fault:
-    """The fault of one link. ``count``: how often it was found."""
+class Doubt:
+    """Something that failed, and is not used for a while: longer after each failure."""
 
+    lasts: Backoff
     why: str = ""
-    count: int = 0
-    doubt_until: float = 0.0
+    _count: int = 0
+    _until: float = 0.0
+
+    def note_failed(self, why: str, now: float) -> None:
+        """Begin to doubt, or doubt for longer; failures meanwhile are of one fault."""
+        self._count += not self.holds(now)
+        self.why, self._until = why, now + self.lasts.after(self._count)
+
+    def note_worked(self) -> None:
+        """End the doubt; the next one is short again."""
+        self._count, self._until = 0, 0.0
+
+    def holds(self, now: float) -> bool:
+        return now < self._until
 
 
 class Links:
+    """The links of one channel that have a known fault."""
+
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
-        self._faults: dict[frozenset[str], _Fault] = {}
+        self._doubts: dict[frozenset[str], Doubt] = {}
 
     def __bool__(self) -> bool:
         """Whether any link has a known fault."""
-        return bool(self._faults)
+        return bool(self._doubts)
 
     def works(self, one: MemberState, other: MemberState, now: float) -> bool:
         """Return whether the link between two members is not in doubt."""
-        fault = self._faults.get(frozenset((one.address, other.address)))
-        return fault is None or now >= fault.doubt_until
+        doubt = self._doubts.get(frozenset((one.address, other.address)))
+        return doubt is None or not doubt.holds(now)
 
     def why(self, state: MemberState) -> str:
         """Return the reasons why links of a member are in doubt, as text."""
-        found = [fault.why for link, fault in self._faults.items() if state.address in link]
+        found = [doubt.why for link, doubt in self._doubts.items() if state.address in link]
         return "; ".join(dict.fromkeys(found))
 
     def doubt(self, pairs: Pairs, why: str, now: float) -> None:
         """Mark links doubtful: no connection was made, or no byte moved, over them."""
         for link in _links(pairs):
-            fault = self._faults.setdefault(link, _Fault())
-            if now >= fault.doubt_until:
-                fault.count += 1
-            fault.why, fault.doubt_until = why, now + DOUBT.after(fault.count)
+            self._doubts.setdefault(link, Doubt(DOUBT)).note_failed(why, now)
 
     def clear_doubt(self, pairs: Pairs) -> None:
         """Clear the doubt of links over which a version has arrived."""
-        for link in _links(pairs) & self._faults.keys():
-            del self._faults[link]
+        for link in _links(pairs) & self._doubts.keys():
+            del self._doubts[link]
 
     def tick(self) -> None:
         """Forget links to addresses of which no member is left."""
-        if self._faults:
+        if self._doubts:
             there = {state.address for state in self._roster}
-            self._faults = {link: fault for link, fault in self._faults.items() if link <= there}
+            self._doubts = {link: doubt for link, doubt in self._doubts.items() if link <= there}
 
 
 def _links(pairs: Pairs) -> set[frozenset[str]]:

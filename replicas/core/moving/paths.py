@@ -4,34 +4,33 @@ Theory of operation
 ===================
 
 On a host with a holder of the version, all other members *map* its memory. On a host
-without a holder, a single member, its *leader* for this attempt, *receives* the version
-over the lane into a slot of its own; the others of that host *wait*, and map the slot
-in the next attempt. So each host gets every byte once, and members that only map are in
-no process group.
+without a holder, a single member, its *leader* for this attempt, gets the version into
+a slot of its own; the others of that host *wait*, and map the slot as soon as it is
+full. So each host gets every byte once.
 
-A leader *pulls* instead if no lane is wanted, or the lanes do not work: from the leader
-before it, which serves the bytes that it has already received, or else from the holder.
-So a pull concerns two members, and a slow or failing one delays no other.
+A leader *pulls*: from the leader before it, which serves the bytes that it has already
+received, or else from the holder. So a pull concerns two members, and a slow or failing
+one delays no other.
+
+If the channel sends by process group, one holder *broadcasts* the version to the
+leaders instead (:mod:`replicas.core.operations.running`). A process group connects
+every pair of its members, so a link that does not work
+(:mod:`replicas.core.moving.links`) keeps its two ends out of one group: leaders that do
+not fit the holder and the leaders already chosen wait for the next attempt, as do slow
+ones.
 
 A version that exists only in parts at its source ranks (``ranks = "all"``) is assembled
-by the leaders: each copies the parts that lie on its own host there, and receives or
-pulls the others. Memory that the coordinator *keeps* for lost members
+by the leaders: each copies the parts that lie on its own host there, and pulls the
+others. Memory that the coordinator *keeps* for lost members
 (:class:`~replicas.core.members.hosts.Keeping`) can be mapped or copied on its host, but
-not sent.
-
-The lane is a chain for each part (:attr:`TransferPlan.routes`): the owner first, then
-the leaders, in order of their hosts. A process group connects every pair of its
-members, so a link that does not work (:mod:`replicas.core.moving.links`) keeps its two
-ends out of one lane: leaders that do not fit the sender and the leaders already chosen
-wait, and get the version in the next attempt from a new holder that reaches them. Slow
-members share no lane with other receivers, and come last; far ones follow near ones.
+not sent. Slow members come last; far ones follow near ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import islice
 from typing import Literal
 
 from replicas.core.members.member_state import MemberState
@@ -45,7 +44,7 @@ FAR_S = 0.045
 """Members with a longer round trip to the coordinator come after the others. The bound
 exceeds the 40 ms by which a kernel delays an acknowledgement."""
 Works = Callable[[MemberState, MemberState], bool]
-"""Returns whether two members may be in one lane."""
+"""Returns whether the link between two members works."""
 Pulls = dict[int, tuple[Member, ...]]
 """By part (:data:`IMAGE`: the whole): the members to pull it from, in order."""
 IMAGE = -1
@@ -56,62 +55,52 @@ class TransferPlan:
     """One attempt.
 
     :param mode: ``"image"``: from a holder; ``"parts"``: from the ranks of a source.
-    :param senders: members of the lane that send, in its order.
-    :param receivers: the leaders, which fill slots of their own.
     :param maps: the lender of each member that maps.
     :param pulls: the holders of each leader that pulls; empty if all parts are on its
         host.
-    :param routes: for each part (an image is one) the members that it passes through;
-        empty if it need not be sent.
-    :param local: numbers of the parts that a receiver copies on its own host.
+    :param broadcast: the holder that broadcasts the version, then the leaders that
+        receive it.
+    :param local: numbers of the parts that a leader copies on its own host.
     :param owners: of the parts, in order.
     :param waiting: members that wait for the next attempt.
     """
 
     mode: Literal["image", "parts"]
-    senders: tuple[Member, ...] = ()
-    receivers: tuple[Member, ...] = ()
     maps: dict[Member, Member] = field(default_factory=dict)
     pulls: dict[Member, Pulls] = field(default_factory=dict)
-    routes: tuple[tuple[Member, ...], ...] = ()
+    broadcast: tuple[Member, ...] = ()
     local: dict[Member, tuple[int, ...]] = field(default_factory=dict)
     owners: tuple[Member, ...] = ()
     waiting: frozenset[Member] = frozenset()
 
     @property
-    def lane(self) -> tuple[Member, ...]:
-        """Members of the process group to form, senders first."""
-        routed = {member for route in self.routes for member in route}
-        return (*self.senders, *(member for member in self.receivers if member in routed))
-
-    @property
-    def lenders(self) -> frozenset[Member]:
-        """Members whose memory other members of their host read."""
-        parts = {self.owners[part] for numbers in self.local.values() for part in numbers}
-        return frozenset({*self.maps.values(), *parts})
-
-    @property
     def servers(self) -> tuple[Member, ...]:
         """Holders that are pulled from, each once."""
-        found = dict.fromkeys(
-            holder for pulled in self.pulls.values() for holders in pulled.values() for holder in holders
-        )
+        found = dict.fromkeys(one for parts in self.pulls.values() for holders in parts.values() for one in holders)
         return tuple(holder for holder in found if holder not in self.pulls)
+
+    @property
+    def givers(self) -> tuple[Member, ...]:
+        """Members that give the version, also by memory that others of their host read.
+
+        The one that broadcasts, or that is pulled from, comes first.
+        """
+        parts = {self.owners[part] for numbers in self.local.values() for part in numbers}
+        return tuple(dict.fromkeys((*self.broadcast[:1], *self.servers, *sorted({*self.maps.values(), *parts}))))
+
+    @property
+    def serves_any(self) -> bool:
+        """Whether any member gets the version in this attempt."""
+        return bool(self.maps or self.pulls or self.broadcast)
 
     def part_of(self, owner: Member) -> int:
         """Return the part that a server has; :data:`IMAGE` for the whole."""
         return self.owners.index(owner) if self.mode == "parts" else IMAGE
 
-    @property
-    def givers(self) -> tuple[Member, ...]:
-        """Members that give the version, senders first."""
-        first = (*self.senders, *self.servers)
-        return (*first, *sorted(self.lenders - set(first)))
 
-    @property
-    def concerned(self) -> tuple[Member, ...]:
-        """All members with a task in this attempt."""
-        return (*self.senders, *self.receivers, *self.maps, *self.pulls, *self.servers)
+def all_work(one: MemberState, other: MemberState) -> bool:
+    """Return True: no link is in doubt."""
+    return True
 
 
 def plan(
@@ -121,9 +110,9 @@ def plan(
     owners: Sequence[MemberState],
     filling: Member | None = None,
     kept: Collection[Member] = (),
-    works: Works | None = None,
+    works: Works = all_work,
     *,
-    pulls: bool = False,
+    by_group: bool = False,
 ) -> TransferPlan | None:
     """Plan how ``needers`` get the version; return None if no complete source is left.
 
@@ -133,48 +122,24 @@ def plan(
     :param filling: the holder that is still filling its slot: members on its host wait
         until they can map the slot.
     :param kept: lost holders and owners of which only the kept memory is left.
-    :param works: which links work; None: all.
-    :param pulls: whether leaders pull; else they receive over a lane.
+    :param works: which links work.
+    :param by_group: whether a holder of the whole version broadcasts it to the leaders.
     """
     ordered = sorted(needers, key=lambda state: (state.slow, state.rtt_s > FAR_S, state.host, state.member))
-    if holders:
-        return _from_holders(version, ordered, holders, filling, kept, works, pulls=pulls)
-    if owners:
-        return _from_parts(version, ordered, owners, kept, works, pulls=pulls)
-    return None
-
-
-def _from_holders(
-    version: int,
-    needers: Sequence[MemberState],
-    holders: Sequence[MemberState],
-    filling: Member | None,
-    kept: Collection[Member],
-    works: Works | None,
-    *,
-    pulls: bool,
-) -> TransferPlan | None:
+    if not holders:
+        return _from_parts(version, ordered, owners, kept, works) if owners else None
     on_host = {state.host: state.member for state in reversed(holders) if version in state.places}
-    maps = {state.member: on_host[state.host] for state in needers if state.host in on_host}
-    others = [state for state in needers if state.host not in on_host]
+    maps = {state.member: on_host[state.host] for state in ordered if state.host in on_host}
+    others = [state for state in ordered if state.host not in on_host]
     soon = {state.host for state in holders if state.member == filling}
     able = [state for state in holders if state.member not in kept]
-    leaders = _leaders([state for state in others if state.host not in soon]) if able else ()
     if needers and not maps and not able:
         return None
-    if pulls:
-        pulled = {member: {IMAGE: givers} for member, givers in _pulls(able, leaders, works).items()}
-        waiting = frozenset(state.member for state in others) - pulled.keys()
-        return TransferPlan(mode="image", maps=maps, pulls=pulled, waiting=waiting)
-    senders, receivers = _reached(able, leaders, works)
-    return TransferPlan(
-        mode="image",
-        senders=senders,
-        receivers=receivers,
-        maps=maps,
-        routes=((*senders, *receivers),) if receivers else (),
-        waiting=frozenset(state.member for state in others) - set(receivers),
-    )
+    leaders = _leaders([state for state in others if state.host not in soon])
+    broadcast = _group(able, leaders, works) if by_group else ()
+    pulled = {} if broadcast else {one: {IMAGE: givers} for one, givers in _pulls(able, leaders, works).items()}
+    waiting = frozenset(state.member for state in others) - pulled.keys() - set(broadcast)
+    return TransferPlan(mode="image", maps=maps, pulls=pulled, broadcast=broadcast, waiting=waiting)
 
 
 def _from_parts(
@@ -182,41 +147,22 @@ def _from_parts(
     needers: Sequence[MemberState],
     owners: Sequence[MemberState],
     kept: Collection[Member],
-    works: Works | None,
-    *,
-    pulls: bool,
+    works: Works,
 ) -> TransferPlan | None:
+    """Plan from the owners of all parts; return None if no leader can get them."""
     there = {owner.host for owner in owners if owner.member in kept}
     leaders = _leaders([state for state in needers if there <= {state.host}])
     if needers and not leaders:
         return None
-    senders = [owner for owner in owners if owner.member not in kept]
-    if not pulls:
-        leaders = tuple(_fitting(senders, leaders, works))
     readable = [(part, owner.host) for part, owner in enumerate(owners) if version in owner.places]
     local = {state.member: tuple(part for part, host in readable if host == state.host) for state in leaders}
-    if pulls:
-        pulled = _pulled_parts(owners, leaders, local, works)
-        return TransferPlan(
-            mode="parts",
-            pulls=pulled,
-            local={member: numbers for member, numbers in local.items() if numbers and member in pulled},
-            owners=tuple(owner.member for owner in owners),
-            waiting=frozenset(state.member for state in needers) - pulled.keys(),
-        )
-    receivers = tuple(state.member for state in leaders)
-    routes = []
-    for part, owner in enumerate(owners):
-        remote = tuple(member for member in receivers if part not in local[member])
-        routes.append((owner.member, *remote) if remote else ())
+    pulled = _pulled_parts(owners, leaders, local, works)
     return TransferPlan(
         mode="parts",
-        senders=tuple(route[0] for route in routes if route),
-        receivers=receivers,
-        routes=tuple(routes),
-        local={member: numbers for member, numbers in local.items() if numbers},
+        pulls=pulled,
+        local={member: numbers for member, numbers in local.items() if numbers and member in pulled},
         owners=tuple(owner.member for owner in owners),
-        waiting=frozenset(state.member for state in needers) - set(receivers),
+        waiting=frozenset(state.member for state in needers) - pulled.keys(),
     )
 
 
@@ -224,7 +170,7 @@ def _pulled_parts(
     owners: Sequence[MemberState],
     leaders: Sequence[MemberState],
     local: Mapping[Member, tuple[int, ...]],
-    works: Works | None,
+    works: Works,
 ) -> dict[Member, Pulls]:
     """Return the members that each leader pulls each part from.
 
@@ -232,8 +178,9 @@ def _pulled_parts(
     """
 
     def reached(leader: MemberState) -> bool:
+        """Return True if the owners of all parts on other hosts reach the leader."""
         remote = (owner for part, owner in enumerate(owners) if part not in local[leader.member])
-        return works is None or all(works(owner, leader) for owner in remote)
+        return all(works(owner, leader) for owner in remote)
 
     able = [leader for leader in leaders if reached(leader)]
     pulls: dict[Member, Pulls] = {leader.member: {} for leader in able}
@@ -253,7 +200,7 @@ def _leaders(states: Sequence[MemberState]) -> tuple[MemberState, ...]:
 
 
 def _pulls(
-    able: Sequence[MemberState], leaders: Sequence[MemberState], works: Works | None
+    able: Sequence[MemberState], leaders: Sequence[MemberState], works: Works
 ) -> dict[Member, tuple[Member, ...]]:
     """Return the members that each leader pulls from: leaders before it, best holders.
 
@@ -265,38 +212,25 @@ def _pulls(
     for leader in leaders:
         if leader.rtt_s > FAR_S and not any(state.rtt_s > FAR_S for state in before):
             before = []
-        reached = [state for state in able if works is None or works(state, leader)][:HOLDERS_MAX]
+        reached = list(islice((state for state in able if works(state, leader)), HOLDERS_MAX))
         if not reached:
             continue
-        chain = [state for state in reversed(before) if works is None or works(state, leader)][:CHAIN_MAX]
+        chain = list(islice((state for state in reversed(before) if works(state, leader)), CHAIN_MAX))
         pulls[leader.member] = tuple(state.member for state in (*chain, *reached))
         if not leader.slow:
             before.append(leader)
     return pulls
 
 
-def _reached(
-    able: Sequence[MemberState], leaders: Sequence[MemberState], works: Works | None
-) -> tuple[tuple[Member, ...], tuple[Member, ...]]:
-    """Return the first holder that reaches any leader, and the leaders it sends to."""
-    for holder in able if leaders else ():
-        fitting = _fitting([holder], leaders, works)
-        if fitting:
-            return (holder.member,), tuple(state.member for state in fitting)
-    return (), ()
-
-
-def _fitting(
-    senders: Sequence[MemberState], leaders: Sequence[MemberState], works: Works | None
-) -> Sequence[MemberState]:
-    """Return the leaders that can share a lane with the senders and with each other."""
-    leaders = [leader for leader in leaders if leader.slow == leaders[0].slow]
-    if works is None:
-        return leaders
-    if not all(works(one, other) for one, other in combinations(senders, 2)):
-        return []
-    found: list[MemberState] = []
-    for leader in leaders:
-        if all(works(leader, other) for other in (*senders, *found) if other is not leader):
-            found.append(leader)
-    return found
+def _group(able: Sequence[MemberState], leaders: Sequence[MemberState], works: Works) -> tuple[Member, ...]:
+    """Return the first holder that reaches any leader, and the leaders that it and
+    each other reach; slow leaders are in no group with others."""
+    alike = [leader for leader in leaders if leader.slow == leaders[0].slow]
+    for holder in able:
+        found = [holder]
+        for leader in alike:
+            if all(works(one, leader) for one in found):
+                found.append(leader)
+        if len(found) > 1:
+            return tuple(state.member for state in found)
+    return ()

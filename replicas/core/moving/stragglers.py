@@ -1,34 +1,26 @@
-"""Stragglers: abandon a lane that stands still or is late; leave out far or slow ones.
+"""Stragglers: leave out targets that are far away or slow.
 
 Theory of operation
 ===================
-
-*A lane* is a chain, so one broken or slow link stops or slows all of its members. The
-culprit is not searched: a lane in which nothing moves, or that has not delivered
-everything in half of the time, is abandoned, and its members pull the version
-(:mod:`replicas.core.moving.pull_tasks`), each at its own pace. Links on which bytes
-were held up become doubtful (:mod:`replicas.core.moving.links`).
 
 *Slow members* are waited for, but with ``on_lost = "drop"`` no longer than a multiple
 of the time that the others took. They are caught up at their own pace, and rejoin the
 others after a delay that grows each time; until an attempt in which they were fast
 enough, they get attempts of their own.
 
-*Far members* would delay the others before a byte moves: forming a process group takes
-about twenty round trips. They are left out before an attempt with a lane, by the
-round-trip times that the kernel reports for their sessions.
+*Far members* would delay a broadcast before a byte moves: forming a process group takes
+about twenty round trips. They are left out before a broadcast, by the round-trip times
+that the kernel reports for their sessions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Collection, Iterable, Sequence
 
 from replicas.common.backoff import Backoff
-from replicas.core.base.membership import TransferState
-from replicas.core.moving.attempt import Attempt, Payload
-from replicas.core.moving.channel_context import ChannelContext
-from replicas.core.moving.lanes import Lane
+from replicas.common.sizes import size_text
+from replicas.core.members.roster import Roster
+from replicas.core.moving.task import Task
 from replicas.messages.identity import Member
 
 FAR_TRIP_S = 0.25
@@ -40,86 +32,68 @@ PATIENCE = 2.0
 """Slow members are waited for by this multiple of the time that the others took,"""
 PATIENCE_S = 3.0
 """or for this long."""
+MEASURED_S = 1.2
+"""Seconds after which the rate of a pull predicts its end.
+
+They count from the begin of the attempt (a puller with a slow holder has found a better
+one by then, :mod:`replicas.carry.pull`), and from the end of the first pull, which no
+longer shares the links.
+"""
+FAR = 3.0
+"""A host is left out if its rate predicts that it needs this many times too long."""
 SLOW = Backoff(2.0, 300.0)
-
-
-class Paced(Protocol):
-    """The attributes of a transfer that its :class:`Stragglers` reads and writes."""
-
-    payload: Payload
-    attempt: Attempt
-    state: TransferState
-    lane: Lane | None
-    deadline: float
-    needers: set[Member]
-    verified: set[Member]
-    why: dict[Member, str]
-
-    @property
-    def drops(self) -> bool: ...
 
 
 class Stragglers:
     """The stragglers of one transfer."""
 
-    def __init__(self, context: ChannelContext, transfer: Paced) -> None:
-        self._context = context
-        self._transfer = transfer
+    def __init__(self, roster: Roster, version: int, nbytes: int) -> None:
+        self._roster, self._version, self._nbytes = roster, version, nbytes
+        self._first_at: float | None = None
+        self._patience_s = 0.0
 
-    def tick(self, now: float) -> str:
-        """Return why the lane of this attempt must be abandoned, or ""."""
-        transfer = self._transfer
-        lane, attempt = transfer.lane, transfer.attempt
-        if transfer.state != "moving" or lane is None:
-            return ""
-        if lane.progress.stands_still(attempt.at_work, now):
-            return self._stood_still(lane, now)
-        if transfer.drops and now > attempt.began_at + (transfer.deadline - attempt.began_at) / 2:
-            return "the process group had not delivered the version at half of the deadline"
-        return ""
+    def note_pulled(self, began_at: float, now: float) -> None:
+        """Note the end of a pull of the attempt that began then; the first counts."""
+        if self._first_at is None:
+            self._first_at, self._patience_s = now, max(PATIENCE_S, PATIENCE * (now - began_at))
 
-    def _stood_still(self, lane: Lane, now: float) -> str:
-        pairs = {(self._context.roster.address(member), other) for member, other in lane.progress.held_up()}
-        ends = {address for pair in pairs for address in pair}
-        names = [member.name for member in lane.members if self._context.roster.address(member) in ends]
-        names = names or [member.name for member in lane.members]
-        text = f"no byte has moved for {lane.progress.still_s():.1f} s between {', '.join(names)}"
-        self._context.links.doubt(pairs, text, now)
-        return text
+    def far(self, needers: Iterable[Member]) -> dict[Member, str]:
+        """Return members too far to form a group in time, each with the reason."""
+        version = self._version
+        here = {state.host for state in self._roster if version in state.held or version in state.parts}  # mapped there
+        states = [state for state in self._roster.states(needers) if state.host not in here]
+        trips = {state.host: state.rtt_s for state in states if state.rtt_s > FAR_TRIP_S}
+        return {s.member: f"it is far: a round trip takes {trips[s.host]:.1f} s" for s in states if s.host in trips}
 
-    def exclude_far(self, now: float) -> None:
-        """Before an attempt, leave out members too far to form a group in time."""
-        transfer, roster = self._transfer, self._context.roster
-        if not transfer.drops:
-            return
-        version = transfer.payload.version
-        here = {state.host for state in roster if version in state.held or version in state.parts}  # mapped there
-        needers = [state for state in roster.states(transfer.needers) if state.host not in here]
-        trips = {state.host: state.rtt_s for state in needers if state.rtt_s > FAR_TRIP_S}
-        far = [state for state in needers if state.host in trips]
-        self.exclude_slow({s.member: f"it is far: a round trip takes {trips[s.host]:.1f} s" for s in far}, now)
+    def slow(self, late: Sequence[Task], needers: Iterable[Member], began_at: float, now: float) -> dict[Member, str]:
+        """Return members of hosts for which the others would have to wait too long.
 
-    def exclude_slow(self, late: Mapping[Member, str], now: float) -> bool:
-        """Go on without slow members: catch them up alone, and later each time.
+        :param late: the pulls of the attempt that have not ended; it began at
+            ``began_at``.
+        """
+        first_at, host = self._first_at, self._roster.host
+        if first_at is None:
+            return {}
+        why: dict[Member, str] = {}
+        until = max(first_at, began_at) + self._patience_s
+        for one in late:
+            rate = one.rate() if now - max(began_at, first_at) > MEASURED_S else 0.0
+            left_s = (self._nbytes - one.received) / rate if rate else 0.0
+            if now > until or now + left_s > until + FAR * self._patience_s:
+                why[one.member] = f"it is slow: {size_text(rate)}/s, and others have had it for {now - first_at:.1f} s"
+        hosts = set(map(host, why))
+        return why | {m: "its host is slow" for m in needers if m not in why and host(m) in hosts}
+
+    def mark_slow(self, late: Collection[Member], others: Collection[Member], now: float) -> bool:
+        """Have slow members caught up alone, and later each time.
 
         Return False if there are none, or if the version could not be committed without
         them: at least one other member, and ``min_targets`` replicas, must be left.
         """
-        transfer, roster = self._transfer, self._context.roster
-        others = (transfer.needers | transfer.verified) - late.keys()
         replicas = {(member.group, member.replica) for member in others}
-        if not late or not others or len(replicas) < roster.config.min_targets:
+        if not late or not others or len(replicas) < self._roster.config.min_targets:
             return False
-        for state in roster.states(late):
+        for state in self._roster.states(late):
             state.failures += 1
             state.slow, state.not_before = True, now + SLOW.after(state.failures)
-        transfer.why |= late
-        transfer.needers -= late.keys()
         return True
-
-    def slowest(self) -> list[str]:
-        """Return the names of needers behind a held-up link."""
-        lane = self._transfer.lane
-        behind = {address for _, address in lane.progress.held_up()} if lane is not None else set()
-        slow = [one for one in self._transfer.needers if self._context.roster.address(one) in behind]
-        return sorted(member.name for member in slow)

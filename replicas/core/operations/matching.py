@@ -15,35 +15,34 @@ each other, but none overtakes a collective.
 stream has passed gets ``Gone``; members that post different new tags get
 ``RanksDisagree``.
 
-The others do not wait for a member that is behind or quarantined; with ``on_lost =
-"drop"`` nor for a silent member when they all wait for its call
-(:meth:`Matching.silent_blockers`). The member misses the operations that the others run
-without it: its own post for them, or else its next post without a tag, gets ``Gone``,
-once. Its post after that is matched with the others' next operation. So no earlier post
-is ever matched with a later post of the others.
+The others do not wait for a member that is behind; with ``on_lost = "drop"`` nor for a
+silent member when they all wait for its call (:meth:`Matching.silent_blockers`). The
+member misses the operations that the others run without it: its own post for them, or
+else its next post without a tag, gets ``Gone``, once. Its post after that is matched
+with the others' next operation. So no earlier post is ever matched with a later post of
+the others.
 
 Before a collective starts, operations that ended for a member without a verdict are
 *settled*, by the ``unsettled`` and ``applied`` of all its posts
 (:mod:`replicas.messages`): an operation counts as applied if this coordinator gave that
-verdict itself, or if any participant has applied it. Otherwise no member has or ever
-will, because its coordinator is gone. That is certain only when every earlier member
-has posted. The post of a member that missed a result is refused with ``Gone``, which
-names the earlier operation, and the others wait for the member's next post.
+verdict itself, or if any participant has applied it. Otherwise none has or will, which
+is certain once every earlier member has posted. A member that missed a result gets
+``Gone``, which names the earlier operation, and the others wait for its next post.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from itertools import takewhile
 
 import msgspec
 
 from replicas import errors
-from replicas.common.sizes import some
+from replicas.common.sizes import list_text
 from replicas.core.members.member_state import MemberState
 from replicas.core.moving.channel_context import ChannelContext
-from replicas.core.operations.operation import Operation, Post
+from replicas.core.operations.operation import Operation, Post, missed, never_joined
 from replicas.messages import OperationPost, OperationSettled
 from replicas.messages.identity import Member
 
@@ -51,6 +50,7 @@ KEPT_VERDICTS = 256
 POSTS_MAX = 4096
 SEGMENTS_MAX = 500_000
 """Limits for the waiting calls of one member, and for the tensors in them."""
+_RESULT_HINT = "wait for its Pending again, which has the results, or resynchronise this peer; then call again"
 
 
 class Matching:
@@ -129,15 +129,18 @@ class Matching:
         view = tuple(peer.member for peer in self.live(self.domain_of(member)))
         post = Post(member, self._complete_root(message, member), now, now + message.deadline_s, view)
         error = self._problem(state, post)
-        if error is not None and not isinstance(error, errors.Gone):  # _tell_missed() sends Gone when it is due
+        if error is not None:
             self._reply(post, error)
             return
-        post.missed = error
         self._streams.setdefault(member, []).append(post)
-        self._refuse_missed_if_due(post, now)
 
     def _problem(self, state: MemberState, post: Post) -> errors.ReplicasError | None:
+        """Return the error that refuses a new post, or None."""
         message, waiting = post.message, self._streams.get(post.member, ())
+        if not state.is_peer:
+            name = self._roster.config.name
+            text = f'channel "{name}" has no peers: {message.kind} needs a channel with peers = [...]'
+            return errors.UsageError(text, channel=name)
         if len(waiting) >= POSTS_MAX or sum(len(one.message.segments) for one in waiting) > SEGMENTS_MAX:
             text = f"{len(waiting)} calls of {post.member} wait for the other peers"
             return errors.Busy(text, phase="wait", hint="wait for some of them before the next call")
@@ -148,12 +151,13 @@ class Matching:
             )
         if post.pairwise:
             return self._peer_problem(post)
-        missed = self._missed.pop(post.member, None)  # told once
+        what = self._missed.pop(post.member, None)  # told once
         if message.step is not None:
             return self._step_problem(post)  # the tag identifies the operation
-        return _left_out_error(post.member, missed) if missed else None
+        return _left_out_error(post.member, what) if what else None
 
     def _step_problem(self, post: Post) -> errors.ReplicasError | None:
+        """Return the error for a post whose ``step`` tag has passed, or None."""
         step, passed = post.message.step, self._steps.get(self.domain_of(post.member), -1)
         if step is None or step > passed:
             return None
@@ -161,10 +165,7 @@ class Matching:
         return errors.Gone(f"step {step} has passed: the others have done step {passed}", phase="wait", hint=hint)
 
     def record_step(self, domain: int, step: int | None) -> None:
-        """Record a tag as done, and refuse posts with tags that have passed.
-
-        A collective that failed may be tried again with the same tag.
-        """
+        """Record a tag of a success, and refuse posts with tags that have passed."""
         if step is None or step <= self._steps.get(domain, -1):
             return
         self._steps[domain] = step
@@ -174,11 +175,12 @@ class Matching:
                     self._refuse(post, error)
 
     def _peer_problem(self, post: Post) -> errors.ReplicasError | None:
+        """Return the error for a send or recv whose peer is unusable, or None."""
         kind, root = post.message.kind, post.message.root
         if root == post.member.name:
-            return errors.UsageError(f"{kind}: {root} is this member itself")
+            return errors.UsageError(f"{kind}: {root} is this member itself", hint="name another peer")
         if not any(root.startswith(f"{party.group}/") for party in self._roster.config.peers):
-            return errors.UsageError(f"{kind}: {root!r} is not a peer of this channel")
+            return errors.UsageError(f"{kind}: {root!r} is not a peer of this channel", hint="see channel.members")
         if root in self._roster.history.joined and self._roster.holder_of(root) is None:
             hint = "call again when it has joined again"
             return errors.PeersLost(f"{root} is lost", phase="wait", members=[root], hint=hint)
@@ -191,23 +193,16 @@ class Matching:
             stream.remove(post)
 
     def _refuse(self, post: Post, error: errors.ReplicasError) -> None:
+        """Remove a post, and reply the error to its member."""
         self.end(post)
         self._reply(post, error)
 
-    def _refuse_missed_if_due(self, post: Post, now: float) -> None:
-        """Refuse a call that the others did not wait for, when that is due.
-
-        A program may join again at each ``Gone``: behind the same broken link it would
-        get the next ``Gone`` immediately, in an endless loop.
-        """
-        state = self._roster.get(post.member)
-        if post.missed is not None and (state is None or now >= state.told_from):
-            self._refuse(post, post.missed)
-
     def _unstarted(self, member: Member) -> list[Post]:
-        return [post for post in self._streams.get(member, []) if not post.started and post.missed is None]
+        """Return the member's posts that may still start, oldest first."""
+        return [post for post in self._streams.get(member, []) if not post.started]
 
     def _head(self, member: Member) -> Post | None:
+        """Return the member's oldest post that may still start, or None."""
         return next(iter(self._unstarted(member)), None)
 
     # ------------------------------------------------------------ due operations
@@ -224,6 +219,7 @@ class Matching:
         return list(takewhile(lambda post: post.pairwise, self._unstarted(member)))
 
     def _due_pairs(self, domain: int) -> Iterator[Operation]:
+        """Start and yield sends with their receives; refuse pairs that disagree."""
         live = [state.member for state in self.live(domain)]
         by_name = {member.name: member for member in live}
         for receiver in live:
@@ -245,6 +241,7 @@ class Matching:
                 yield Operation("send", posts, give, domain, first, self._roster.config.name)
 
     def _due_collective(self, domain: int, now: float) -> Iterator[Operation]:
+        """Start and yield the domain's next collective if it is due and agreed upon."""
         firsts = [self._head(state.member) for state in self.live(domain)]
         heads = [post for post in firsts if post is not None and not post.pairwise]
         if len(heads) < len(firsts):
@@ -262,13 +259,12 @@ class Matching:
         for post in heads:
             post.started = True
         for state in self._peers(domain):
-            if state.standing not in ("behind", "quarantined"):
+            if state.standing != "behind":
                 continue
-            what = f"{heads[0].message.kind}, as it is {state.standing}: {state.note or 'it did not respond'}"
+            what = f"{heads[0].message.kind}, as it is behind: {state.note or 'it did not respond'}"
             own = next((post for post in self._unstarted(state.member) if not post.pairwise), None)
             if own is not None:
-                own.missed = _left_out_error(state.member, what)
-                self._refuse_missed_if_due(own, now)
+                self._refuse(own, _left_out_error(state.member, what))
             else:
                 self._missed[state.member] = what
         kind, root_post = heads[0].message.kind, heads[root] if root >= 0 else None
@@ -299,13 +295,14 @@ class Matching:
             answers = found[post.member]
             for ref, applied in answers.items():  # None: no member has applied it or ever will
                 self._context.send(post.member, OperationSettled(ref, bool(applied)))
-            missed = [ref for ref, applied in answers.items() if applied]
-            if missed:
-                self._refuse(post, _missed_result_error(post.member.name, missed))
+            if refs := ", ".join(ref for ref, applied in answers.items() if applied):
+                text = f"an earlier operation of {post.member} ({refs}) of unknown outcome did succeed for the others"
+                self._refuse(post, missed(text, post.member, hint=_RESULT_HINT))
                 ready = False
         return ready
 
     def _root_problem(self, heads: Sequence[Post], root: int) -> errors.ReplicasError | None:
+        """Return the error for a root that is not among the posts, or None."""
         message = heads[0].message
         if not message.root or root >= 0 or any(post.message.root != message.root for post in heads):
             return None  # _disagreement() has the better text
@@ -320,10 +317,7 @@ class Matching:
         )
 
     def _expected_members(self, heads: Sequence[Post], root: int) -> tuple[Member, ...]:
-        """Return the members that the callers expect: those live at the root's call.
-
-        Without a root, those at the first caller's.
-        """
+        """Return the members live at the root's call, or else at the first call."""
         members = tuple(post.member for post in heads)
         decisive = heads[max(root, 0)]
         if decisive.message.kind in ("scatter", "reduce_scatter") and len(decisive.message.segments) == len(heads):
@@ -339,7 +333,7 @@ class Matching:
         raising = self._roster.config.on_lost == "raise"
         for other, posts in list(self._streams.items()):
             concerned = raising and self.domain_of(other) == self.domain_of(member)
-            for post in [post for post in posts if not post.started and post.missed is None]:
+            for post in [post for post in posts if not post.started]:
                 kind = post.message.kind
                 waits = post.pairwise and post.message.root == member.name
                 if waits or (concerned and not post.pairwise):
@@ -347,21 +341,17 @@ class Matching:
                     self._refuse(post, errors.PeersLost(text, phase="wait", members=[member.name]))
 
     def tick(self, now: float) -> None:
+        """Refuse posts past their deadlines."""
         for posts in list(self._streams.values()):
             for post in [post for post in posts if not post.started and now > post.deadline]:
-                self._refuse(post, post.missed or self._overdue_error(post, now))
-            for post in list(posts):
-                self._refuse_missed_if_due(post, now)
+                self._refuse(post, self._overdue_error(post, now))
 
     def silent_blockers(self, running: Set[int], now: float) -> list[MemberState]:
-        """Return silent members, except roots, that all others of a collective await.
-
-        :param running: domains in which a collective runs.
-        """
+        """Return silent members, except roots, that block domains not ``running``."""
         found: list[MemberState] = []
         for domain in {self.domain_of(member) for member in self._streams} - running:
             live = self.live(domain)
-            silent = [state for state in live if self._roster.suspect(state, now) and not self._unstarted(state.member)]
+            silent = [s for s in live if self._roster.is_suspect(s, now) and not self._unstarted(s.member)]
             posts = [self._head(state.member) for state in live if state not in silent]
             waiting = [post for post in posts if post is not None and not post.pairwise]
             if not waiting or len(waiting) < len(posts) or self._awaited(domain):
@@ -371,8 +361,9 @@ class Matching:
         return found
 
     def _overdue_error(self, post: Post, now: float) -> errors.ReplicasError:
+        """Return the error of a post past its deadline, with whom it waited for."""
         if post.pairwise:
-            names, texts = [post.message.root], [post.message.root]
+            names, texts = [post.message.root], [post.message.root + never_joined(post.message.root, self._roster)]
         else:
             domain = self.domain_of(post.member)
             heads = {state: self._head(state.member) for state in self.live(domain)}
@@ -380,11 +371,11 @@ class Matching:
             busy = {
                 state.member.name: _show(head) for state, head in heads.items() if head is not None and head.pairwise
             }
-            own = [name for state in self._roster.states([post.member]) for name in self._roster.absent(state)]
+            own = [name for state in self._roster.states([post.member]) for name in self._roster.missing_ranks(state)]
             promised = list(dict.fromkeys([*self._awaited(domain), *own]))
             names = [state.member.name for state in missing] + [*busy, *promised]
             silent = {
-                s.member: f" (silent for {now - s.last_seen:.0f} s)" for s in missing if self._roster.suspect(s, now)
+                s.member: f" (silent for {now - s.last_seen:.0f} s)" for s in missing if self._roster.is_suspect(s, now)
             }
             texts = [state.member.name + silent.get(state.member, "") for state in missing] + promised
             texts += [f"{name}, which waits in {what}" for name, what in busy.items()]
@@ -394,22 +385,7 @@ class Matching:
 
 
 def _left_out_error(member: Member, what: str) -> errors.ReplicasError:
-    return errors.Gone(
-        f"the others continued without {member} ({what})",
-        phase="wait",
-        members=[member.name],
-        hint="resynchronise this peer; its next call is matched with the others' next call",
-    )
-
-
-def _missed_result_error(name: str, refs: Iterable[str]) -> errors.ReplicasError:
-    listed = ", ".join(refs)
-    return errors.Gone(
-        f"an earlier operation of {name} ({listed}) of unknown outcome did succeed for the others",
-        phase="wait",
-        members=[name],
-        hint="wait for its Pending again, which has the results, or resynchronise this peer; then call again",
-    )
+    return missed(f"the others continued without {member} ({what})", member)
 
 
 def _disagreement(heads: Sequence[Post]) -> errors.ReplicasError | None:
@@ -447,7 +423,7 @@ def _miscount(heads: Sequence[Post], root: int, first: Sequence[Member]) -> erro
 def _show(post: Post) -> str:
     """Return the call as text, for messages."""
     message = post.message
-    parts = some([f"{segment.dtype}{list(segment.shape)}" for segment in message.segments])
+    parts = list_text([f"{segment.dtype}{list(segment.shape)}" for segment in message.segments])
     root = f" {message.root}" if message.root else ""
     step = f" step={message.step}" if message.step is not None else ""
     op = f" op={message.reduce_op}" if message.kind in ("all_reduce", "reduce", "reduce_scatter") else ""

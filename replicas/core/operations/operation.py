@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from replicas import errors
+from replicas.common.sizes import count_text
 from replicas.core.base.membership import OPERATION, OperationEvent, OperationState
 from replicas.core.members.roster import Roster
-from replicas.core.moving.lanes import Lane, Probe
+from replicas.core.operations.lanes import Lane
 from replicas.messages import OperationGo, OperationPost, ReceiptData
 from replicas.messages.bounds import texts_of
 from replicas.messages.identity import Member
@@ -18,6 +18,8 @@ PAIRWISE = ("send", "recv")
 
 ATTEMPT_MIN_S = 0.2
 """With less time than this left, a failed attempt is the last one."""
+RESYNC_HINT = "resynchronise this peer; its next call is matched with the others' next call"
+LINK_HINT = "check the network between the hosts of these members: all TCP ports must be open, both ways"
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +27,6 @@ class Post:
     """One member's call of an operation.
 
     :ivar view: the live members of its domain at the call.
-    :ivar missed: the error to reply, when it is due: the others ran without this call.
     """
 
     member: Member
@@ -34,10 +35,10 @@ class Post:
     deadline: float
     view: tuple[Member, ...] = ()
     started: bool = False
-    missed: errors.ReplicasError | None = None
 
     @property
     def pairwise(self) -> bool:
+        """True for a ``send`` or a ``recv``."""
         return self.message.kind in PAIRWISE
 
 
@@ -52,8 +53,13 @@ class Operation:
     :ivar first: the members that the posts expect, in order.
     :ivar number: of the current attempt. ``ref`` names the operation.
     :ivar left_out: reasons by name.
-    :ivar failures: number of failed attempts with these members.
+    :ivar failures: number of failed attempts with these members, without lanes that did
+        not form in time.
     :ivar problem: message of the last failure.
+    :ivar transfer: number of a transfer's attempt if it broadcasts a version, else 0:
+        all of its members are needed, and it is tried once.
+    :ivar on_end: called at the end of such a broadcast, with its error or None, the
+        time that its group took to form, and the time.
     """
 
     kind: str
@@ -72,8 +78,8 @@ class Operation:
     failures: int = 0
     problem: str = ""
     lane: Lane | None = None
-    probes: int = 0
-    probe: Probe | None = None
+    transfer: int = 0
+    on_end: Callable[[errors.ReplicasError | None, float, float], None] | None = None
     done: set[Member] = field(default_factory=set)
     left_out: dict[str, str] = field(default_factory=dict)
     deadline: float = field(init=False)
@@ -85,19 +91,22 @@ class Operation:
         self.posted_at = min(post.posted_at for post in self.posts)
 
     def step(self, event: OperationEvent) -> None:
-        """Change the state by the table."""
+        """Change the state by the table ``OPERATION``."""
         self.state = OPERATION.next(self.state, event)
 
     @property
     def ended(self) -> bool:
+        """Whether the operation is done or failed."""
         return OPERATION.final(self.state)
 
     @property
     def pairwise(self) -> bool:
+        """True for a ``send`` with its ``recv``."""
         return self.kind in PAIRWISE
 
     @property
     def participants(self) -> tuple[Member, ...]:
+        """The members of its posts, in their order."""
         return tuple(post.member for post in self.posts)
 
     @property
@@ -112,15 +121,19 @@ class Operation:
 
     @property
     def phase(self) -> str:
+        """Name of the phase for errors: ``transfer`` if it runs, else ``form``."""
         return "transfer" if self.state == "running" else "form"
 
     def can_do_without(self, member: Member) -> bool:
         """Return True if the others can end the operation without this member."""
         root = self.root_post.member if self.root_post is not None else None
-        return not self.pairwise and member != root and len(self.posts) > 1
+        return not (self.pairwise or self.transfer) and member != root and len(self.posts) > 1
 
     def go(self, post: Post, lane: Lane, now: float) -> OperationGo:
-        """Return the message that starts one member's attempt."""
+        """Return the message that starts the attempt on one member; send nothing.
+
+        :param post: the member's post.
+        """
         members = self.participants
         segments = tuple(post.message.segments for post in self.posts)
         if self.pairwise:
@@ -139,6 +152,7 @@ class Operation:
             attempt=self.attempt,
             # indices in the first attempt: members may have been left out since
             places=tuple(self.first.index(member) for member in members),
+            transfer=self.transfer,
         )
 
     def receipt(self, epoch: int, now: float) -> ReceiptData:
@@ -169,7 +183,10 @@ class Operation:
         phase: str | None = None,
         hint: str | None = None,
     ) -> errors.ReplicasError:
-        """Return an error for all participants."""
+        """Return an error that names the operation, for all participants.
+
+        :param members: names that it concerns; default: all participants.
+        """
         return kind(
             f"{self.kind} {text}",
             channel=self.channel,
@@ -178,7 +195,24 @@ class Operation:
             hint=hint or None,
         )
 
-    def overdue(self) -> errors.ReplicasError:
+    def final_error(self, error: errors.ReplicasError, now: float) -> errors.ReplicasError | None:
+        """Return the error to end with after a failed attempt, counted already.
+
+        None: another attempt may succeed.
+        """
+        if isinstance(error, (errors.UsageError, errors.WorldError)) or error.phase == "go":
+            return error
+        kind: type[errors.ReplicasError] = errors.SyncError
+        text = f"failed twice with all its members alive: {error.message}"
+        if self.deadline - now < ATTEMPT_MIN_S:
+            kind, text = errors.DeadlineExceeded, f"did not end by its deadline: {error.message}"
+        elif self.failures < 2:
+            return None
+        elif isinstance(error, errors.InternalError):
+            kind = errors.InternalError
+        return self.error(kind, text, members=error.members or None, phase=error.phase, hint=error.hint)
+
+    def overdue_error(self) -> errors.ReplicasError:
         """Return the error of a passed deadline, with phase and missing members."""
         what, answered = "did not end", self.done
         if self.state != "running":
@@ -190,64 +224,13 @@ class Operation:
         return self.error(errors.DeadlineExceeded, text, members=missing)
 
 
-class Faults:
-    """Decides how to continue when an operation fails with all its members alive."""
+def missed(text: str, member: Member, phase: str = "wait", *, hint: str = RESYNC_HINT) -> errors.Gone:
+    """Return the error of a member that missed what the others have done."""
+    return errors.Gone(text, phase=phase, members=[member.name], hint=hint)
 
-    def __init__(self, roster: Roster) -> None:
-        self._roster = roster
-        self._proven: set[Member] = set()
-        """Members that took part in a successful collective."""
 
-    def succeeded(self, operation: Operation) -> None:
-        if not operation.pairwise and len(operation.posts) > 1:
-            self._proven.update(operation.participants)
-
-    def lost(self, member: Member) -> None:
-        self._proven.discard(member)
-
-    def order_by_importance(self, operation: Operation) -> list[Member]:
-        """Return the participants: root first, then proven members, then the rest."""
-        root = operation.participants[operation.root] if operation.root >= 0 else None
-        # False sorts before True
-        return sorted(operation.participants, key=lambda member: (member != root, not self._has_worked(member)))
-
-    def _has_worked(self, member: Member) -> bool:
-        """Return True if the member has worked, or may have before this coordinator."""
-        state = self._roster.get(member)
-        return member in self._proven or (state is not None and state.from_before)
-
-    def judge_failure(
-        self, operation: Operation, lane: Lane | None, error: errors.ReplicasError, now: float, *, final: bool = False
-    ) -> tuple[Literal["again", "stuck", "end"], errors.ReplicasError]:
-        """Judge a failure in ``lane``, which is counted already.
-
-        ``final``: another attempt with the same group would fail in the same way.
-
-        :returns: (next step, error to end with). ``again`` tries another lane,
-            ``stuck`` finds the culprit or ends, ``end`` ends.
-        """
-        refused = isinstance(error, (errors.UsageError, errors.WorldError)) or error.phase == "go"
-        parted = lane is not None and isinstance(error, errors.Preflight) and self._link_broke(operation, lane, error)
-        if refused and not parted:
-            return "end", error
-        if operation.deadline - now < ATTEMPT_MIN_S:
-            text = f"did not end by its deadline: {error.message}"
-            members = error.members or None
-            return "end", operation.error(errors.DeadlineExceeded, text, members=members, phase=error.phase)
-        if parted:
-            return "stuck", error
-        if operation.failures > 1 or (final and not operation.pairwise):
-            times = "twice" if operation.failures > 1 else "and was not retried,"
-            text = f"failed {times} with all its members alive: {error.message}"
-            kind = errors.InternalError if isinstance(error, errors.InternalError) else errors.SyncError
-            return "stuck", operation.error(kind, text, phase=error.phase, hint=error.hint)
-        return "again", error
-
-    def _link_broke(self, operation: Operation, lane: Lane, error: errors.ReplicasError) -> bool:
-        """Return True if members of the lane can no longer reach each other.
-
-        A group that never worked is a configuration error instead.
-        """
-        if operation.pairwise or {member.name for member in lane.members}.isdisjoint(error.members):
-            return False
-        return self._roster.config.on_lost != "raise" and sum(map(self._has_worked, lane.members)) > 1
+def never_joined(name: str, roster: Roster) -> str:
+    """Return a note on a peer that has never joined: it may have a wrong number."""
+    shape = roster.groups.get(name.partition("/")[0])
+    size = f"; its group has {count_text(shape.replicas, 'replica')}" if shape is not None else ""
+    return "" if name in roster.history.joined else f" (it has never joined{size})"

@@ -1,7 +1,7 @@
 """Catch-up: send the newest committed version to members that lack it.
 
-One transfer at a time, over a lane of its own and concurrent with publishes, from any
-holder, targets first, to leave trainers alone. After a failure the next attempt comes
+One transfer at a time, concurrent with publishes, pulled from any holder, targets
+first, to leave trainers alone. After a failure the next attempt comes
 later, and from another holder if there is one: after :data:`REACH_S` if no byte came
 (the links of the member are cut, say), else after a delay that grows. Members behind
 slow links have a catch-up of their own, which delays no other member, and has no
@@ -43,10 +43,10 @@ answer: seconds, and round trips to them. The next publish may need its slot."""
 
 
 class CatchUp:
-    """A catch-up of one channel.
+    """A catch-up of one channel: it sends the newest version to members that lack it.
 
     :param on_end: called with the payload at the end of each transfer.
-    :param whom: the members that it serves.
+    :param whom: the kind of members that it serves.
     """
 
     def __init__(self, context: ChannelContext, on_end: Callable[[Payload], None], whom: Served) -> None:
@@ -57,24 +57,23 @@ class CatchUp:
         self._waits_since = self._began_at = 0.0
 
     def advance(self, payload: Payload | None, main: Transfer | None, now: float) -> None:
-        """Start a transfer if a member lacks ``payload``, the newest committed version.
+        """Start a transfer if a member lacks the newest committed version.
 
-        ``main``: the transfer of a publish, if one is under way.
+        End one of an older version that is no longer needed, or that no member answers.
+
+        :param payload: that version; None if it is unknown.
+        :param main: the transfer of a publish, if one is under way.
         """
         if payload is None:
             return
         context, version, transfer = self._context, payload.version, self.transfer
-        old = transfer is not None and transfer.payload.version < version
-        if transfer and old and all(version in one.held for one in context.roster.states(transfer.needers)):
-            self._supersede(transfer, now)
-        elif (
-            transfer
-            and old
-            and transfer.is_unanswered
-            and now > self._waits_since + MUTE_S + MUTE_TRIPS * self._rtt_s(transfer)
-        ):
-            transfer.stop(complete=False)
-            self._ended(transfer, None, now)
+        if transfer is not None and transfer.payload.version < version:
+            needers = context.roster.states(transfer.needers)
+            mute_s = MUTE_S + MUTE_TRIPS * max((state.rtt_s for state in needers), default=0.0)
+            if all(version in state.held for state in needers):
+                self._stop(transfer, now, superseded=True)
+            elif transfer.is_unanswered and now > self._waits_since + mute_s:
+                self._stop(transfer, now)
         if self.transfer is not None:
             return
         busy: frozenset[Member] = frozenset()
@@ -99,10 +98,8 @@ class CatchUp:
         self._unready, self._waits_since, self._began_at = set(), now, now
         transfer.start(now)
 
-    def _rtt_s(self, transfer: Transfer) -> float:
-        return max((state.rtt_s for state in self._context.roster.states(transfer.needers)), default=0.0)
-
     def _hosts(self, members: Iterable[Member]) -> set[int]:
+        """Return the numbers of these members' hosts."""
         return {state.host for state in self._context.roster.states(members)}
 
     def end_if_served_by(self, main: Transfer, now: float) -> None:
@@ -110,55 +107,64 @@ class CatchUp:
         transfer = self.transfer
         if transfer is None or transfer.payload.version >= main.payload.version:
             return
-        moves = bool(transfer.plan.receivers or transfer.plan.pulls)
+        moves = bool(transfer.attempt.plan.pulls)
         if transfer.needers <= main.needers or (moves and self._hosts(transfer.needers) <= self._hosts(main.needers)):
-            self._supersede(transfer, now)
+            self._stop(transfer, now, superseded=True)
 
-    def _supersede(self, transfer: Transfer, now: float) -> None:
-        """End a transfer that is no longer needed, without counting a failure."""
-        transfer.stop(complete=True)
-        self._ended(transfer, None, now, superseded=True)
+    def _stop(
+        self, transfer: Transfer, now: float, error: errors.ReplicasError | None = None, *, superseded: bool = False
+    ) -> None:
+        """End the transfer.
+
+        :param superseded: it is no longer needed, which counts as no failure.
+        """
+        transfer.stop(complete=superseded)
+        self._ended(transfer, error, now, superseded=superseded)
 
     def _lacking(self, version: int, now: float) -> list[MemberState]:
-        """Return the targets that lack the version and must be served now."""
+        """Return the targets of its kind that lack the version and are due now."""
         roster = self._context.roster
         due = [s for s in roster.holders.lacking(version) if _served_as(s) == self._whom and now >= s.retry_at]
         return [s for s in due if (s.slow or now >= s.not_before) and roster.available(s, now)]
 
     def tick(self, now: float) -> None:
-        """Give up at the deadline, and on unready members while others wait."""
+        """Check the times of the transfer.
+
+        End it at its deadline unless bytes move. After 5 s, leave out members that are
+        not ready, if others can be served.
+        """
         transfer = self.transfer
         if transfer is None:
             return
-        if now > transfer.deadline and not transfer.is_moving(now):
-            transfer.stop(complete=False)
-            self._ended(transfer, errors.DeadlineExceeded("catch-up", phase="transfer"), now)
-        elif transfer.unready and now > self._waits_since + PATIENCE_S:
+        if now > transfer.deadline and not transfer.attempt.is_moving(now):
+            self._stop(transfer, now, errors.DeadlineExceeded("catch-up", phase="transfer"))
+        elif transfer.attempt.unready and now > self._waits_since + PATIENCE_S:
             self._leave_unready(transfer, now)
 
     def _leave_unready(self, transfer: Transfer, now: float) -> None:
-        unready = transfer.unready & transfer.needers
+        """Leave out members that are not ready, if other members can be served."""
+        unready = transfer.attempt.unready & transfer.needers
         others = [s for s in self._lacking(transfer.payload.version, now) if s.member not in transfer.asked]
         if not unready or (unready == transfer.needers and not others):
             return
         self._unready |= unready
         self._waits_since = now
         if unready == transfer.needers:
-            transfer.stop(complete=False)
-            self._ended(transfer, None, now)
+            self._stop(transfer, now)
         else:
             transfer.exclude(unready, now, reason="refused", why="it was not ready to receive")
 
     def _ended(
         self, transfer: Transfer, error: errors.ReplicasError | None, now: float, *, superseded: bool = False
     ) -> None:
+        """Report the caught-up members, and set when the others are tried again."""
         context, self.transfer = self._context, None
-        transfer.close_lane()
-        self._bad_holder = transfer.plan.givers[0] if error is not None and transfer.plan.givers else None
+        givers = transfer.attempt.plan.givers
+        self._bad_holder = givers[0] if error is not None and givers else None
         self._on_end(transfer.payload)
         if transfer.verified:
             served = tuple(sorted(transfer.verified))
-            moved = transfer.moved_nbytes, dict(transfer.moved_to), dict(transfer.pulled)
+            moved = sum(transfer.moved_to.values()), dict(transfer.moved_to), dict(transfer.pulled)
             took_s = now - self._began_at
             context.emit(CaughtUp(context.config.name, transfer.payload.version, served, *moved, seconds=took_s))
         for state in context.roster:
@@ -167,11 +173,12 @@ class CatchUp:
             elif state.member in self._unready or isinstance(transfer.refused.get(state.member), errors.Busy):
                 state.retry_at = now + RETRY.first_s
             elif state.member in transfer.asked and state.is_target:
-                one = transfer.pull_tasks.get(state.member)
+                one = transfer.attempt.tasks.get(state.member)
                 costly = one is not None and bool(one.reply or one.received)
                 state.failures += costly
                 state.retry_at = now + (RETRY.after(state.failures) if costly else REACH_S)
 
 
 def _served_as(state: MemberState) -> Served:
+    """Return the kind of catch-up that serves the member."""
     return "slow" if state.slow else "missed" if state.retry_at else "new"

@@ -15,6 +15,7 @@ from typing import Literal, get_args
 
 from replicas import errors
 from replicas import messages as wire
+from replicas.common.sizes import snake_case
 from replicas.core.base.effects import CommitDecision, Send, SyncEnded
 from replicas.core.members.member_state import MemberState, Reading
 from replicas.core.moving.attempt import Payload
@@ -24,7 +25,7 @@ from replicas.core.versions.catch_up import CatchUp, Served
 from replicas.core.versions.fetching import pieces
 from replicas.core.versions.load_rounds import Newest
 from replicas.core.versions.manifests import Manifests
-from replicas.core.versions.publishes import Publish, Publishes
+from replicas.core.versions.publishes import ALL_NEEDED, MATE_NEEDED, TOO_FEW, Publish, Publishes
 from replicas.core.versions.steps import Steps
 from replicas.messages import ReceiptData, WireError
 from replicas.messages.bounds import texts_of
@@ -45,8 +46,8 @@ class Commits:
     def __init__(self, context: ChannelContext) -> None:
         self._context, self._roster = context, context.roster
         config = context.config
-        source_ranks = "all" if any(party.ranks == "all" for party in config.sources) else "leader"
-        self.publishes = Publishes(config.name, source_ranks, context.past.floor)  # type: ignore[arg-type]  # one of the two literals
+        all_ranks = any(party.ranks == "all" for party in config.sources)
+        self.publishes = Publishes(config.name, context.past.floor, all_ranks=all_ranks)
         self.latest, self.decided = context.past.decided
         """Number and digest of the newest committed version."""
         self.told = {self.latest, *context.past.aborted}
@@ -85,7 +86,7 @@ class Commits:
     def publishing(
         self, state: MemberState, message: wire.PublishBegin | wire.Packed | wire.PackFailed, now: float
     ) -> None:
-        """Handle a rank's message about its publish."""
+        """Handle a rank's message that it begins, has packed or cannot publish."""
         publish = self.publishes.get(state.member, message.publish)
         match message:
             case wire.PublishBegin():
@@ -93,7 +94,7 @@ class Commits:
             case wire.Packed():
                 self._packed(state, message, now)
             case wire.PackFailed() if publish is not None:
-                self.fail(publish, message.error.exception(), now)
+                self.fail(publish, self._context.hosts.blame(message.error.exception(), [state], self.latest), now)
 
     def _on_publish_begin(self, state: MemberState, message: wire.PublishBegin, now: float) -> None:
         context, member = self._context, state.member
@@ -116,6 +117,7 @@ class Commits:
             context.send(member, wire.PublishEnd(publish.asked.publish, publish.receipt, publish.error))
 
     def _packed(self, state: MemberState, message: wire.Packed, now: float) -> None:
+        """Note a packed slot, once its manifest is here; fetch it first if not."""
         known = self.publishes.get(state.member, message.publish)
         if message.manifest_hash and known is not None and not known.over:
             encoded = self.manifests.get(state.member, message.manifest_hash, now)
@@ -144,7 +146,7 @@ class Commits:
         if publish.version in state.held:
             state.held[publish.version] = message.digest
         if publish.transfer is not None:
-            publish.transfer.filled(now)
+            publish.transfer.settle(now)
 
     def transferring(
         self,
@@ -160,16 +162,12 @@ class Commits:
                 case wire.TransferDone():
                     transfer.done(member, message, now)
                 case wire.TransferMoved():
-                    transfer.moved(member, message.transfer, message.received, now)
+                    if (one := transfer.attempt.under_way(member, message.transfer)) is not None:
+                        one.note_received(message.received, now)
                 case wire.TransferFailed():
                     transfer.member_failed(member, message.transfer, message.error.exception(), now, message.holders)
         if self.publishes.moving is not None:
             self.publishes.moving.note_holders(now)
-
-    def carrier_up(self, now: float) -> None:
-        """Offer deliveries that waited for a member's carrier, which listens now."""
-        for transfer in self.transfers:
-            transfer.carrier_up(now)
 
     # ------------------------------------------------------------ from packed to moving
 
@@ -185,7 +183,7 @@ class Commits:
         self._context.out.extend(Send(state.member, piece) for piece in pieces(ask, found))
 
     def piece(self, state: MemberState, piece: wire.ManifestPiece, now: float) -> bool:
-        """Add a piece of a manifest; return False if its version is unusable."""
+        """Add a piece of a manifest; return False if that manifest is unusable."""
         try:
             if self.manifests.add(state.member, piece, now):
                 self._handle_unread(now)
@@ -212,6 +210,7 @@ class Commits:
                 self.filled(state, message, now)
 
     def _prepare(self, publish: Publish, now: float) -> None:
+        """Make the publish's payload, or fail a publish whose manifests do not fit."""
         try:
             publish.payload = payload = self.manifests.payload(publish)
         except errors.ReplicasError as exc:
@@ -230,7 +229,7 @@ class Commits:
             self._end_overtaken(publish, now)
         if self.main is None and self.publishes.queue and self._target_replicas() >= self._context.config.min_targets:
             first = self.publishes.queue[0]  # without a payload: its manifest is being read
-            if first.payload is not None and not self._context.hosts.awaited(first.packed_at, now):
+            if first.payload is not None and not self._context.hosts.delays_publish(first.packed_at, now):
                 self._start(first, first.payload, now)
         for catch_up in self.catch_ups:
             catch_up.advance(self.committed, self.main, now)
@@ -240,10 +239,7 @@ class Commits:
         return len({(s.member.group, s.member.replica) for s in self._roster.targets if not s.draining})
 
     def _end_overtaken(self, publish: Publish, now: float) -> None:
-        """End a publish whose number is not newer than the newest commit.
-
-        It may be that commit itself, decided before the coordinator started again.
-        """
+        """Fail an overtaken publish; end one that is the newest commit as committed."""
         if publish.asked.resumed and publish.version == self.latest and not self._decided_here:
             publish.receipt = self._receipt(publish, self._holders(publish.version), {}, now)
             if self.committed is None and publish.payload is not None:
@@ -255,6 +251,7 @@ class Commits:
         self.fail(publish, errors.StaleVersion(text, version=publish.version), now)
 
     def _start(self, publish: Publish, payload: Payload, now: float) -> None:
+        """Start the transfer of the publish to the live targets that lack it."""
         self.publishes.start_moving(publish, now)
         targets = self._roster.targets
         needers = [s.member for s in targets if publish.version not in s.held and not s.draining]
@@ -273,19 +270,19 @@ class Commits:
     # ------------------------------------------------------------ the end of a publish
 
     def _main_ended(self, publish: Publish, transfer: Transfer, error: errors.ReplicasError | None, now: float) -> None:
+        """Commit the publish of an ended transfer, or fail it for all its ranks."""
         if error is not None:
             self.fail(publish, error, now)
             return
         config, holders = self._context.config, self._holders(publish.version)
         if publish.version <= self.latest:
-            transfer.close_lane()
             self._end_overtaken(publish, now)
         elif config.on_lost == "raise" and (lost := publish.lost | transfer.left_out):
             why = "; ".join(f"{name}: {reason}" for name, reason in lost.items())
-            self.fail(publish, self._too_few(publish, f"lost while it was sent: {why}"), now)
+            self.fail(publish, self._too_few(publish, f"lost while it was sent: {why}", ALL_NEEDED), now)
         elif len({(m.group, m.replica) for m in holders}) < config.min_targets:
             text = f"{len(holders)} members hold it, but min_targets = {config.min_targets} replicas"
-            self.fail(publish, self._too_few(publish, text), now)
+            self.fail(publish, self._too_few(publish, text, TOO_FEW), now)
         elif not self._held_by_any(publish.version):
             text = f"version {publish.version} was lost with its source before it was committed"
             gone = [member.name for member in publish.carriers if member not in self._roster]
@@ -293,11 +290,12 @@ class Commits:
         else:
             self._commit(publish, transfer, now)
 
-    def _too_few(self, publish: Publish, text: str, phase: str = "acknowledge") -> errors.PeersLost:
+    def _too_few(self, publish: Publish, text: str, hint: str, phase: str = "acknowledge") -> errors.PeersLost:
         text = f"version {publish.version} is not committed: {text}"
-        return errors.PeersLost(text, phase=phase, members=tuple(publish.lost))
+        return errors.PeersLost(text, phase=phase, members=tuple(publish.lost), hint=hint)
 
     def _commit(self, publish: Publish, transfer: Transfer, now: float) -> None:
+        """Decide the version, leave targets without it behind, give the verdict."""
         payload = transfer.payload
         for state in self._roster.targets:
             if publish.version not in state.held:
@@ -325,7 +323,6 @@ class Commits:
             state.failures, state.slow = 0, False  # it works in joint transfers
         self._verdict(publish, "committed", now, transfer)
         self._context.marks.note(publish.group, publish.replica, version=publish.version)
-        self._context.lanes.keep(transfer.lane)
 
     def _receipt(self, publish: Publish, members: set[Member], lost: dict[str, str], now: float) -> ReceiptData:
         return ReceiptData(
@@ -334,7 +331,7 @@ class Commits:
             lost=tuple(lost),
             reasons=texts_of(lost),
             nbytes=publish.payload.nbytes if publish.payload is not None else 0,
-            wire_nbytes=publish.transfer.moved_nbytes if publish.transfer is not None else 0,
+            wire_nbytes=sum(publish.transfer.moved_to.values()) if publish.transfer is not None else 0,
             seconds=now - publish.began_at,
             phases=publish.phases(now),
             version=publish.version,
@@ -365,7 +362,7 @@ class Commits:
         return wire.Commit(self.latest, self.decided, manifest_hash)
 
     def obtainable(self, members: Iterable[MemberState]) -> bool:
-        """Return whether ``members`` can get the newest committed version."""
+        """Return True if ``members`` can get the newest committed version."""
         owners = self.committed.part_owners if self.committed is not None else ()
         return self._context.keeping.serves(self.latest, owners, members) or self._held_by_any(self.latest)
 
@@ -376,24 +373,21 @@ class Commits:
         return {s.member for s in self._roster if s.is_target and s.carries and version in s.held}
 
     def _take_first_digest(self, payload: Payload) -> None:
-        """Take the digest of the first image of a version that was committed in parts.
-
-        Such a version had no receiver at its commit.
-        """
+        """Take the digest of the first image of a version committed in parts."""
         if payload is self.committed and not self.decided:
             self.decided = payload.digest
 
     # ----------------------------------------------- publishes of another coordinator
 
     def adopt_commit(self, version: int, digest: str) -> None:
-        """Adopt a commit that a member has seen."""
+        """Decide a commit that a member has seen under an earlier coordinator."""
         if version > self.latest:
             self._decide(version, digest, None)
         elif version == self.latest and not self.decided:
             self.decided = digest
 
     def restore(self, payload: Payload) -> None:
-        """Set the payload of the newest committed version, which is known again."""
+        """Set the manifest and ``meta`` of the newest commit, known here again."""
         self.manifests.current, self.committed = payload.manifest, payload
 
     # ------------------------------------------------------------ failures
@@ -409,7 +403,6 @@ class Commits:
         transfer = publish.transfer
         if transfer is not None:
             transfer.stop(complete=False)
-            transfer.close_lane()  # its bytes are not a version, though all of them moved
         if publish.state == "moving" and publish.version > self.latest:
             self._record("abort", publish.version)
         asked = transfer.asked if transfer is not None else frozenset()
@@ -419,9 +412,10 @@ class Commits:
                 continue
             if state.drop_version(publish.version) or state.member in asked:  # the member may hold it unreported
                 self._context.send(state.member, wire.Discard(publish.version))
-        self._verdict(publish, _snake(type(error).__name__), now)
+        self._verdict(publish, snake_case(type(error).__name__), now)
 
     def _verdict(self, publish: Publish, outcome: str, now: float, transfer: Transfer | None = None) -> None:
+        """Send the publish's end to its ranks, and emit its record."""
         context = self._context
         record = publish.record(outcome, now, moved=transfer is not None)
         self.publishes.end(publish, committed=publish.receipt is not None)
@@ -437,13 +431,13 @@ class Commits:
         member = state.member
         self.manifests.lost(member)
         self._unread = [(one, message) for one, message in self._unread if one is not state]
-        for publish in self.publishes.open():
+        for publish in self.publishes.without_verdict():
             mine = (publish.group, publish.replica) == (member.group, member.replica)
             # also before it has begun: its next process may be at another step
             awaited = not in_order and member.rank in self.publishes.unpacked(publish, state.hello.world_size)
             if publish.state == "packing" and mine and (member in publish.begun or awaited):
                 text = f"{member} was lost ({state.note}) while version {publish.version} was packed"
-                self.fail(publish, errors.PeersLost(text, members=[member.name], phase="pack"), now)
+                self.fail(publish, errors.PeersLost(text, members=[member.name], phase="pack", hint=MATE_NEEDED), now)
             elif publish.state == "moving" and state.is_target:
                 publish.lost[member.name] = state.note or "lost"
         for transfer in self.transfers:
@@ -453,37 +447,37 @@ class Commits:
         """Check deadlines. ``recovering``: members may still come back."""
         for transfer in self.transfers:
             transfer.tick(now)
-        for publish in self.publishes.open():
+        for publish in self.publishes.without_verdict():
             if publish.state == "moving" and now > publish.moving_at + READING_S:
                 self._leave_laggards(publish, now)
             grace = LAST_WORDS_S if publish.state == "packing" else 0.0
             if not publish.over and now > publish.deadline + grace:
-                self._deadline(publish, now, recovering=recovering)
+                self._end_at_deadline(publish, now, recovering=recovering)
         if self.publishes.moving is not None and self.main is not None:
             self.publishes.moving.awaited = self.main.awaited_members
         for catch_up in self.catch_ups:
             catch_up.tick(now)
 
     def _leave_laggards(self, publish: Publish, now: float) -> None:
-        """Leave out targets that are not ready in time, if others are.
+        """Leave out targets that are not ready after half of the time, if others are.
 
-        Late are targets not ready after half of the time, or still reading the manifest
-        then. Targets that are offered the version later have at least :data:`READY_S`.
+        Targets that are offered the version later have at least :data:`READY_S`.
         """
         transfer = publish.transfer
         if transfer is None or self._context.config.on_lost == "raise":
             return
         half = late = publish.moving_at + (publish.deadline - publish.moving_at) / 2
-        if transfer.attempts > 1 or transfer.attempt.offered_at > transfer.attempt.began_at:
+        if transfer.attempt.offered_at > publish.moving_at:
             late = max(half, transfer.attempt.offered_at + READY_S)
-        laggards = transfer.unready if now > late else transfer.slow_readers(late)
+        laggards = transfer.attempt.unready if now > late else transfer.slow_readers(late)
         if now > half:
             laggards |= transfer.never_answered
         if laggards and (laggards < transfer.needers or transfer.verified):
             waited = f"{now - publish.moving_at:.1f} s"
             transfer.exclude(laggards, now, reason="refused", why=f"it was not ready to receive within {waited}")
 
-    def _deadline(self, publish: Publish, now: float, *, recovering: bool) -> None:
+    def _end_at_deadline(self, publish: Publish, now: float, *, recovering: bool) -> None:
+        """Fail a publish at its deadline, or commit it with targets that have it."""
         transfer = publish.transfer
         waited = f"{publish.deadline - publish.began_at:.1f} s"
         text = f"version {publish.version} waited {waited} for"
@@ -501,7 +495,7 @@ class Commits:
         elif publish.state == "queued" and self.main is None:
             needed = self._context.config.min_targets
             there = f"{self._target_replicas()} target replicas have joined, but min_targets = {needed}"
-            error = self._too_few(publish, there, phase="queue")
+            error = self._too_few(publish, there, TOO_FEW, phase="queue")
         elif transfer is None or publish.state == "queued":
             error = errors.Busy(f"{text} an earlier version to end", phase="queue")
         elif transfer.verified and self._context.config.on_lost == "drop":
@@ -509,13 +503,13 @@ class Commits:
             self._main_ended(publish, transfer, None, now)
             return
         else:
-            late = transfer.stragglers.slowest() or sorted(member.name for member in transfer.awaited_members)
+            late = sorted(member.name for member in transfer.awaited_members)
             text = f"version {publish.version}: {', '.join(late)} did not receive it within {waited}"
-            if transfer.waits_for_slots:
-                error = errors.Busy(text, phase="offer", members=late)
+            if transfer.attempt.waits_for_slots:
+                error, waiting = errors.Busy(text, phase="offer", members=late), transfer.awaited_members
+                error = self._context.hosts.blame(error, self._roster.states(waiting), self.latest)
             else:
-                moving = "transfer" if transfer.is_moving(now) else "acknowledge"
-                phase = "form" if transfer.state == "offering" else moving
+                phase = "transfer" if transfer.attempt.is_moving(now) else "acknowledge"
                 error = errors.DeadlineExceeded(text, phase=phase, members=late)
         self.fail(publish, error, now)
 
@@ -530,7 +524,3 @@ class Commits:
         text, hint = f"version {publish.version}: {', '.join(names)} did not {what} within {waited}", _EVERY_RANK
         phase = "begin" if late else "pack"
         return errors.DeadlineExceeded(text, phase=phase, members=names, hint=hint if late else None)
-
-
-def _snake(name: str) -> str:
-    return "".join(f"_{char.lower()}" if char.isupper() else char for char in name).lstrip("_")

@@ -34,7 +34,7 @@ _T = TypeVar("_T")
 
 
 class Cache(Generic[_T]):
-    """Recently used values by hash, and always the newest; bounded in bytes."""
+    """Recently used values by hash; bounded in bytes, but always with the newest."""
 
     def __init__(self, limit_nbytes: int = CACHE_NBYTES) -> None:
         self._limit_nbytes = limit_nbytes
@@ -42,12 +42,14 @@ class Cache(Generic[_T]):
         self._kept: OrderedDict[str, tuple[_T, int]] = OrderedDict()
 
     def get(self, key: str) -> _T | None:
+        """Return the value of this key and mark it as used, or None."""
         if key not in self._kept:
             return None
         self._kept.move_to_end(key)
         return self._kept[key][0]
 
     def put(self, key: str, value: _T, nbytes: int) -> None:
+        """Store a value as the newest; drop the oldest ones beyond the limit."""
         _, known_nbytes = self._kept.pop(key, (value, 0))  # to the end: it is the newest now
         self._nbytes += nbytes - known_nbytes
         self._kept[key] = value, nbytes
@@ -57,7 +59,10 @@ class Cache(Generic[_T]):
 
 
 def pieces(ask: ManifestAsk, manifest: bytes | None) -> list[ManifestPiece]:
-    """Return the pieces that answer ``ask``; an empty one without a manifest."""
+    """Return the pieces that answer ``ask``: those of one window.
+
+    One empty piece if there is no manifest, or the request is out of its range.
+    """
     if manifest is None or not 0 <= ask.offset < len(manifest):
         return [ManifestPiece(ask.manifest_hash, 0, 0, b"")]  # empty: Gone
     end = min(len(manifest), ask.offset + max(1, min(ask.nbytes, WINDOW_MAX_NBYTES)))  # a window of 0 would never end
@@ -78,13 +83,15 @@ class Fetch:
         self._asked_at = 0.0
 
     def ask(self, now: float) -> ManifestAsk:
-        """Return the request for the next window."""
+        """Return the request for the next window of bytes, for the caller to send."""
         self._asked_at = now
         self._window_end = len(self._data) + self._window_nbytes
         return ManifestAsk(self.manifest_hash, len(self._data), self._window_nbytes)
 
     def add(self, piece: ManifestPiece, now: float) -> bytes | ManifestAsk | None:
-        """Add a piece; return the whole manifest, the next request, or None to wait.
+        """Add a piece; return the whole manifest, or the next request to send.
+
+        Return None if more pieces of the window must come.
 
         :raises replicas.errors.ReplicasError: the other side cannot provide it.
         """

@@ -47,6 +47,8 @@ from replicas.messages.identity import Member
 
 @dataclass(slots=True)
 class LoadRound:
+    """The present round of one target replica."""
+
     state: RoundState = "idle"
     version: int = 0
     """The version that all ranks load in this round; 0 before the first."""
@@ -74,14 +76,17 @@ class LoadRound:
         return self.state == "partial"
 
     def move(self, event: RoundEvent) -> None:
+        """Change the state by the table ``ROUND``."""
         self.state = ROUND.next(self.state, event)
 
     def assign(self, version: int) -> None:
+        """Make ``version`` the one that all ranks load in this round."""
         self.move("assign")
         self.version = version
         self.owed.clear()
 
     def grant(self, member: Member) -> None:
+        """Note that the rank is granted the round's version."""
         self.move("grant")
         self.taken.add(member)
 
@@ -93,7 +98,7 @@ class Newest(NamedTuple):
     meta: Mapping[str, object] | None = None
 
     def is_enough(self, ask: ReceiveAsk) -> bool:
-        """Return True if the version meets the ask's bound, ignoring ``after``."""
+        """Return True if the version meets the ask's ``at_least``; ignore ``after``."""
         return is_enough(ask.at_least, ask.key, self.version, self.meta or {})
 
     def meets(self, ask: ReceiveAsk) -> bool:
@@ -117,7 +122,7 @@ class ReplicaView(NamedTuple):
     expected: int
 
     def begun(self, round_: LoadRound) -> bool:
-        """Return True if any rank may look at the round's version, or serves it."""
+        """Return True if a rank may look at the round's version, or serves it."""
         loaded = (round_.done, *(state.loaded for state in self.ranks))
         return bool(round_.taken) or round_.version in loaded
 
@@ -137,6 +142,7 @@ class LoadRounds:
         """By version: how many ranks that carry bytes serve it."""
 
     def of(self, group: str, replica: int) -> LoadRound:
+        """Return the replica's round, not a copy; begin one if there is none."""
         return self._of_replica.setdefault((group, replica), LoadRound())
 
     @property
@@ -145,7 +151,7 @@ class LoadRounds:
         return list(self._of_replica)
 
     def _known(self, group: str, replica: int) -> LoadRound:
-        """Return the replica's round, without beginning one."""
+        """Return the replica's round, or an idle one that is not kept."""
         return self._of_replica.get((group, replica), LoadRound())
 
     def touch(self, state: MemberState) -> None:
@@ -155,7 +161,10 @@ class LoadRounds:
             self._due.add(key)
 
     def take_due(self, newest: Newest) -> list[tuple[str, int]]:
-        """Return the replicas whose round may advance, in order; each once."""
+        """Return the replicas whose round may advance, in order; then none is due.
+
+        :param newest: the newest committed version; a new one makes all that ask due.
+        """
         if newest != self._due_newest:
             self._due_newest = newest
             self._due |= {key for key, round_ in self._of_replica.items() if round_.asks}
@@ -187,12 +196,16 @@ class LoadRounds:
         return round_.state == "loading" or bool(round_.taken)
 
     def wants(self, member: Member, version: int) -> bool:
-        """Return True if ``version`` is new enough for the member's ask."""
+        """Return True if the member asks, and ``version`` is new enough for it."""
         found = self._known(member.group, member.replica).asks.get(member)
         return found is not None and found.after < version
 
     def ask(self, member: Member, ask: ReceiveAsk) -> None:
-        """Take a rank's ask; it gives back a version granted before and not loaded."""
+        """Take a rank's request (*ask*) for a version.
+
+        It is answered by :meth:`advance`. By it the rank gives back a version that it
+        was granted and has not loaded.
+        """
         round_ = self.of(member.group, member.replica)
         round_.asks[member] = ask
         round_.taken.discard(member)
@@ -206,7 +219,7 @@ class LoadRounds:
         self._due.add((member.group, member.replica))
 
     def cancel_ask(self, member: Member, ask: int) -> None:
-        """Withdraw a rank's ask, and a grant that has crossed it."""
+        """Withdraw a rank's ask of this number, and a grant that has crossed it."""
         round_ = self.of(member.group, member.replica)
         if (found := round_.asks.get(member)) is not None and found.ask == ask:  # else a newer ask has crossed this
             del round_.asks[member]
@@ -245,7 +258,10 @@ class LoadRounds:
             self._recompute_loaded(round_, state.member)
 
     def failed(self, state: MemberState, version: int, why: str, *, kept: bool = False) -> None:
-        """Note a failed load; ``kept``: the rank kept its version unchanged."""
+        """Note that a rank failed to load ``version``, and report it.
+
+        :param kept: the rank refused it, and serves its own version unchanged.
+        """
         round_ = self._take_result(state, state.loaded if kept else 0)
         if round_ is None:
             return
@@ -256,10 +272,11 @@ class LoadRounds:
         self._recompute_loaded(round_, state.member)
 
     def left_behind(self, group: str, replica: int, version: int, why: str) -> None:
-        """Note that the others load a version that this replica does not load."""
+        """Note and report that the others load a version, and this replica does not."""
         self._note_failure(self.of(group, replica), group, replica, version, why, kept=True)
 
     def _note_failure(self, round_: LoadRound, group: str, replica: int, version: int, why: str, *, kept: bool) -> None:
+        """Store and report a failed load, if its version is the newest that failed."""
         if version > round_.failed:  # of several ranks the first knows why
             round_.failed, round_.failure, round_.refused = version, f"version {version} was not loaded: {why}", kept
             self._out.append(LoadFailed(self._channel, group, replica, version, why, kept))
@@ -273,7 +290,10 @@ class LoadRounds:
         }
 
     def _take_result(self, state: MemberState, version: int) -> LoadRound | None:
-        """Take the result of a load; return None if the rank carries no bytes."""
+        """Set the version that the rank serves now; return its round.
+
+        Return None if the rank is no target that carries bytes.
+        """
         self._count(state, -1)
         state.loaded = version
         self._count(state, 1)
@@ -298,7 +318,10 @@ class LoadRounds:
             del self._of_replica[member.group, member.replica]  # its next life begins with a new round
 
     def _recompute_loaded(self, round_: LoadRound, member: Member) -> ReplicaView:
-        """Recompute the version that the ranks serve together."""
+        """Recompute the version that the replica's ranks serve; report a change.
+
+        Return the replica's present ranks.
+        """
         if round_.asks:
             self._due.add((member.group, member.replica))
         view = self.view(member.group, member.replica)
@@ -321,7 +344,7 @@ class LoadRounds:
         return view
 
     def advance(self, group: str, replica: int, newest: Newest) -> None:
-        """Open a round if one is due, and grant what was asked."""
+        """Assign the newest version to a replica that may open a round; send grants."""
         latest, view = newest.version, self.view(group, replica)
         if not view.ranks or not latest:
             return

@@ -23,10 +23,14 @@ class LoadWatches:
         return len(self._watches)
 
     def lost(self, member: Member) -> None:
+        """Forget the watch of a lost member."""
         self._watches.pop(member, None)
 
     def answer(self) -> None:
-        """Answer watches of versions that all targets loaded, even if some left."""
+        """Answer the watches of versions that all targets have loaded or some refused.
+
+        A version counts as loaded by all even if a target has left since.
+        """
         loaded = self._rounds.loaded_by_all()
         # a refusal may answer a watch of a version that no target loaded
         if loaded > self._loaded_once or (self._watches and self._rounds.refusals(1)):
@@ -35,7 +39,11 @@ class LoadWatches:
                 self.watch(member, watch)
 
     def watch(self, member: Member, watch: wire.WatchLoaded) -> None:
-        """Answer the watch, or store it in place of this member's earlier one."""
+        """Answer the watch now, or store it in place of this member's earlier one.
+
+        It is answered when no target is waited for, with the reasons of those that
+        refused.
+        """
         refusals: dict[str, str] = {}
         if watch.version > self._loaded_once:
             refusals = self._rounds.refusals(watch.version)

@@ -57,7 +57,10 @@ Key = tuple[str, int]
 
 
 class Lockstep:
-    """The adoptions of one channel."""
+    """The adoptions of one channel: decisions that all targets load a version.
+
+    Without ``adopt_together`` it decides nothing.
+    """
 
     def __init__(self, config: ChannelConfig, rounds: LoadRounds, history: History, out: list[Effect]) -> None:
         self._config, self._rounds, self._history, self._out = config, rounds, history, out
@@ -85,7 +88,7 @@ class Lockstep:
         return self._served.version
 
     def is_rejected(self, version: int) -> bool:
-        """Return True if neither it nor the newest committed version is loaded."""
+        """Return True if ``version`` is not adopted, and the newest is rejected."""
         return version > self.served and self._newest.version in self._rejected
 
     def waits(self, member: Member) -> bool:
@@ -100,7 +103,7 @@ class Lockstep:
     # ------------------------------------------------------------ reports of members
 
     def joined(self, state: MemberState) -> None:
-        """Take the adopted and rejected versions of a target's rank that has joined."""
+        """Take the decisions that a joining rank knows from another coordinator."""
         hello, key = state.hello, _key(state.member)
         if state.from_before:
             self._told[key] = max(self._told.get(key, 0), hello.adopted)
@@ -111,13 +114,16 @@ class Lockstep:
         self.touch(key)
 
     def lost(self, state: MemberState) -> None:
-        """Forget a target's rank that is out of the roster."""
+        """Forget the report of a target's rank, which is lost or does not load."""
         self._said.pop(state.member, None)
         self._told.pop(_key(state.member), None)
         self.touch(_key(state.member))
 
     def asked(self, state: MemberState, ask: wire.ReceiveAsk) -> None:
-        """Note that a rank asks for a version; reject a candidate below its bound."""
+        """Note that a rank asks for a version.
+
+        Reject the version of the poll if the rank waits for a newer one.
+        """
         key = _key(state.member)
         self._outside.discard(key)
         self._asked.add(key)
@@ -126,24 +132,28 @@ class Lockstep:
             self._reject(self._candidate.version, f"{state.member.replica_name} waits for a newer one")
 
     def can_load(self, state: MemberState, message: wire.CanLoad) -> None:
-        """Note that a rank can load a version, and waits for the decision."""
+        """Note a rank's report that it can load a version; the rank waits."""
         self._said[state.member] = message
         self._fresh.add(state.member)
         self.touch(_key(state.member))
 
     def failed(self, state: MemberState, version: int, why: str) -> None:
-        """Note that a rank does not load a version that it was granted."""
+        """Note that a rank does not load a version, and reject an undecided one."""
         self.lost(state)
         if version > self.served:  # else it is decided, or refused by a target that was left behind
             self._reject(version, f"{state.member.replica_name} does not load it: {why}")
 
     def touch(self, key: Key) -> None:
-        """Note a change of the replica, such as the begin of a drain."""
+        """Note a change of the replica, such as the begin of a drain.
+
+        The poll then waits for a report of it, or no longer does.
+        """
         self._due = True
         if self._candidate.version:
             (self._waiting.add if self._is_awaited(key) else self._waiting.discard)(key)
 
     def _is_awaited(self, key: Key) -> bool:
+        """Return True if the poll waits for a report of the replica."""
         view = self._rounds.view(*key)
         if key in self._outside or len(view.ranks) < view.expected or any(state.draining for state in view.ranks):
             return False
@@ -173,7 +183,10 @@ class Lockstep:
         return self._served if newest.version in self._rejected else newest
 
     def _answer(self) -> None:
-        """Answer ranks whose version is decided; open a poll on a newer one."""
+        """Send decisions to the ranks that wait for them.
+
+        Open a poll if one of them can load a newer version.
+        """
         fresh, self._fresh = sorted(self._fresh & self._said.keys()), set()
         polled, said = self._candidate.version, {self._said[member].version for member in fresh}
         said -= self._adopted | self._rejected.keys()
@@ -193,6 +206,7 @@ class Lockstep:
                 self._out.append(Send(member, wire.LoadDecided(version, self._error(version))))
 
     def _error(self, version: int) -> wire.WireError | None:
+        """Return the error of a rejected version; None if it is not rejected."""
         if (why := self._rejected.get(version)) is None:
             return None
         text = f"no target loads version {version}: {why}"
@@ -217,24 +231,30 @@ class Lockstep:
             self._adopt(self._candidate)
 
     def _lacks(self, key: Key) -> bool:
-        """Return True if the replica asks, and can no longer get the candidate."""
+        """Return True if the replica asks, and can no longer get the polled version."""
         version, ranks = self._candidate.version, self._rounds.view(*key).ranks
         asks = self._newest.version > version and self._rounds.of(*key).asks
         return bool(asks) and any(version not in state.held for state in ranks)
 
     def _adopt(self, newest: Newest) -> None:
+        """Decide that all targets load the version, unless it is rejected."""
         if newest.version not in self._rejected:
             self._adopted = {*sorted(self._adopted)[1 - _KEPT :], newest.version}
             self._served = max(self._served, newest, key=lambda one: one.version)
             self._decided(newest.version)
 
     def _reject(self, version: int, why: str) -> None:
+        """Decide that no target loads the version, unless it is decided."""
         if version not in self._adopted and version not in self._rejected:
             known = {one: self._rejected[one] for one in sorted(self._rejected)[1 - _KEPT :]}
             self._rejected = {**known, version: text_of(why, REASON_LENGTH)}
             self._decided(version)
 
     def _decided(self, version: int) -> None:
+        """End the poll if this decision settles it.
+
+        :meth:`_answer` tells the members that wait.
+        """
         if self._candidate.version in (version, *self._adopted):
             self._candidate, self._waiting, self._deadline = Newest(0), set(), math.inf
         self._fresh |= self._said.keys()
@@ -242,4 +262,5 @@ class Lockstep:
 
 
 def _key(member: Member) -> Key:
+    """Return group and index of the member's replica."""
     return member.group, member.replica

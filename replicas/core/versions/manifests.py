@@ -89,10 +89,10 @@ def merge_parts(parts: Sequence[PartManifest]) -> Manifest:
 
 
 def difference(old: AnyManifest, new: AnyManifest, *, limit: int = 3) -> str:
-    """Return the first ``limit`` differences in tensors and aliases, or "".
+    """Return the first ``limit`` differences as text, or "" if there are none.
 
-    Order does not count: receivers find tensors by name, and a checkpoint that is
-    published again has another order than the trainer's model.
+    In tensors and aliases; order does not count: receivers find tensors by name, and a
+    checkpoint that is published again has another order than the trainer's model.
     """
     found = list(_differences(old, new))
     shown = "; ".join(found[:limit])
@@ -100,6 +100,7 @@ def difference(old: AnyManifest, new: AnyManifest, *, limit: int = 3) -> str:
 
 
 def _differences(old: AnyManifest, new: AnyManifest) -> Iterator[str]:
+    """Yield each difference in tensors and aliases as text."""
     before = {spec.name: spec for spec in old.tensors}
     after = {spec.name: spec for spec in new.tensors}
     for name, spec in after.items():
@@ -172,7 +173,9 @@ class Manifests:
         return found
 
     def add(self, member: Member, piece: ManifestPiece, now: float) -> bool:
-        """Add a piece; return whether it completed a manifest.
+        """Add a piece of a member's manifest; ask for the next ones when due.
+
+        Return True if the manifest is complete: :meth:`get` then has it.
 
         :raises replicas.errors.ReplicasError: the member cannot provide it.
         """
@@ -193,13 +196,18 @@ class Manifests:
         return False
 
     def lost(self, member: Member) -> None:
+        """Forget the fetch from a lost member."""
         self._fetches.pop(member, None)
 
     # ------------------------------------------------------------ joining
 
     def joined(self, key: str, encoded: Sequence[bytes], *, whole: bool = False) -> Joined | None:
-        """Return the joined manifest; None while it is being read.
+        """Return the manifest joined from ``encoded``, or None until it is.
 
+        The first call emits a Read effect for it.
+
+        :param key: identifies the result.
+        :param whole: ``encoded`` has one manifest, already complete.
         :raises ManifestMismatch: they cannot be joined.
         """
         if key in self._failed:
@@ -211,7 +219,7 @@ class Manifests:
         return found
 
     def read(self, effect: Read, found: Joined | errors.ReplicasError) -> None:
-        """Take the result of a Read effect."""
+        """Store the result of a Read effect, for :meth:`joined`."""
         self._being_read.discard(effect.key)
         if isinstance(found, Joined):
             self._joined.put(effect.key, found, len(found.encoded))
@@ -219,7 +227,9 @@ class Manifests:
             self._failed[effect.key] = found
 
     def payload(self, publish: Publish) -> Payload | None:
-        """Return the publish's payload; None while its manifests are being joined.
+        """Return the publish's payload, its manifest and facts about its bytes.
+
+        Return None while its manifests are being joined.
 
         :raises errors.ManifestMismatch: the parts do not fit each other, or the
             channel's manifest.

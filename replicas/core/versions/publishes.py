@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Literal
 
 import msgspec
 
@@ -38,6 +37,11 @@ OPEN_MAX = 256
 SLOWEST = 16
 """Replicas of which a record gives the seconds: the limit bounds the event."""
 _TRACE_LENGTH = 128
+ALL_NEEDED = (
+    'with on_lost = "raise" each target is needed: publish again when these answer again or have left the channel'
+)
+MATE_NEEDED = "publish again when this rank has joined again"
+TOO_FEW = "start or wait for more target replicas, or lower min_targets"
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +79,7 @@ class Publish:
 
     @property
     def over(self) -> bool:
+        """Whether the publish has its verdict."""
         return PUBLISH.final(self.state)
 
     @property
@@ -92,6 +97,7 @@ class Publish:
         """
 
         def longest(phase: str) -> float:
+            """Return the most seconds that any rank took for the phase."""
             return max((getattr(packed, f"{phase}_s") for packed in self.packed.values()), default=0.0)
 
         transfer, moving_at = self.transfer, self.moving_at or now
@@ -103,24 +109,28 @@ class Publish:
         phases[last] += max(0.0, (self.packed_at or now) - self.began_at - sum(parts))
         if transfer is not None:
             filling_s = max(0.0, self.filled_at - moving_at)
-            moved_s = max(filling_s, transfer.form_s + transfer.transfer_s + transfer.verify_s)
-            phases |= {"form": transfer.form_s, "map": transfer.map_s, "transfer": transfer.transfer_s}
+            map_s, verify_s = transfer.seconds["map"], transfer.seconds["verify"]
+            moved_s = max(filling_s, transfer.seconds["form"] + transfer.seconds["transfer"] + verify_s)
+            phases = transfer.seconds | phases | {"verify": phases["verify"] + verify_s}
             phases["pack"] = max(phases["pack"], filling_s)
-            phases["verify"] += transfer.verify_s
             last = failed_in if failed_in in phases else "acknowledge"
-            phases[last] = phases.get(last, 0.0) + max(0.0, now - moving_at - moved_s - transfer.map_s)
+            phases[last] = phases.get(last, 0.0) + max(0.0, now - moving_at - moved_s - map_s)
         phases = {"acknowledge": 0.0} | phases | {"commit": 0.0}
         phases = {name: phases[name] for name in PHASES if name in phases}
         return phases | ({"hold": hold_s} if (hold_s := longest("hold")) else {})
 
     def note_holders(self, now: float) -> None:
-        """Note when each member that the transfer has verified got the version."""
+        """Note when members that the transfer has verified got the version."""
         if self.transfer is not None:
             for member in self.transfer.verified - self.held.keys():
                 self.held[member] = now - self.began_at
 
     def record(self, outcome: str, now: float, *, moved: bool) -> SyncRecord:
-        """Return the record of the publish's end; ``moved``: with the bytes sent."""
+        """Return the record of the publish's end.
+
+        :param outcome: ``committed``, or the name of an error.
+        :param moved: include the bytes that its transfer sent.
+        """
         self.note_holders(now)
         transfer, receipt, seconds = self.transfer if moved else None, self.receipt, now - self.began_at
         phases = receipt.phases if receipt is not None else self.phases(now, (self.error and self.error.phase) or "")
@@ -135,7 +145,7 @@ class Publish:
             outcome=outcome,
             seconds=seconds,
             nbytes=self.payload.nbytes if self.payload is not None else 0,
-            moved_nbytes=transfer.moved_nbytes if transfer is not None else 0,
+            moved_nbytes=sum(transfer.moved_to.values()) if transfer is not None else 0,
             moved_to=dict(transfer.moved_to) if transfer is not None else {},
             pulled=dict(transfer.pulled) if transfer is not None else {},
             phases=phases,
@@ -151,39 +161,27 @@ class Publish:
         )
 
 
-@dataclass(slots=True, eq=False)
-class _PublishCount:
-    """How the ranks of one life of a replica count their publishes.
+class Publishes:
+    """All publishes of a channel: numbering, agreement of ranks, the queue.
 
-    :ivar base: the replica's number when the life began.
-    :ivar ranks: ranks that have joined: for a rank that has left in good order its
-        process and its own count, from which it continues if it joins again.
+    :param all_ranks: all ranks of a replica have bytes, not only its leader.
     """
 
-    life: Life
-    base: int
-    ranks: dict[int, tuple[ProcessIdentity, int] | None] = field(default_factory=dict)
-
-
-class Publishes:
-    """All publishes of a channel: numbering, agreement of ranks, the queue."""
-
-    def __init__(self, channel: str, source_ranks: Literal["leader", "all"], floor: int) -> None:
-        self._channel = channel
-        self._source_ranks = source_ranks
+    def __init__(self, channel: str, floor: int, *, all_ranks: bool = False) -> None:
+        self._channel, self._all_ranks = channel, all_ranks
         self.numbered = floor
         """The newest version number ever given out."""
         self._known: OrderedDict[tuple[str, int, int], Publish] = OrderedDict()
         self._made: dict[tuple[str, int], int] = {}
-        self._lives: dict[tuple[str, int], _PublishCount] = {}
-        self._counts: dict[Member, tuple[ProcessIdentity, int]] = {}
-        """The process of each member, and the number that it has reached."""
+        self._counts: dict[Member, tuple[Life, ProcessIdentity, int]] = {}
+        """Life and process of each member, and the number that it has reached."""
         self._forgotten: dict[tuple[str, int], int] = {}
         """The newest number of each replica whose verdict is forgotten."""
         self.queue: list[Publish] = []
         self.moving: Publish | None = None
 
     def count(self, group: str, replica: int) -> int:
+        """Return the number of the replica's newest publish; 0 without any."""
         return self._made.get((group, replica), 0)
 
     def joined(self, member: Member, process: ProcessIdentity, life: Life) -> None:
@@ -196,44 +194,48 @@ class Publishes:
         which the others wait, or else with their next one.
         """
         replica = (member.group, member.replica)
-        known = self._lives.get(replica)
-        if known is None or known.life is not life:  # each life is a new object
-            known = self._lives[replica] = _PublishCount(life, self.count(*replica))
-        number = known.base
-        if member.rank in known.ranks:
-            before = known.ranks[member.rank]
-            packing = [p for p in self.open() if (p.group, p.replica) == replica and p.state == "packing"]
+        if life.published < 0:
+            life.published = self.count(*replica)
+        number = life.published
+        if member.rank in life.counts:
+            before = life.counts[member.rank]
+            packing = [p for p in self.without_verdict() if (p.group, p.replica) == replica and p.state == "packing"]
             waiting = [p.asked.publish for p in packing if member.rank not in {m.rank for m in p.begun}]
             if before is not None and before[0] == process:
                 number = before[1]
             else:
                 # its next publish is then the one that the others wait for
                 number = min(waiting) - 1 if waiting else self.count(*replica)
-        self._counts[member] = process, number
-        known.ranks[member.rank] = None
+        self._counts[member] = life, process, number
+        life.counts[member.rank] = None
 
     def came_back(self, member: Member, made: int) -> None:
-        """Continue the count of a rank from another coordinator at ``made``."""
-        replica = (member.group, member.replica)
-        known = self._lives[replica]
-        known.base = max(known.base, made)
-        self._counts[member] = self._counts[member][0], made
-        self._made[replica] = max(made, self.count(*replica))
+        """Set the count of a rank that comes from another coordinator to ``made``."""
+        life, process, _ = self._counts[member]
+        life.published = max(life.published, made)
+        self._counts[member] = life, process, made
+        self._made[member.group, member.replica] = max(made, self.count(member.group, member.replica))
 
     def last_number(self, member: Member) -> int:
         """Return the number of the member's last publish."""
-        return self._counts[member][1] if member in self._counts else 0
+        return self._counts[member][2] if member in self._counts else 0
 
     def left(self, member: Member, *, in_order: bool) -> None:
-        """Note that a member is gone."""
-        count = self._counts.pop(member, None)
-        if in_order and count is not None:
-            self._lives[member.group, member.replica].ranks[member.rank] = count
+        """Note that a member is gone.
+
+        :param in_order: keep its count, from which it continues if it comes back.
+        """
+        known = self._counts.pop(member, None)
+        if in_order and known is not None:
+            life, process, number = known
+            life.counts[member.rank] = process, number
 
     def get(self, member: Member, number: int) -> Publish | None:
+        """Return the publish of this number of the member's replica, or None."""
         return self._known.get((member.group, member.replica, number))
 
-    def open(self) -> list[Publish]:
+    def without_verdict(self) -> list[Publish]:
+        """Return the publishes without a verdict."""
         return [publish for publish in self._known.values() if not publish.over]
 
     def begin_publish(self, member: Member, message: PublishBegin, now: float) -> Publish:
@@ -244,8 +246,9 @@ class Publishes:
         """
         publish = self.get(member, message.publish)
         replica = (member.group, member.replica)
-        process, made = self._counts[member]
-        self._counts[member] = process, max(made, message.publish)  # a resumed publish may be older than the count
+        life, process, made = self._counts[member]
+        # a resumed publish may be older than the count
+        self._counts[member] = life, process, max(made, message.publish)
         if publish is None and message.publish <= self._forgotten.get(replica, 0):
             raise errors.Gone(
                 f"publish {message.publish} of {member.replica_name} ended long ago: {member} joined too late",
@@ -253,7 +256,7 @@ class Publishes:
                 members=[member.name],
                 hint=f"join before the other ranks of the replica have published {KEPT_VERDICTS} more versions",
             )
-        if publish is None and len([p for p in self.open() if (p.group, p.replica) == replica]) >= OPEN_MAX:
+        if publish is None and len([p for p in self.without_verdict() if (p.group, p.replica) == replica]) >= OPEN_MAX:
             raise errors.Busy(
                 f"{OPEN_MAX} publishes of {member.replica_name} have no verdict yet",
                 channel=self._channel,
@@ -295,7 +298,7 @@ class Publishes:
 
     @staticmethod
     def _agrees(publish: Publish, message: PublishBegin) -> bool:
-        """Return True if two ranks began the same publish.
+        """Return True if a rank's message begins the same publish as the first rank's.
 
         A resumed publish names the version that it got, not the one that it asked for.
         """
@@ -305,11 +308,11 @@ class Publishes:
 
     def unpacked(self, publish: Publish, world: int) -> list[int]:
         """Return the ranks that have yet to fill their slots, in order."""
-        ranks = range(world if self._source_ranks == "all" else 1)
+        ranks = range(world if self._all_ranks else 1)
         return sorted({*ranks} - {member.rank for member in publish.packed})
 
     def packed(self, member: Member, message: Packed, world: int, now: float) -> None:
-        """Note that a rank filled its slot."""
+        """Note that a rank filled its slot; after the last rank, queue the publish."""
         publish = self.get(member, message.publish)
         if publish is None or publish.state != "packing":  # it failed while this rank packed
             return
@@ -322,7 +325,10 @@ class Publishes:
             self.queue.append(publish)
 
     def filled(self, member: Member, message: Filled, now: float) -> Publish | None:
-        """Note that a streaming rank filled its slot; return its open publish."""
+        """Note that a rank has filled a slot that was sent meanwhile (*streaming*).
+
+        Return its publish; None if that is over, or the rank was not streaming.
+        """
         publish = self.get(member, message.publish)
         packed = publish.packed.get(member) if publish is not None else None
         if publish is None or packed is None or publish.over or not packed.streaming:
@@ -340,12 +346,17 @@ class Publishes:
         return publish
 
     def start_moving(self, publish: Publish, now: float) -> None:
+        """Take the publish from the queue: its transfer starts now."""
         self.queue.remove(publish)
         publish.state = PUBLISH.next(publish.state, "turn")
         publish.moving_at = now
         self.moving = publish
 
     def end(self, publish: Publish, *, committed: bool) -> None:
+        """Give the publish its final state; take it out of the queue.
+
+        Free its manifests and ``meta``. It sends nothing.
+        """
         publish.manifests.clear()  # the payload has the joined manifest
         publish.meta, publish.asked = {}, msgspec.structs.replace(publish.asked, meta={})  # up to 1 MiB each
         publish.state = PUBLISH.next(publish.state, "decided" if committed else "fail")

@@ -73,11 +73,14 @@ class RecordedState:
         self.disk_problem = ""
 
     def recorded(self, decision: CommitDecision) -> None:
+        """Note that the decision is on disk."""
         if decision.kind == "commit":
             self.latest, self.digest = decision.version, decision.digest
 
 
 class Recovery:
+    """The recovery of one channel under a new coordinator."""
+
     def __init__(self, context: ChannelContext, commits: Commits, pairing: Matching) -> None:
         self._context, self._roster, self._commits, self._pairing = context, context.roster, commits, pairing
         self._aborted = context.past.aborted
@@ -85,7 +88,8 @@ class Recovery:
         self._told = False
         self._awaited: set[Member] = set()
         """Expected members that have not said Hello."""
-        self._described: Member | None = None
+        self._described: MemberState | None = None
+        """The holder that was asked to describe the newest committed version."""
         self._answer: wire.Described | None = None
         self._deferred: list[tuple[MemberState, wire.PublishBegin | wire.Packed | wire.PackFailed, float]] = []
         self._done = not context.past.decided[0]  # [0]: the newest decided version
@@ -93,15 +97,15 @@ class Recovery:
 
     @property
     def active(self) -> bool:
-        """True if decisions that need all members must wait."""
+        """True during the window: decisions that need all members must wait."""
         return not self._done
 
     # ------------------------------------------------------------ expected members
 
     def expect(self, members: Collection[Member], told: Collection[tuple[int, float]] = ()) -> None:
-        """Name the members of the earlier coordinator; empty if they are not known.
+        """Name the members of the earlier coordinator, to wait for; empty if unknown.
 
-        :param told: number and time of the commits that its events have reported.
+        :param told: ``(version, time)`` of the commits that its events have reported.
         """
         if told:
             self._commits.told = {version for version, _ in told} | self._aborted
@@ -109,10 +113,11 @@ class Recovery:
         self._awaited = {member for member in members if member not in self._roster}
 
     def stop_expecting(self, group: str, replica: int, reason: str) -> None:
-        """Stop waiting for members of a replica whose processes have ended."""
+        """Stop waiting for members of an ended replica, and report them as lost."""
         self._give_up([one for one in self._awaited if (one.group, one.replica) == (group, replica)], reason)
 
     def _give_up(self, members: Collection[Member], reason: str) -> None:
+        """Stop waiting for expected members, and report them as lost."""
         self._awaited.difference_update(members)
         for member in sorted(members):
             self._context.emit(MemberLost(self._context.config.name, member, reason))
@@ -125,20 +130,29 @@ class Recovery:
         return self._told and not self._awaited and known
 
     def wait_text(self, now: float) -> tuple[str, float | None]:
-        """Return the text after "waits ..." and the seconds left, or ("", None)."""
+        """Return what the window waits for, and the seconds left, or ("", None).
+
+        The text continues "waits ...": "for 1 of 3 members of the former coordinator".
+        """
         if self._done:
             return "", None
-        unheard = [state for state in self._roster if not state.resumed]
-        known, absent = len(self._awaited) + len(self._roster), len(self._awaited) + len(unheard)
+        unheard = sum(not state.resumed for state in self._roster)
+        known, absent = len(self._awaited) + len(self._roster), len(self._awaited) + unheard
         members = f"{absent} of {known} members" if absent else "members"
-        window_s = 2 * RECOVERY_S if unheard else RECOVERY_S
-        left_s = max(0.0, window_s - now + (now if self._started is None else self._started))
-        return f"for {members} of the former coordinator", left_s
+        return f"for {members} of the former coordinator", max(0.0, self._left_s(now))
+
+    def _left_s(self, now: float) -> float:
+        """Return the seconds until the window ends at the latest."""
+        window_s = RECOVERY_S if all(state.resumed for state in self._roster) else 2 * RECOVERY_S
+        return window_s - (0.0 if self._started is None else now - self._started)
 
     # ------------------------------------------------------------ reports of members
 
     def on_hello(self, state: MemberState, now: float) -> None:
-        """Take the Hello of a member of an earlier coordinator."""
+        """Take the versions, digests and counts in the Hello of a member from before.
+
+        Tell that member of commits that it does not know.
+        """
         commits, hello = self._commits, state.hello
         self._awaited.discard(state.member)
         self._roster.epoch = max(self._roster.epoch, hello.epoch + 1)  # no member has seen a later epoch
@@ -183,9 +197,7 @@ class Recovery:
             return
         if self._started is None:
             self._started = now
-        passed = now - self._started
-        unheard = any(not state.resumed for state in self._roster)
-        if not self._all_back and (passed < RECOVERY_S or (unheard and passed < 2 * RECOVERY_S)):
+        if not self._all_back and self._left_s(now) > 0:
             return
         self._done = True
         self._give_up(list(self._awaited), "absent")
@@ -201,19 +213,19 @@ class Recovery:
             self._commits.publishing(state, message, now)
         self._end_known_publishes(now)  # first: versions that these publishes carried are settled below
         commits = self._commits
-        carried = {publish.version for publish in commits.publishes.open()}
+        carried = {publish.version for publish in commits.publishes.without_verdict()}
         held = {version for state in self._roster for version in state.held}
         # a version of an open publish ends with that publish
         for version in sorted({version for version in held if version > commits.latest} - carried):
             self._resolve_version(version)
 
     def _end_known_publishes(self, now: float) -> None:
-        """Fail resumed publishes that a rank of their replica does not announce again.
+        """Fail resumed publishes whose replica has had their verdict.
 
-        That rank has had its verdict, so the whole replica has.
+        It has if one of its ranks does not announce the publish again.
         """
         commits = self._commits
-        for publish in [publish for publish in commits.publishes.open() if publish.asked.resumed]:
+        for publish in [publish for publish in commits.publishes.without_verdict() if publish.asked.resumed]:
             ranks = self._roster.replica(publish.group, publish.replica)
             told = [s for s in ranks if s.from_before and s.hello.publishes >= publish.asked.publish and s.resumed]
             silent = [s.member for s in told if s.member not in publish.begun]
@@ -226,7 +238,7 @@ class Recovery:
                 commits.fail(publish, errors.SyncError(text, phase="commit", hint="publish again"), now)
 
     def _resolve_version(self, version: int) -> None:
-        """Commit or discard a held version that no publish carries."""
+        """Commit or discard a version that members hold and no publish carries."""
         targets = [s for s in self._roster if s.is_target and s.carries]
         digests = {state.held.get(version, "") for state in targets}
         # a source that is present would have announced it
@@ -247,53 +259,47 @@ class Recovery:
         version = self._commits.latest
         if self.active or not version or self._commits.committed is not None:
             return
-        if self._described is not None and self._described in self._roster:
-            if self._answer is not None:
-                self._read(self._described, self._answer, now)
-            return
+        asked, answer = self._described, self._answer
+        if asked is not None and asked.member in self._roster:
+            waits = answer is None or self._read(asked, answer, now)
+            if waits:
+                return
         # min: the same history asks the same member
-        holder = min((state.member for state in self._roster.holders.of(version)), default=None)
+        holder = min(self._roster.holders.of(version), key=lambda state: state.member, default=None)
         self._described, self._answer = holder, None
         if holder is not None:
-            self._context.send(holder, wire.Describe(version))
+            self._context.send(holder.member, wire.Describe(version))
 
     def described(self, state: MemberState, message: wire.Described) -> None:
         """Take a holder's description of the committed version."""
-        commits = self._commits
-        if state.member != self._described:
-            return
-        # a newer version was committed meanwhile
-        if message.version != commits.latest or commits.committed is not None:
-            self._described = None
-            return
-        if not message.manifest_hash or (message.digest and commits.decided and message.digest != commits.decided):
-            self.undescribed(state)
-            return
-        self._answer = message
+        if state is self._described:
+            self._answer = message
 
     def undescribed(self, state: MemberState) -> None:
-        """Forget a holder's unusable copy, so that another holder is asked."""
-        if state.member == self._described:
+        """Drop a holder's unusable copy, so that another holder is asked."""
+        if state is self._described:
             self._described = self._answer = None
             state.drop_version(self._commits.latest)
 
-    def _read(self, holder: Member, answer: wire.Described, now: float) -> None:
-        """Fetch and read the manifest, then restore the committed payload."""
+    def _read(self, holder: MemberState, answer: wire.Described, now: float) -> bool:
+        """Fetch and read the described manifest, then restore the payload.
+
+        To be called again until the manifest is here. Return False if the description
+        is of no use.
+        """
         commits, wanted = self._commits, answer.manifest_hash
-        if answer.version != commits.latest:
-            self._described = self._answer = None
-            return
-        encoded = commits.manifests.get(holder, wanted, now)
-        if encoded is None:  # the holder was asked for it; this is called again
-            return
+        if answer.version != commits.latest:  # a newer version was committed meanwhile
+            return False
         try:
-            joined = commits.manifests.joined(wanted, [encoded], whole=True)
+            if not wanted or (answer.digest and commits.decided and answer.digest != commits.decided):
+                raise errors.ManifestMismatch(f"{holder.member} has no version {answer.version}, or another one")
+            encoded = commits.manifests.get(holder.member, wanted, now)
+            joined = commits.manifests.joined(wanted, [encoded], whole=True) if encoded is not None else None
         except errors.ManifestMismatch:
-            for state in self._roster.states([holder]):
-                self.undescribed(state)
-            return
-        if joined is None:
-            return
+            self.undescribed(holder)
+            return False
+        if joined is None:  # the holder was asked for it, or it is being read
+            return True
         payload = Payload(
             version=answer.version,
             manifest_hash=wanted,
@@ -306,3 +312,4 @@ class Recovery:
         )
         self._described = self._answer = None
         commits.restore(payload)
+        return True

@@ -15,7 +15,7 @@ from replicas.core.base.effects import StepFell
 
 
 def number_in(meta: Mapping[str, object] | None, key: str) -> int | float | None:
-    """Return the number that ``meta`` has by this name, or None."""
+    """Return the number that ``meta`` has under this key; None if it has none."""
     found = (meta or {}).get(key)
     return found if isinstance(found, (int, float)) and not isinstance(found, bool) else None  # True is an int
 
@@ -34,7 +34,10 @@ class Steps:
         self.fell: StepFell | None = None
 
     def committed(self, version: int, meta: Mapping[str, object] | None) -> StepFell | None:
-        """Return the event if this version's step is the first below the highest."""
+        """Note the step of a committed version.
+
+        Return an event if it is lower than an earlier one, the first time; else None.
+        """
         step = number_in(meta, "step")
         if step is None:
             return None

@@ -32,13 +32,20 @@ support it."""
 
 
 def difference(tensors: Mapping[str, torch.Tensor], ask: Ask, *, on_cpu: bool) -> str | None:
-    """Return the names of tensors that differ on the server, an empty text if all
-    compared ones are equal, or None if nothing could be compared."""
+    """Compare tensors with the server's own; return "A, B differ" with their names, an
+    empty text if all compared ones are equal, or None if none could be compared.
+
+    :param ask: sends one request to the server.
+    :param on_cpu: compare by checksums first, which can be computed here for a CPU
+        only.
+    """
     found = _by_checksums(tensors, ask) if on_cpu else None
     return _by_samples(tensors, ask) if found is None else found
 
 
 def _by_checksums(tensors: Mapping[str, torch.Tensor], ask: Ask) -> str | None:
+    """Compare by the server's checksums of whole parameters; return as
+    :func:`difference`."""
     answer = ask("/weights_checker", {"action": "checksum", "selector": "target"}) or {}
     ranks = answer.get("ranks") or []
     if any(_shards(rank, unknown=len(ranks)) > 1 for rank in ranks):
@@ -54,11 +61,14 @@ def _by_checksums(tensors: Mapping[str, torch.Tensor], ask: Ask) -> str | None:
 
 
 def _shards(rank: Mapping[str, Any], unknown: int) -> int:
-    """Return the number of schedulers among which the model is split."""
+    """Return among how many schedulers the model is split; ``unknown`` if not
+    reported."""
     return max((one["tp_size"] * one["pp_size"] for one in rank.get("parallelism_info", ())), default=unknown)
 
 
 def _parts(name: str) -> list[str]:
+    """Return the checkpoint's names of the tensors of which a server's parameter is
+    made."""
     for packed, parts in PACKED.items():
         if packed in name:
             return [name.replace(packed, part) for part in parts]
@@ -66,6 +76,8 @@ def _parts(name: str) -> list[str]:
 
 
 def _checksum(parts: list[torch.Tensor]) -> str:
+    """Return the checksum, 16 hex digits, that a server has of these tensors in a
+    row."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part.contiguous().reshape(-1).view(torch.uint8).numpy().data)
@@ -73,6 +85,7 @@ def _checksum(parts: list[torch.Tensor]) -> str:
 
 
 def _by_samples(tensors: Mapping[str, torch.Tensor], ask: Ask) -> str | None:
+    """Compare the first rows of some tensors; return as :func:`difference`."""
     names = list(tensors)
     compared, others = 0, []
     for name in names[:: max(1, len(names) // SAMPLES)]:
@@ -89,20 +102,24 @@ def _by_samples(tensors: Mapping[str, torch.Tensor], ask: Ask) -> str | None:
 
 
 def _depth(value: Any) -> int:
+    """Return how many lists are nested in a value: 0 for a number."""
     return 1 + max(map(_depth, value), default=0) if isinstance(value, list) else 0
 
 
 def _numbers(value: Any) -> list[Any]:
+    """Return the numbers in nested lists, in order."""
     return [number for one in value for number in _numbers(one)] if isinstance(value, list) else [value]
 
 
 def _same(ours: list[float], told: list[Any]) -> bool:
-    """Compare numbers; JSON cannot express NaN and infinities: they come as null."""
+    """Return True if the numbers are equal; a NaN or infinity of ours matches None, as
+    JSON has null for it."""
     return len(ours) == len(told) and all(
         one == other or (other is None and not math.isfinite(one)) for one, other in zip(ours, told, strict=True)
     )
 
 
 def _named(names: list[str]) -> str:
+    """Return "A, B differ" with the first names, or an empty text without names."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return f"{', '.join(names[:NAMED])}{more} differ" if names else ""

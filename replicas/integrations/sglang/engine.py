@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from replicas import errors
 from replicas.engine import PauseMode
-from replicas.integrations.engine_server import NotDone
+from replicas.integrations.engine_server import RequestRefused
 from replicas.integrations.http_engine import HttpEngine
 from replicas.integrations.sglang.checksum import difference
 from replicas.integrations.shared.model_folder import ModelFolder
@@ -89,7 +89,12 @@ class SglangEngine(HttpEngine):
         self._settings: dict[str, Any] = {}
         self._paused = False
 
-    def look_up(self) -> None:
+    def read_identity(self) -> None:
+        """Read SGLang's release and settings from the server, and create the folder
+        that it will load versions from.
+
+        :raises replicas.errors.UsageError: the server cannot be followed.
+        """
         settings = self.server.call("GET", "/server_info")
         if not isinstance(settings, dict) or "model_path" not in settings:
             raise errors.UsageError(f"{self.server.url} is not a SGLang server", hint="check its /server_info")
@@ -108,21 +113,29 @@ class SglangEngine(HttpEngine):
         self._folder = ModelFolder(str(settings["model_path"]), complete=self._complete, parent=self._scratch)
 
     def _refuse_kept_encodings(self) -> None:
+        """Ask the server; raise UsageError if it caches outputs of encoders."""
         model = self.server.call("GET", "/model_info")
         understands = model.get("has_image_understanding") or model.get("has_audio_understanding")
         if understands and not self._encodes_anew:
             text = f"{self.name} keeps outputs of encoders by their inputs, and cannot clear them"
             raise errors.UsageError(text, hint="start it by `serve`, which sets SGLANG_VLM_CACHE_SIZE_MB=0")
 
-    def _shown(self) -> ModelFolder:
+    def _require_folder(self) -> ModelFolder:
+        """Return the model folder. Raises UsageError before the server is up."""
         if self._folder is None:
             raise errors.UsageError("the engine is not up", hint="call wait_until_up() first")
         return self._folder
 
     def check(self, update: Update, timeout_s: float) -> str:
-        return self._shown().misfit(update)
+        """Compare names, shapes and dtypes with the model's; return why the version
+        does not fit, or an empty text. The server is not asked."""
+        return self._require_folder().misfit(update) or ""
 
     def pause(self, mode: PauseMode, timeout_s: float) -> None:
+        """Pause the server; in mode "wait" do nothing, as the load itself waits.
+
+        :raises replicas.errors.UsageError: mode "wait" with an external store.
+        """
         if mode == "wait":
             if self._settings.get("hicache_storage_backend"):
                 text = f"{self.name} cannot wait for requests: its external store is cleared in a pause only"
@@ -131,12 +144,15 @@ class SglangEngine(HttpEngine):
         self._pause("retract" if mode == "keep" else "abort", timeout_s)
 
     def _pause(self, how: str, timeout_s: float) -> None:
+        """Pause the server in SGLang's own mode ``how``."""
         self._paused = True  # possibly even if the call fails
         self.post("/pause_generation", {"mode": how}, timeout_s=timeout_s, serving=True)
 
     def load(self, update: Update, timeout_s: float) -> None:
+        """Link the version into the model folder, and have the server load it from
+        there; leave the server paused if it refuses."""
         body = {
-            "model_path": str(self._shown().show(update)),
+            "model_path": str(self._require_folder().link_version(update)),
             "load_format": "safetensors",
             "weight_version": str(update.version),
             "abort_all_requests": False,
@@ -144,49 +160,60 @@ class SglangEngine(HttpEngine):
         }
         try:
             self.post("/update_weights_from_disk", body, timeout_s=timeout_s)
-        except NotDone:
+        except RequestRefused:
             if not self._paused:
                 self._pause("retract", timeout_s)
             raise
-        self._shown().loaded(update)
+        self._require_folder().loaded(update)
 
     def reset_caches(self, timeout_s: float) -> None:
-        """Clear the external store. The load has cleared the prefix caches, and fails
-        if a scheduler could not: ``/flush_cache`` would also make the server collect
-        garbage, for seconds."""
+        """Clear the server's external store, if it has one. The load has cleared the
+        prefix caches, and fails if a scheduler could not: ``/flush_cache`` would also
+        make the server collect garbage, for seconds."""
         if self._settings.get("hicache_storage_backend"):
             self.post("/hicache/storage-backend/clear", timeout_s=timeout_s)
 
     def resume(self, timeout_s: float) -> None:
+        """Let the server compute again, whatever has paused it."""
         # Always: a follower that was killed in a load has left the server paused.
         self.post("/continue_generation", {}, timeout_s=timeout_s)
         self._paused = False
 
     def warm_up(self, timeout_s: float) -> None:
+        """Send a request and wait for the answer, so that the server compiles what
+        requests need. A server that refuses it is only logged; SyncError is raised if
+        it is gone."""
         try:
             self.post("/generate", WARM_UP, timeout_s=timeout_s, serving=True)
         except errors.SyncError as error:
             if reason := self.health():
-                raise self.lost(reason) from error
+                raise self.server_lost_error(reason) from error
             logger.info("starting without a warm-up (the server may not generate text): %s", error)
 
     def version(self) -> int | None:
+        """Return the version that the server reports, or None if it reports none."""
         said = self.server.call("GET", "/model_info").get("weight_version")
         return int(said) if str(said).isdigit() else None
 
     def checksum(self, update: Update, timeout_s: float) -> str | None:
-        """Compare by ``/weights_checker`` if the model is on a CPU, else by some rows
-        of some tensors, if the server returns them (``/get_weights_by_name``)."""
+        """Compare the server's tensors; return as :func:`.difference` does: the names
+        of tensors that differ, an empty text, or None if none could be compared.
+
+        On a CPU compare by ``/weights_checker``, else some rows of some tensors, if the
+        server returns them (``/get_weights_by_name``).
+        """
 
         def ask(path: str, body: dict[str, Any]) -> Any:
             try:
                 return self.post(path, body, timeout_s=timeout_s)
-            except NotDone:  # not supported for this model
+            except RequestRefused:  # not supported for this model
                 return None
 
         return difference(dict(update.tensors()), ask, on_cpu=self._settings.get("device") == "cpu")
 
     def close(self) -> None:
+        """Stop the health watch, and remove the model folder; the server keeps
+        running."""
         super().close()
         if self._folder is not None:
             self._folder.close()

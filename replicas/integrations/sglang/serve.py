@@ -21,7 +21,7 @@ from replicas.integrations.shared import releases
 from replicas.integrations.shared.serving import (
     add_following,
     child,
-    held_port,
+    reserve_port,
     scratch_folder,
     stopped_by_signals,
     url_of,
@@ -109,8 +109,11 @@ def follow(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``python -m replicas.integrations.sglang serve|follow ...``; return the exit
-    code."""
+    """Run ``python -m replicas.integrations.sglang serve|follow ...`` until SIGTERM or
+    SIGINT; return the exit code.
+
+    :param arguments: of the command line; default: those of this process.
+    """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] not in (["serve"], ["follow"]) or len(given) < 2 or given[1].startswith("-"):
         print(USAGE, file=sys.stderr)
@@ -124,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given[0] == "serve":
             _serve(options, rest)
         else:
-            how = _how(options)
+            how = _follow_options(options)
             follow(options.url, options.channel, api_key=options.api_key, stop=stopped_by_signals(), **how)
     except errors.ReplicasError as error:
         print(f"replicas: {error}", file=sys.stderr)
@@ -133,6 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser(command: str) -> argparse.ArgumentParser:
+    """Return the parser of our own options of ``serve`` or ``follow``."""
     parser = argparse.ArgumentParser(prog=f"python -m replicas.integrations.sglang {command}", allow_abbrev=False)
     if command == "serve":
         parser.add_argument("model", metavar="MODEL", help="the model's folder, or its name on the hub")
@@ -145,7 +149,8 @@ def _parser(command: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _how(options: argparse.Namespace) -> dict[str, Any]:
+def _follow_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Return those arguments of :func:`follow` that are options of both commands."""
     return {
         "mode": options.pause_mode,
         "every": options.every,
@@ -156,9 +161,11 @@ def _how(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _refuse_other_doors(rest: Sequence[str]) -> None:
-    """:raises replicas.errors.UsageError: with these options the server would listen
-    where the gate or the follower cannot reach it."""
+def _refuse_other_listeners(rest: Sequence[str]) -> None:
+    """Raise UsageError for options by which the server would listen elsewhere.
+
+    The gate or the follower could not reach it there.
+    """
     for option in rest:
         if (name := option.partition("=")[0].replace("_", "-")).startswith(OTHER_DOORS):
             raise errors.UsageError(
@@ -171,11 +178,16 @@ def _refuse_other_doors(rest: Sequence[str]) -> None:
 
 
 def _serve(options: argparse.Namespace, rest: Sequence[str]) -> None:
-    _refuse_other_doors(rest)
+    """Start SGLang behind the gate as a child, and follow the channel until stopped;
+    then end it.
+
+    :param rest: options for SGLang's own command.
+    """
+    _refuse_other_listeners(rest)
     releases.check("sglang")
-    stop, gate, how = stopped_by_signals(), GatePage.create(), _how(options)
+    stop, gate, how = stopped_by_signals(), GatePage.create(), _follow_options(options)
     complete, timeout_s = how.pop("complete"), how.pop("engine_timeout")
-    with held_port(options.host, options.port) as port, scratch_folder("sglang") as scratch:
+    with reserve_port(options.host, options.port) as port, scratch_folder("sglang") as scratch:
         command = [
             *(sys.executable, "-m", "replicas.integrations.sglang.server", "--model-path", options.model, *rest),
             *("--host", options.host, "--port", str(port)),
@@ -199,7 +211,7 @@ def _serve(options: argparse.Namespace, rest: Sequence[str]) -> None:
                 scratch=scratch,
                 secret=gate.secret,
                 api_key=options.api_key,
-                is_gone=server.is_gone,
+                is_gone=server.reason_gone,
                 engine_timeout_s=timeout_s,
                 process=server.pid,
             )

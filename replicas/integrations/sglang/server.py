@@ -40,6 +40,10 @@ class SglangGate(Gate):
     """
 
     def __init__(self, app: Any, routes: Any) -> None:
+        """Put the gate in front of ``app``.
+
+        :param routes: the application's routes, of which control routes are found.
+        """
         control = frozenset(_control_paths(routes))
         if "/update_weights_from_disk" not in control:
             raise RuntimeError("replicas: this release of SGLang marks its control routes in another way")
@@ -47,6 +51,8 @@ class SglangGate(Gate):
 
 
 def _control_paths(routes: Any) -> Iterator[str]:
+    """Yield the paths of routes that SGLang marks for administrators, without those by
+    which clients end their own requests."""
     for route in routes:
         level = getattr(getattr(route, "endpoint", None), "_auth_level", None)
         if level is not None and getattr(level, "value", "") != "normal" and route.path not in CLIENTS:
@@ -54,7 +60,8 @@ def _control_paths(routes: Any) -> Iterator[str]:
 
 
 def main() -> None:
-    """Run SGLang's server with the gate."""
+    """Add the gate to SGLang's application, and run SGLang's own server in this
+    process, with the command line's arguments."""
     from sglang.srt.entrypoints.http_server import app
 
     app.add_middleware(SglangGate, routes=app.routes)

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from msgspec.structs import replace
 
 from replicas import errors
+from replicas.common.reason import Reason
 from replicas.core.base.manifest import Manifest
 from replicas.sources.checkpoint import find_files
 from replicas.sources.checkpoint import read_specs as specs_of
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
     from replicas.channel import Update
 
-__all__ = ["ModelFolder", "ModelSpecs", "Spec", "find_model", "misfit", "read_specs", "read_tensor"]
+__all__ = ["ModelFolder", "ModelSpecs", "Spec", "describe_misfit", "find_model", "read_specs", "read_tensor"]
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 FLOATS = {"float64", "float32", "float16", "bfloat16"}
@@ -58,23 +59,25 @@ class Spec(NamedTuple):
     shape: tuple[int, ...]
 
     def __str__(self) -> str:
+        """Return the spec as ``float32[2, 3]``."""
         return f"{self.dtype}{list(self.shape)}"
 
     def fits(self, other: Spec) -> bool:
-        """Return True if one can be copied into the other: floats of 16 bits or more
-        are cast."""
+        """Return True if a tensor of one can be copied into the other: shapes are
+        equal, and dtypes of one kind (floats of 16 bits or more are cast)."""
         return self.shape == other.shape and _kind(self.dtype) == _kind(other.dtype)
 
 
 def _kind(dtype: str) -> str:
+    """Return the kind of a dtype of torch: "float", "float8" or "integer"."""
     if dtype in FLOATS:
         return "float"
     return "float8" if dtype.startswith("float8") else "integer"
 
 
 def find_model(model: str) -> Path | None:
-    """Return the folder of a model, given as a path or as the name of a downloaded
-    model of the Hugging Face hub, or None if it is not found here."""
+    """Return the folder of a model, given as a path or as the name of a model of the
+    Hugging Face hub; None if it is not on this machine. Nothing is downloaded."""
     if model and (folder := Path(model)).is_dir():
         return folder
     with contextlib.suppress(ImportError, OSError, ValueError):
@@ -87,7 +90,7 @@ def find_model(model: str) -> Path | None:
 def read_specs(folder: Path) -> dict[str, Spec]:
     """Return names, dtypes and shapes from the headers of a model's safetensors files.
 
-    Empty if the folder has none, or the choice between several is ambiguous.
+    Empty, with a warning in the log, if the folder has none or the choice is ambiguous.
 
     :raises replicas.errors.UsageError: a file is malformed.
     """
@@ -99,9 +102,12 @@ def read_specs(folder: Path) -> dict[str, Spec]:
     return {name: Spec(spec.dtype, spec.shape) for name, spec in specs_of(files).items()}
 
 
-def misfit(given: Mapping[str, Spec], expected: Mapping[str, Spec], *, tied: bool, complete: bool) -> str:
-    """Return why tensors do not fit a model, by their names, or an empty text.
+def describe_misfit(
+    given: Mapping[str, Spec], expected: Mapping[str, Spec], *, tied: bool, complete: bool
+) -> Reason | None:
+    """Return which tensors do not fit a model and why, in a clause, or None if all fit.
 
+    :param given: the tensors of a version. :param expected: those of the model.
     :param tied: whether the output layer shares the embedding's weight, so that its own
         may be missing or extra.
     :param complete: whether missing tensors are an error.
@@ -116,14 +122,16 @@ def misfit(given: Mapping[str, Spec], expected: Mapping[str, Spec], *, tied: boo
     if complete:
         missing = [name for name in expected if name not in given and not _is_optional(name, tied)]
         problems += [(name, "is missing") for name in missing]
-    return _named(problems)
+    return _named(problems) or None
 
 
 def _is_optional(name: str, tied: bool) -> bool:
+    """Return True if the tensor may be missing in a version or in the model."""
     return name.endswith(DERIVED) or (tied and name.endswith(HEAD))
 
 
 def _named(problems: Iterable[tuple[str, str]]) -> str:
+    """Return a text: the first of these problems, and how many more there are."""
     texts = [f"{name} {what}" for name, what in problems]
     more = f", and {len(texts) - NAMED} more" if len(texts) > NAMED else ""
     return ", ".join(texts[:NAMED]) + more
@@ -138,21 +146,23 @@ class ModelSpecs:
     """
 
     def __init__(self, model: str, *, complete: bool = True) -> None:
+        """Read the headers of the model's files, if they are found on this machine."""
         self._source = find_model(model)
         self._complete = complete
         self._expected = {} if self._source is None else read_specs(self._source)
         self._tied = self._source is not None and _is_tied(self._source)
 
-    def misfit(self, update: Update) -> str:
-        """Return why the version does not fit the model, or an empty text if it fits or
-        the model is not known yet."""
+    def misfit(self, update: Update) -> Reason | None:
+        """Return why the version does not fit the model, or None if it fits or the
+        model's tensors are not known yet. Only names, dtypes and shapes are
+        compared."""
         if not self._expected:
-            return ""
-        return misfit(_specs(update), self._expected, tied=self._tied, complete=self._complete)
+            return None
+        return describe_misfit(_specs(update), self._expected, tied=self._tied, complete=self._complete)
 
     def loaded(self, update: Update) -> None:
-        """Compare later versions with this one, if the model's own files are not found
-        here."""
+        """Record that a version was loaded: its specs are those of the model from now
+        on, if the model's own files are not found here."""
         self._expected = self._expected or _specs(update)
 
 
@@ -164,6 +174,7 @@ class ModelFolder(ModelSpecs):
     """
 
     def __init__(self, model: str, *, complete: bool = True, parent: Path | None = None) -> None:
+        """Create the folder, with links to the model's files except its weights."""
         super().__init__(model, complete=complete)
         self.path = Path(tempfile.mkdtemp(prefix="replicas-model-", dir=parent))
         if self._source is not None:
@@ -171,9 +182,9 @@ class ModelFolder(ModelSpecs):
                 if file.is_file() and not file.name.endswith(WEIGHTS):
                     (self.path / file.name).symlink_to(file.absolute())
 
-    def show(self, update: Update) -> Path:
-        """Link the version as the folder's weights; valid while the update is open.
-        Return the folder."""
+    def link_version(self, update: Update) -> Path:
+        """Link the version's memory as the folder's weights, in place of the previous
+        one; valid while the update is open. Return the folder."""
         link = self.path / "model.safetensors"
         link.unlink(missing_ok=True)
         link.symlink_to(update.path)
@@ -181,8 +192,8 @@ class ModelFolder(ModelSpecs):
         return self.path
 
     def _copy_tied(self, update: Update) -> None:
-        """Write copies of tied tensors for their other names in the model's own files;
-        for all other names, if these files are not known.
+        """Replace the file of tied tensors: write copies for their other names in the
+        model's own files; for all other names, if these files are not known.
 
         :raises replicas.errors.NoCapacity: the copy cannot be written.
         """
@@ -205,19 +216,21 @@ class ModelFolder(ModelSpecs):
             raise errors.NoCapacity(text, phase="load", hint="make room there, or set TMPDIR") from error
 
     def close(self) -> None:
+        """Remove the folder, not the model's own files."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 
 def read_tensor(
     path: str, offset: int, nbytes: int, dtype: str, shape: tuple[int, ...], _: None, device: int | str
 ) -> torch.Tensor:
-    """Read one tensor out of a version's memory. A server's processes call this
-    function by its name.
+    """Read one tensor out of a version's memory into new memory on ``device``. A
+    server's processes call this function by its name.
 
     :param path: path of the memory.
     :param offset: offset of the tensor in bytes.
     :param dtype: torch's name of the dtype, without ``torch.``.
-    :param device: device of the returned tensor.
+    :param _: ignored; the server itself puts ``device`` in place of the seventh
+        argument.
     """
     import torch
 
@@ -231,11 +244,14 @@ def read_tensor(
 
 
 def _specs(update: Update) -> dict[str, Spec]:
+    """Return the specs of a version's tensors by all their names: a tied one has
+    several."""
     found = {spec.name: Spec(spec.dtype, spec.shape) for spec in update.manifest.tensors}
     return found | {alias: found[target] for alias, target in update.manifest.aliases}
 
 
 def _is_tied(folder: Path) -> bool:
+    """Return True if a model's config ties the output layer to the embedding."""
     try:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text())
         text = config.get("text_config") or {}

@@ -41,7 +41,7 @@ import replicas
 from replicas import environ, errors
 from replicas.common.logs import Log
 
-__all__ = ["Place", "Refit", "Seat", "channel_settings", "first_sync", "seats"]
+__all__ = ["CoordinatorAddress", "Refit", "Seat", "channel_settings", "first_sync", "seats"]
 
 TRAINERS, ROLLOUTS = "trainer", "rollout"
 ALONE_S = 45.0
@@ -64,7 +64,7 @@ class Seat(NamedTuple):
     world_size: int = 1
 
 
-class Place(NamedTuple):
+class CoordinatorAddress(NamedTuple):
     """Address of a coordinator, as arguments of :func:`replicas.join`."""
 
     endpoint: str
@@ -77,7 +77,8 @@ Metadata = Mapping[str, Any]
 
 
 def channel_settings(metadata: Sequence[Metadata]) -> dict[str, Any]:
-    """Return the channels of a coordinator that is started for these workers.
+    """Return {name: settings} of the channel, for a coordinator that is started for
+    these workers.
 
     The settings are those of the first trainer.
     """
@@ -87,8 +88,8 @@ def channel_settings(metadata: Sequence[Metadata]) -> dict[str, Any]:
 
 
 def first_sync(metadata: Sequence[Metadata]) -> int:
-    """Return a number below that of the sync that these workers begin, and above all
-    earlier ones.
+    """Return a number below that of the sync that these workers begin, and not below
+    any earlier one: the largest ``sync`` of their metadata.
 
     Clocks count in microseconds, faster than any trainer syncs.
     """
@@ -96,16 +97,19 @@ def first_sync(metadata: Sequence[Metadata]) -> int:
 
 
 def seats(metadata: Sequence[Metadata], trainers: int) -> list[Seat]:
-    """Return the seats of all workers, of which the first ``trainers`` are trainers.
+    """Return each worker's place on the channel, in the order of ``metadata``.
 
     Each rollout worker is its own replica, even where several make one server: the
     sync's number keeps them together, and a dead worker does not cut the others off.
+
+    :param metadata: of all workers. :param trainers: number of trainers, which come
+        first.
     """
     if metadata[0]["ranks"] == "all":
         found = [Seat(TRAINERS, 0, rank, trainers) for rank in range(trainers)]
     else:
         found = [Seat(TRAINERS, -1 if number else 0) for number in range(trainers)]
-    own = [_own(one) for one in metadata[trainers:]]
+    own = [_current_index(one) for one in metadata[trainers:]]
     free = (index for index in range(2 * len(own)) if index not in own)
     given: set[int] = set()
     for index in own:
@@ -115,8 +119,8 @@ def seats(metadata: Sequence[Metadata], trainers: int) -> list[Seat]:
     return found
 
 
-def _own(worker: Metadata) -> int | None:
-    """Return the index that a rollout worker already has, or None."""
+def _current_index(worker: Metadata) -> int | None:
+    """Return the replica index with which a rollout worker has joined, or None."""
     seat = worker["seat"]
     return int(seat[1]) if seat is not None and seat[0] == ROLLOUTS else None
 
@@ -145,6 +149,7 @@ class Refit:
         options: Mapping[str, Any] | None = None,
         loaded_at_end: bool = False,
     ) -> None:
+        """Check the arguments; join nothing yet."""
         if ranks not in ("leader", "all"):
             raise errors.UsageError(f"ranks={ranks!r}", hint='pass "leader" or "all"')
         cast = getattr(torch, dtype.removeprefix("torch."), "") if isinstance(dtype, str) else dtype
@@ -154,10 +159,10 @@ class Refit:
         self._deadline_s = float(deadline)
         self._options = dict(options or {})
         self._loaded_at_end = loaded_at_end
-        self._place: Place | None = None
+        self._place: CoordinatorAddress | None = None
         self._seat: Seat | None = None
         self._sync = 0
-        self._lives = 0
+        self._sync_attempts = 0
         self._update: replicas.Update | None = None
         self._read = False
         self._sending: replicas.Pending[replicas.Receipt] | None = None
@@ -170,7 +175,7 @@ class Refit:
         counts as failed. A trainer that shares a publish which is still open leaves the
         channel: the others could take parts of its next publish for parts of this one.
         """
-        self._lives += 1
+        self._sync_attempts += 1
         self._end_update("the sync was broken off")
         if (
             self._sending is not None
@@ -188,8 +193,9 @@ class Refit:
             "sync": max(self._sync, time.time_ns() // 1_000),
         }
 
-    def init_process_group(self, *, seat: Seat, place: Place | None, sync: int) -> None:
-        """Join the channel in this seat, unless this worker has it already.
+    def init_process_group(self, *, seat: Seat, place: CoordinatorAddress | None, sync: int) -> None:
+        """Join the channel as the seat's group, replica and rank, unless this worker
+        has done so; leave it first if it has another seat.
 
         :param place: address of the coordinator; None: the environment has it.
         :param sync: :func:`first_sync`.
@@ -217,12 +223,15 @@ class Refit:
     async def send_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> dict[str, float]:
-        """Publish if this trainer is a publisher; return the figures of the sync.
+        """Publish if this trainer is a publisher, and wait for the commit; return the
+        figures (metrics by name) of the sync, empty for another trainer.
 
         The weights are iterated to their end in any case, because other trainers take
         part in the gathers.
 
+        :param global_steps: the framework's step, for ``meta["step"]``.
         :raises replicas.errors.ReplicasError: as :meth:`replicas.Channel.publish`.
+        :raises replicas.errors.UsageError: this worker has no seat.
         """
         self._sync += 1
         seat, channel = self._seat, self.channel
@@ -230,7 +239,7 @@ class Refit:
             for _ in weights:
                 pass
             if seat is None:
-                raise _too_early("send_weights")
+                raise _not_joined_error("send_weights")
             return {}
         meta = {"sync": self._sync} | ({} if global_steps is None else {"step": global_steps})
         share = _share(weights, seat) if seat.world_size > 1 else weights
@@ -243,17 +252,19 @@ class Refit:
         return receipt.metrics()
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of this sync's version, on the host (with ``staging =
-        "device"`` on the GPU).
+        """Wait for this sync's version; yield its (name, tensor) pairs, on the host
+        (with ``staging = "device"`` on the GPU). An error in the loop reports the
+        version as failed.
 
+        :param global_steps: not used.
         :raises replicas.errors.SyncError: there is no trainer, or the sync was aborted.
         :raises replicas.errors.DeadlineExceeded: no version came by the deadline.
         """
         self._sync += 1
         if self.channel is None:
-            raise _too_early("receive_weights")
+            raise _not_joined_error("receive_weights")
         self._end_update("the next sync began before this one had ended")
-        self._update, self._read = await self._granted(self.channel), False
+        self._update, self._read = await self._receive_or_give_up(self.channel), False
         update = self._update
         try:
             for pair in update:
@@ -266,22 +277,24 @@ class Refit:
         if self._loaded_at_end:
             self.finalize()
 
-    async def _granted(self, channel: replicas.Channel) -> replicas.Update:
-        life, until = self._lives, time.monotonic() + self._deadline_s
+    async def _receive_or_give_up(self, channel: replicas.Channel) -> replicas.Update:
+        """Return this sync's update; raise SyncError if no trainer is there for
+        :data:`ALONE_S`, the next sync begins, or the deadline has passed."""
+        life, until = self._sync_attempts, time.monotonic() + self._deadline_s
         alone_since: float | None = None
         pending = channel.receive(at_least=("sync", self._sync), deadline=self._deadline_s)
         while True:
             try:
                 async with asyncio.timeout(_BEAT_S):
                     update = await pending
-                if life == self._lives:
+                if life == self._sync_attempts:
                     return update
                 update.failed("the sync was broken off")
             except TimeoutError as error:
                 if isinstance(error, errors.ReplicasError):  # the receive's own deadline
                     raise
             now = time.monotonic()
-            if life != self._lives:
+            if life != self._sync_attempts:
                 raise errors.SyncError("the sync was broken off", phase="receive", hint="the next one has begun")
             members = channel.members
             there = channel.member not in members  # not admitted yet: the members are unknown
@@ -293,7 +306,7 @@ class Refit:
 
     def finalize(self) -> None:
         """End the sync: report the version as loaded if it was read to its end, else as
-        failed."""
+        failed; do nothing without an open version."""
         update, read = self._update, self._read
         if update is None:
             return
@@ -304,11 +317,13 @@ class Refit:
         update.loaded()
 
     def close(self) -> None:
-        """Leave the channel."""
+        """Report an open version as failed, and leave the channel."""
         self._end_update("the worker left")
         self._leave()
 
     def _is_joined(self) -> bool:
+        """Return True if this worker is still a member of the channel, by a question to
+        its session."""
         if self.channel is None:
             return False
         try:
@@ -318,6 +333,7 @@ class Refit:
         return True
 
     def _end_update(self, why: str) -> None:
+        """Report the open update, if there is one, as failed."""
         update, self._update, self._read = self._update, None, False
         if update is not None:
             try:
@@ -326,19 +342,22 @@ class Refit:
                 logger.info("could not report that version %s failed: %s", update.version, error)
 
     def _leave(self) -> None:
+        """Close the channel without a wait, and forget this worker's place on it."""
         channel, self.channel, self._seat, self._place = self.channel, None, None, None
         if channel is not None:
             channel.close(wait=False)
 
 
-def _too_early(what: str) -> errors.UsageError:
+def _not_joined_error(what: str) -> errors.UsageError:
+    """Return the error of a call before the worker has joined; ``what``: the call."""
     text = f"{what}: this worker has not joined the channel: is it a new process?"
     return errors.UsageError(text, hint="a sync begins with prepare() and init_process_group() on all workers")
 
 
 def _share(weights: Iterable[tuple[str, torch.Tensor]], seat: Seat) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yield this trainer's share, None for other tensors: each tensor goes to the
-    trainer with the fewest bytes so far, which all of them compute alike."""
+    """Yield (name, tensor) for this trainer's share, and (name, None) for other
+    tensors: each goes to the trainer with the fewest bytes so far, which all compute
+    alike."""
     nbytes = [0] * seat.world_size
     for name, tensor in weights:
         owner = nbytes.index(min(nbytes))

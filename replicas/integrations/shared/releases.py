@@ -17,8 +17,8 @@ _DISTRIBUTION = "torch-replicas"
 
 
 def check(name: str) -> None:
-    """:raises replicas.errors.UsageError: the installed release of ``name`` is outside
-    the range of the extra of this name."""
+    """Raise UsageError if the installed release of ``name`` is not one that this
+    package's extra ``name`` allows; return if there is no metadata."""
     try:
         found = importlib.metadata.version(name)
         wanted = _range(name, importlib.metadata.requires(_DISTRIBUTION) or [])
@@ -46,7 +46,11 @@ def outside(release: str, wanted: str) -> bool:
 
 
 def _range(name: str, requirements: list[str]) -> str:
-    """Return the version range of the extra ``name``, or an empty text."""
+    """Return the version range of the extra ``name``, such as ``>=0.9,<0.10``, or an
+    empty text if there is none.
+
+    :param requirements: lines ``Requires-Dist`` of this package's metadata.
+    """
     for line in requirements:
         required = re.match(
             rf"""{re.escape(name)}(\[[^]]*\])?\s*\(?([^;)]*)\)?\s*;.*extra\s*==\s*["']{name}["']""", line
@@ -57,7 +61,8 @@ def _range(name: str, requirements: list[str]) -> str:
 
 
 def _numbers(release: str) -> tuple[int, ...]:
-    """``0.9.1rc1`` → (0, 9, 1); trailing zeros do not count."""
+    """Return the numbers of a release: (0, 9, 1) for ``0.9.1rc1``, without trailing
+    zeros."""
     public = re.match(r"v?(\d+(?:\.\d+)*)", release)
     numbers = [int(part) for part in public[1].split(".")] if public else []
     while len(numbers) > 1 and not numbers[-1]:

@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import get_args
 
 from replicas import environ, errors
+from replicas.common.reason import Reason
 from replicas.engine import PauseMode, VerifyLoad
 from replicas.engine.following import MIN_SERVING
 from replicas.linux.processes import descendants, die_with_parent, is_below, signal_each
 from replicas.linux.scarce import naming_limits
 
-__all__ = ["Child", "add_following", "child", "held_port", "scratch_folder", "stopped_by_signals", "url_of"]
+__all__ = ["Child", "add_following", "child", "reserve_port", "scratch_folder", "stopped_by_signals", "url_of"]
 
 KILLED_S = 5.0
 STOP_TIMEOUT_S = 6.0
@@ -36,8 +37,8 @@ SCRATCH_MAX = 107 - len("/sglang-0123456789/00000000-0000-0000-0000-000000000000
 
 
 def stopped_by_signals() -> threading.Event:
-    """Return an event that SIGTERM and SIGINT set from now on; call on the main
-    thread."""
+    """Replace the handlers of SIGTERM and SIGINT; return the event that they set from
+    now on. Call on the main thread."""
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
@@ -45,14 +46,17 @@ def stopped_by_signals() -> threading.Event:
 
 
 def url_of(host: str, port: int) -> str:
-    """Return the URL by which this machine reaches a server that listens on an
-    address."""
+    """Return the URL by which this machine reaches a server that listens on ``host``:
+    loopback if that is a wildcard address."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def add_following(parser: argparse.ArgumentParser, engine_timeout_s: float) -> None:
-    """Add the options of a command that follows a channel."""
+    """Add the options of a command that follows a channel to the parser.
+
+    :param engine_timeout_s: default of ``--engine-timeout``.
+    """
     parser.add_argument("--channel", default="policy", help="the channel to follow (default: policy)")
     parser.add_argument("--pause-mode", choices=get_args(PauseMode), default="keep")
     parser.add_argument("--every", type=int, default=1, help="load every n-th version at most")
@@ -78,15 +82,15 @@ def add_following(parser: argparse.ArgumentParser, engine_timeout_s: float) -> N
 
 
 @contextlib.contextmanager
-def held_port(host: str, port: int) -> Iterator[int]:
-    """Yield the port to serve on: ``port + i`` for replica i of a supervised group, or
-    for 0 a free port, reserved in the block.
+def reserve_port(host: str, port: int) -> Iterator[int]:
+    """Context manager: choose the port to serve on: ``port + i`` for replica i of a
+    supervised group, or for 0 a free port, reserved in the block.
 
     The reserving socket does not listen, and servers, which set SO_REUSEADDR, can still
     bind to the port; the kernel gives it to no other process meanwhile.
     """
     if port:
-        yield port + _index_here(environ.read())
+        yield port + _supervised_index(environ.read())
         return
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -95,8 +99,9 @@ def held_port(host: str, port: int) -> Iterator[int]:
         yield found
 
 
-def _index_here(found: environ.Environment) -> int:
-    """Return the replica's index among those that a supervisor starts on this host.
+def _supervised_index(found: environ.Environment) -> int:
+    """Return the index of this replica if a supervisor has started it on this host,
+    else 0.
 
     A replica started otherwise is expected to have its own network address, as in a
     pod: 0.
@@ -106,12 +111,14 @@ def _index_here(found: environ.Environment) -> int:
 
 
 def _remove(folder: Path) -> None:
+    """Remove the folder and its content; ignore errors."""
     shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def scratch_folder(kind: str, remove: Callable[[Path], None] = _remove) -> Iterator[Path]:
-    """Yield a folder for sockets and files that a server creates and does not remove.
+    """Context manager: create a folder for sockets and files that a server creates and
+    does not remove; remove it on leaving.
 
     A replica has the same folder in each generation, so the next start removes what a
     killed follower left.
@@ -142,16 +149,17 @@ class Child:
         self.process, self._kind = process, kind
         self.pid = process.pid
 
-    def is_gone(self) -> str:
-        """Return how the server ended, or an empty text while it lives."""
+    def reason_gone(self) -> Reason | None:
+        """Return how the server ended, or None while it lives."""
         code = self.process.poll()
         if code is None:
-            return ""
+            return None
         ending = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         return f"{self._kind}'s server ended with {ending}"
 
     def end(self) -> None:
-        """Terminate the server; kill it after a timeout."""
+        """Terminate the server's first process, and wait; after 6 s kill it and all
+        processes below it."""
         self.process.terminate()
         try:
             self.process.wait(STOP_TIMEOUT_S)
@@ -159,7 +167,7 @@ class Child:
             self.kill()
 
     def kill(self) -> None:
-        """Kill the server and all processes below it."""
+        """Kill the server and all processes below it; wait 5 s at most."""
         signal_each(descendants(self.pid), signal.SIGKILL, lambda pid: is_below(pid, self.pid))
         self.process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in a system call
@@ -168,8 +176,12 @@ class Child:
 
 @contextlib.contextmanager
 def child(kind: str, command: Sequence[str], variables: Mapping[str, str]) -> Iterator[Child]:
-    """Run a server in the block; it dies with this process. After an error in the block
-    it is killed: it is gone or frozen, and would wait for its own requests."""
+    """Context manager: start a server as a child that dies with this process, and
+    terminate it on leaving. After an error in the block it is killed: it is gone or
+    frozen, and would wait for its own requests.
+
+    :param kind: the server's name in errors. :param variables: its whole environment.
+    """
     parent = os.getpid()
     with naming_limits():
         process = subprocess.Popen(command, env=dict(variables), preexec_fn=lambda: die_with_parent(parent))

@@ -48,9 +48,9 @@ from vllm.distributed.weight_transfer.base import (
 import replicas
 from replicas import errors
 from replicas.integrations.vllm_worker.patches import EnginePatches
-from replicas.integrations.vllm_worker.proof import some
+from replicas.integrations.vllm_worker.proof import first_names
 from replicas.integrations.vllm_worker.reload import EngineReload
-from replicas.integrations.vllm_worker.ties import has_head, needed
+from replicas.integrations.vllm_worker.ties import has_head, without_tied_head
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -121,16 +121,20 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(config, vllm_config, device, model)
         self._channel: replicas.Channel | None = None
         self._update: replicas.Update | None = None
-        self._begun = False
+        self._load_begun = False
         self._has_head = has_head(model)
         self._reload = EngineReload(model, vllm_config.model_config, device)
         self._patches: EnginePatches | None = None
         self._patched = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Join the channel as a rank of this server's replica; leave an earlier one
-        first."""
-        self._refuse_old_memories()
+        """Join the channel as a rank of this server's replica; leave an earlier channel
+        first.
+
+        :raises replicas.errors.UsageError: the server has caches that cannot be
+            cleared, or weights that no version replaces.
+        """
+        self._refuse_unclearable_caches()
         self.shutdown()
         parallel = self.parallel_config
         rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank
@@ -153,7 +157,7 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         plain = self.device.type != "cpu" and self.model_config.quantization is None
         self._patches = EnginePatches(self.model, self.device) if init_info.patches and plain else None
 
-    def _refuse_old_memories(self) -> None:
+    def _refuse_unclearable_caches(self) -> None:
         """Refuse a server with weights that no version replaces or that a reload
         breaks, or with a cache of old weights' results that cannot be cleared.
 
@@ -174,7 +178,7 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 "on a CPU vLLM computes int8 layers with scales whose memory a reload frees, and answers with anything",
                 hint="serve a model that is not quantised, or on a GPU",
             )
-        for connector in _without_reset(getattr(self.vllm_config, "kv_transfer_config", None)):
+        for connector in _unclearable_connectors(getattr(self.vllm_config, "kv_transfer_config", None)):
             raise errors.UsageError(
                 f"the server's KV connector {connector} cannot be cleared: it would serve what was computed with old "
                 "weights",
@@ -189,16 +193,19 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             )
 
     def _has_draft_weights(self) -> bool:
+        """Return True if speculative decoding uses weights of its own."""
         speculative = self.vllm_config.speculative_config
         drafts = getattr(speculative, "draft_model_config", None) is not None
         return drafts and speculative.method not in WITHOUT_WEIGHTS
 
     def start_weight_update(self) -> None:
-        """Restore the layers that a failed load has taken apart."""
-        self._reload.abandon()
+        """Restore the layers that a failed load has taken apart, with their old
+        weights."""
+        self._reload.restore_unfinished()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Receive the version on this rank and load it, layer by layer.
+        """Receive the version on this rank unless it is open here, and load it, layer
+        by layer; with ``check`` or ``prove`` only check or compare it.
 
         :raises replicas.errors.ReplicasError: it is not the version that the channel
             gives to this replica, or it does not fit; the model is as before then.
@@ -214,7 +221,7 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             return
         opened = time.monotonic()
         update.adopt().wait(update_info.timeout_s)  # returns immediately: the follower has waited
-        self._begun = True
+        self._load_begun = True
         self._patched = self._patches is not None and self._patches.apply(update)
         if not self._patched:
             self._reload.load(self._weights_of(update))
@@ -225,23 +232,26 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         )
 
     def _prove(self, update: replicas.Update) -> None:
-        """:raises replicas.errors.SyncError: the model's tensors differ from the
-        version's."""
-        if not self._begun:
+        """Compare a sample of the model's tensors with the version's. Raises SyncError
+        if they differ, UsageError if nothing was loaded."""
+        if not self._load_begun:
             raise errors.UsageError("no version was loaded", hint="call update_weights first")
         found = self._reload.prove(dict(update), update.version)
         if found.wrong:
             what = f"{len(found.wrong)} tensors differ from those of version {update.version}"
-            raise errors.SyncError(f"{what}: {some(found.wrong)}", version=update.version, phase="load", hint="")
-        logger.info("compared version %d in %d places, not in %d", update.version, found.equal, found.untold)
+            raise errors.SyncError(f"{what}: {first_names(found.wrong)}", version=update.version, phase="load", hint="")
+        logger.info("compared version %d in %d places, not in %d", update.version, found.equal, found.not_compared)
 
     def _weights_of(self, update: replicas.Update) -> Iterator[tuple[str, torch.Tensor]]:
-        return needed(update, update.manifest, head=self._has_head)
+        """Yield the version's tensors by those names that the model has."""
+        return without_tied_head(update, update.manifest, head=self._has_head)
 
     def _try(self, update: replicas.Update) -> None:
+        """Check, without loading, that the version fits; report a misfit to the channel
+        as refused, and raise ManifestMismatch."""
         try:
             manifest = update.manifest
-            self._reload.try_out(manifest.hash, self._weights_of(update), manifest.aliases)
+            self._reload.check_fit(manifest.hash, self._weights_of(update), manifest.aliases)
         except errors.ReplicasError as error:
             self._drop_update(error.message)
             raise errors.ManifestMismatch(
@@ -249,11 +259,17 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             ) from error
 
     def _open_update(self, info: UpdateInfo) -> replicas.Update:
+        """Return the open update of this version; receive the version if it is not
+        open, and drop the open update of another one.
+
+        For version 0 only refuse the open update, if the follower asks for that, and
+        raise SyncError.
+        """
         channel = self._channel
         if channel is None:
             raise errors.UsageError("no channel", hint="call init_weight_transfer_engine first")
         if info.version == 0:
-            if info.refuse and not self._begun:
+            if info.refuse and not self._load_begun:
                 self._drop_update(info.refuse)
             raise errors.SyncError("the open update has ended", hint="")
         if self._update is not None and self._update.version != info.version:
@@ -267,28 +283,32 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                     version=info.version,
                     hint="the follower asks again",
                 )
-            self._update, self._begun = update.unadopted().__enter__(), False
+            self._update, self._load_begun = update.unadopted().__enter__(), False
         return self._update
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load one version; on return it is on the device."""
+        """Receive and load one version, as :meth:`receive_weights`; on return it is on
+        the device.
+
+        :param update_info: fields of :class:`UpdateInfo`.
+        """
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
     def finish_weight_update(self) -> None:
-        """Report the version loaded."""
-        if not self._begun:
+        """Report the open version to the channel as loaded, and end the update."""
+        if not self._load_begun:
             raise errors.UsageError("no version was loaded", hint="call update_weights first")
         self._clear_memory()
         if self._patches is not None and self._update is not None:
             self._patches.loaded(self._update)
-        update, self._update, self._begun = self._update, None, False
+        update, self._update, self._load_begun = self._update, None, False
         if update is not None:
             update.__exit__(None, None, None)
 
     def _clear_memory(self) -> None:
-        """Clear caches of keys and values that are not finite.
+        """Set caches of keys and values with NaN or infinities to zero.
 
         They are left by a version that computed NaN. Their blocks are free, but
         attention on a CPU multiplies free blocks, too.
@@ -301,24 +321,24 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                     memory.zero_()
 
     def _drop_update(self, reason: str) -> None:
-        """End the open update: as refused if no part of it was loaded, else as
-        failed."""
+        """End the open update, if any: report it as refused if no part of it was
+        loaded, else as failed."""
         update, self._update = self._update, None
         if update is not None:
-            if not self._begun:
+            if not self._load_begun:
                 update.refuse(reason)
             error = errors.SyncError(reason, version=update.version, phase="load", hint="")
             update.__exit__(type(error), error, None)
 
     def shutdown(self) -> None:
-        """Leave the channel; inference continues."""
+        """Drop the open update, and leave the channel; inference continues."""
         channel, self._channel = self._channel, None
         self._drop_update("the worker leaves the channel")
         if channel is not None:
             channel.close(wait=False)
 
 
-def _without_reset(config: Any) -> list[str]:
+def _unclearable_connectors(config: Any) -> list[str]:
     """Return the names of connectors to a store of keys and values that cannot be
     cleared.
 

@@ -33,7 +33,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import replicas
-from replicas.integrations.vllm_worker.ties import has_head, needed
+from replicas.common.reason import Reason
+from replicas.integrations.vllm_worker.ties import has_head, without_tied_head
 
 __all__ = ["EnginePatches"]
 
@@ -47,7 +48,7 @@ _Patch = tuple[str, tuple[int, ...], torch.Tensor, torch.Tensor]
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
-class _Compared(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class has none
+class _CopyComparer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class has none
     """Compares each tensor that would be copied with its destination; a given NaN
     matches any value but NaN.
 
@@ -60,6 +61,7 @@ class _Compared(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         self.elements = self.wrong = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Compare in place of a copy, which is not made; run every other operation."""
         if func is not torch.ops.aten.copy_.default:
             return func(*args, **(kwargs or {}))
         there, given = args[0], args[1].to(args[0].device, args[0].dtype)
@@ -72,23 +74,24 @@ class _Compared(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
 class EnginePatches:
     """Patches one model, whose parameters are on ``device``.
 
-    :ivar holds: the version that the model holds as a whole, or 0.
+    :ivar held_version: the version that the model holds as a whole, or 0.
     """
 
     def __init__(self, model: Any, device: torch.device) -> None:
         self._model, self._device, self._has_head = model, device, has_head(model)
         self._proven = self._refused = ""
-        self.holds = 0
+        self.held_version = 0
 
     def loaded(self, update: replicas.Update) -> None:
-        """Record that the model holds this version; find out whether later versions can
-        be patched in."""
-        self.holds = update.version
+        """Record that the model holds this version as a whole. For a new manifest find
+        out, by a comparison of all elements, whether later versions can be patched
+        in."""
+        self.held_version = update.version
         manifest = update.manifest.hash
         if manifest in (self._proven, self._refused):
             return
         try:
-            why = self._why_not(update)
+            why = self._why_not_patchable(update)
         except Exception as error:  # noqa: BLE001  # of a model's loader
             why = f"{type(error).__name__}: {error}"
         if why:
@@ -97,35 +100,40 @@ class EnginePatches:
         else:
             self._proven = manifest
 
-    def _why_not(self, update: replicas.Update) -> str:
-        """Return why this model cannot be patched, or an empty text if it can."""
+    def _why_not_patchable(self, update: replicas.Update) -> Reason | None:
+        """Return why this model, which holds the version as a whole, cannot be patched,
+        or None if it can: its own loaders must be seen to copy every element to its
+        place."""
         import vllm.model_executor.model_loader.checkpoint_weight_patch  # noqa: F401  # since 0.32
 
-        if found := _derived(self._model):
+        if found := _find_derived_tensor(self._model):
             return f"{found} is derived from other weights"
         places = self._places()
-        given = needed(update, update.manifest, head=self._has_head)
+        given = without_tied_head(update, update.manifest, head=self._has_head)
         wrong, elements = self._compare((name, tensor.to(self._device)) for name, tensor in given)
         if wrong or not elements or self._places() != places:
             return f"{wrong} of {elements} elements are not where the checkpoint has them"
-        return ""
+        return None
 
     def _places(self) -> list[int]:
+        """Return the addresses in memory of the model's parameters."""
         return [one.data_ptr() for one in self._model.parameters()]
 
     def _compare(self, weights: Iterable[tuple[str, torch.Tensor]]) -> tuple[int, int]:
-        """Return the numbers of wrong and of compared elements."""
-        with _Compared() as compared, torch.no_grad():
+        """Return (wrong, compared) numbers of elements: the model's loaders run on
+        ``weights``, but compare instead of copying."""
+        with _CopyComparer() as compared, torch.no_grad():
             self._model.load_weights(weights)
         return compared.wrong, compared.elements
 
     def apply(self, update: replicas.Update) -> bool:
-        """Patch the model from the version that it holds to this one. Return False if
-        the version has to be loaded whole.
+        """Write the changes from the version that the model holds to this one into the
+        model. Return False if the version has to be loaded whole, as the model may be
+        mixed then.
 
-        Afterwards ``holds`` is 0 until :meth:`loaded`.
+        Afterwards ``held_version`` is 0 until :meth:`loaded`.
         """
-        base, self.holds = self.holds, 0
+        base, self.held_version = self.held_version, 0
         if not base or update.base != base or update.manifest.hash != self._proven:
             return False
         try:
@@ -137,7 +145,8 @@ class EnginePatches:
         return True
 
     def _batches(self, update: replicas.Update) -> Iterator[list[_Patch]]:
-        """Yield the changed tensors, in batches.
+        """Yield the version's changed elements, copied to the device, in batches of
+        about 256 MiB of whole tensors.
 
         :raises ValueError: the changes cannot be patched in.
         """
@@ -146,7 +155,7 @@ class EnginePatches:
         nbytes = 0
         whole_nbytes_left = manifest.data_nbytes // WHOLE_SHARE
         changes = ((change.name, change) for change in update.changes())
-        for name, change in needed(changes, manifest, head=self._has_head):
+        for name, change in without_tied_head(changes, manifest, head=self._has_head):
             values, positions = change.values, change.positions
             if change.whole is not None:
                 values = change.whole.reshape(-1)
@@ -168,7 +177,8 @@ class EnginePatches:
             yield batch
 
     def _patch(self, batch: list[_Patch]) -> int:
-        """Write and verify some tensors; return the number of written elements."""
+        """Write the changed elements of some tensors into the model, and compare them;
+        return their number. Raises ValueError if they differ."""
         from vllm.model_executor.model_loader.checkpoint_weight_patch import (
             CheckpointWeightPatch,
             load_checkpoint_weight_patches,
@@ -179,18 +189,22 @@ class EnginePatches:
             for name, shape, values, positions in batch
         ]
         load_checkpoint_weight_patches(self._model, patches, validate_unique_indices=False)
-        wrong, _ = self._compare((name, _masked(shape, values, positions)) for name, shape, values, positions in batch)
+        wrong, _ = self._compare(
+            (name, _with_nan_elsewhere(shape, values, positions)) for name, shape, values, positions in batch
+        )
         if wrong:
             raise ValueError(f"{wrong} elements differ from the written values")
         return sum(len(values) for _, _, values, _ in batch)
 
 
-def _masked(shape: tuple[int, ...], values: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def _with_nan_elsewhere(shape: tuple[int, ...], values: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Return a new tensor with these values at these positions (in the flattened
+    tensor), and NaN elsewhere."""
     flat = torch.full((math.prod(shape),), math.nan, dtype=values.dtype, device=values.device)
     return flat.index_copy_(0, positions, values).view(shape)
 
 
-def _derived(model: torch.nn.Module) -> str:
+def _find_derived_tensor(model: torch.nn.Module) -> str:
     """Return the name of a tensor that a layer has derived from its weights, or an
     empty text."""
     for path, layer in model.named_modules():

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Place", "Proof", "place_of", "prove", "some"]
+__all__ = ["Comparison", "CopiedRegion", "compare_sample", "first_names", "place_of"]
 
 PLACES_MAX = 256
 """Number of places that are compared; each version gets other ones."""
@@ -36,14 +36,14 @@ _PLAIN = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "NoneType")
 """Methods of layers that keep a parameter as loaded, or have ``cpu_linear``."""
 
 
-class Place(NamedTuple):
+class CopiedRegion(NamedTuple):
     """The copy of a region of a version's tensor to a region of a model's parameter.
 
     :ivar tensor: the tensor's name. :ivar start: first element of the region in it.
     :ivar strides: strides of the region in the tensor.
     :ivar layer, parameter: path of the module, and the name in it.
     :ivar whole: shape of the whole parameter when it was loaded.
-    :ivar offset, shape, into: offset, shape and strides of the region in the parameter.
+    :ivar offset, shape, parameter_strides: the region in the parameter.
     """
 
     tensor: str
@@ -54,43 +54,53 @@ class Place(NamedTuple):
     whole: tuple[int, ...]
     offset: int
     shape: tuple[int, ...]
-    into: tuple[int, ...]
+    parameter_strides: tuple[int, ...]
 
 
-class Proof(NamedTuple):
+class Comparison(NamedTuple):
     """The result of a comparison.
 
     :ivar wrong: names of tensors that differ, each with its parameter; sorted.
-    :ivar equal, untold: numbers of places that are equal, or that cannot be compared.
+    :ivar equal, not_compared: numbers of places that are equal, or
+        that cannot be compared.
     """
 
     wrong: list[str]
     equal: int
-    untold: int
+    not_compared: int
 
 
 def place_of(
     name: str, tensor: torch.Tensor, given: torch.Tensor, written: torch.Tensor, where: tuple[str, str, tuple[int, ...]]
-) -> Place | None:
-    """Return the place of a copy of ``given`` if it is a view of ``tensor``, else
-    None."""
+) -> CopiedRegion | None:
+    """Return which region of a version's tensor was copied to which region of a
+    parameter, or None if ``given`` is not a view of ``tensor``.
+
+    :param name: name of ``tensor``, a tensor of the version.
+    :param given: what was copied. :param written: the view of the parameter.
+    :param where: layer, name and whole shape of the parameter.
+    """
     start = int(given.storage_offset() - tensor.storage_offset())
     span = 1 + sum((size - 1) * step for size, step in zip(given.shape, given.stride(), strict=True))
     shares = given.untyped_storage()._cdata == tensor.untyped_storage()._cdata and given.dtype == tensor.dtype
     if not shares or not 0 <= start <= tensor.numel() - span or given.shape != written.shape or not given.numel():
         return None
     offset = int(written.storage_offset())
-    return Place(name, start, given.stride(), *where, offset, tuple(written.shape), written.stride())
+    return CopiedRegion(name, start, given.stride(), *where, offset, tuple(written.shape), written.stride())
 
 
-def prove(model: torch.nn.Module, places: list[Place], weights: Mapping[str, torch.Tensor], turn: int) -> Proof:
-    """Compare some elements of a model with a version.
+def compare_sample(
+    model: torch.nn.Module, places: list[CopiedRegion], weights: Mapping[str, torch.Tensor], turn: int
+) -> Comparison:
+    """Compare some elements of a model with a version; change neither.
 
-    :param turn: selects the places; the version's number.
+    :param places: the regions that plain copies have written.
+    :param weights: the version's tensors by name.
+    :param turn: selects the regions; the version's number.
     """
     wrong: set[str] = set()
     equal = untold = 0
-    for place in _chosen(places, turn):
+    for place in _select_places(places, turn):
         tensor = weights[place.tensor]
         source = torch.as_strided(tensor, place.shape, place.strides, tensor.storage_offset() + place.start)
         for read in _readers(model, place):
@@ -101,21 +111,27 @@ def prove(model: torch.nn.Module, places: list[Place], weights: Mapping[str, tor
                 wrong.add(f"{place.tensor} in {place.layer}.{place.parameter}")
             else:
                 equal += 1
-    return Proof(sorted(wrong), equal, untold)
+    return Comparison(sorted(wrong), equal, untold)
 
 
-def _chosen(places: list[Place], turn: int) -> list[Place]:
-    """Return every n-th place, so that all are compared over many versions."""
+def _select_places(places: list[CopiedRegion], turn: int) -> list[CopiedRegion]:
+    """Return every n-th region, 256 at most, from another start in each turn, so that
+    all are compared over many versions."""
     step = math.ceil(len(places) / PLACES_MAX) or 1
     return places[turn % step :: step]
 
 
-def _differs(place: Place, source: torch.Tensor, read: Callable[[list[int]], torch.Tensor]) -> bool | None:
-    """Return whether elements differ, or None if a NaN prevents the comparison."""
+def _differs(place: CopiedRegion, source: torch.Tensor, read: Callable[[list[int]], torch.Tensor]) -> bool | None:
+    """Return True if some of the region's elements differ from ``source``, or None if a
+    NaN prevents the comparison.
+
+    :param source: the region of the version's tensor.
+    :param read: returns elements of the parameter, by their numbers in it, flattened.
+    """
     last = source.numel() - 1
     at = sorted({last * part // (ELEMENTS - 1) for part in range(ELEMENTS)})
     rows = [_unravel(one, place.shape) for one in at]
-    flat = [place.offset + sum(i * step for i, step in zip(row, place.into, strict=True)) for row in rows]
+    flat = [place.offset + sum(i * step for i, step in zip(row, place.parameter_strides, strict=True)) for row in rows]
     there = read(flat).cpu()
     wanted = torch.stack([source[row] for row in rows]).cpu().to(there.dtype)
     if (there.isnan() & ~wanted.isnan()).any():  # a NaN elsewhere in the layer may have spread
@@ -124,6 +140,8 @@ def _differs(place: Place, source: torch.Tensor, read: Callable[[list[int]], tor
 
 
 def _unravel(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the indices of an element of this shape, by its number in row-major
+    order."""
     found = []
     for size in reversed(shape):
         index, rest = divmod(index, size)
@@ -131,9 +149,10 @@ def _unravel(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(found))
 
 
-def _readers(model: torch.nn.Module, place: Place) -> Iterator[Callable[[list[int]], torch.Tensor] | None]:
-    """Yield, for each layer that computes with the parameter, a function that reads its
-    elements by their numbers, or None if the layer cannot be read."""
+def _readers(model: torch.nn.Module, place: CopiedRegion) -> Iterator[Callable[[list[int]], torch.Tensor] | None]:
+    """Yield, for each layer that computes with the region's parameter, a function that
+    reads the parameter's elements by their numbers, or None if the layer cannot be
+    read."""
     layer: Any = model.get_submodule(place.layer)
     parameter = layer._parameters.get(place.parameter)
     tied = [one for one in model.modules() if parameter is not None and one._parameters.get("weight") is parameter]
@@ -141,7 +160,11 @@ def _readers(model: torch.nn.Module, place: Place) -> Iterator[Callable[[list[in
         yield _reader(one, parameter, place)
 
 
-def _reader(layer: Any, parameter: torch.Tensor | None, place: Place) -> Callable[[list[int]], torch.Tensor] | None:
+def _reader(
+    layer: Any, parameter: torch.Tensor | None, place: CopiedRegion
+) -> Callable[[list[int]], torch.Tensor] | None:
+    """Return a function that reads elements by their numbers, or None if the layer
+    keeps them in an unknown form."""
     method = getattr(layer, "quant_method", None)
     if parameter is None or type(method).__name__ not in _PLAIN:
         return None
@@ -155,6 +178,12 @@ def _reader(layer: Any, parameter: torch.Tensor | None, place: Place) -> Callabl
 def _columns(
     layer: Any, method: Any, parameter: torch.Tensor, whole: tuple[int, ...]
 ) -> Callable[[list[int]], torch.Tensor]:
+    """Return a function that reads elements of a weight that a CPU's layer has packed:
+    the layer is computed with unit vectors.
+
+    :param whole: shape of the weight, (rows, columns).
+    """
+
     def read(flat: list[int]) -> torch.Tensor:
         rows, columns = zip(*(divmod(one, whole[1]) for one in flat), strict=True)
         units = torch.zeros(len(flat), whole[1], dtype=parameter.dtype, device=parameter.device)
@@ -165,6 +194,6 @@ def _columns(
     return read
 
 
-def some(names: list[str]) -> str:
-    """Return the first of these names as a text."""
+def first_names(names: list[str]) -> str:
+    """Return the first five of these names as a text, with "..." if there are more."""
     return f"{', '.join(names[:NAMED])}{', ...' if len(names) > NAMED else ''}"

@@ -47,7 +47,7 @@ from vllm.model_executor.model_loader.reload.meta import (
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors, get_tensor_load_numel
 
 from replicas import errors
-from replicas.integrations.vllm_worker.proof import Place, Proof, place_of, prove, some
+from replicas.integrations.vllm_worker.proof import Comparison, CopiedRegion, compare_sample, first_names, place_of
 
 __all__ = ["EngineReload"]
 
@@ -62,7 +62,7 @@ _DERIVED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cach
 _FITS = "publish hf(model), whose names are those of its checkpoint"
 
 
-class _Given(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class has none
+class _WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class has none
     """Records which regions of meta parameters are written.
 
     :param names: path, name and shape of each parameter, by the address of its storage.
@@ -77,18 +77,24 @@ class _Given(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         self._names, self._strict = names, strict
         self.tensor: tuple[str, torch.Tensor] | None = None
         self.regions: dict[int, set[_Region]] = {}
-        self.places: dict[int, dict[_Region, Place | None]] = {}
+        self.places: dict[int, dict[_Region, CopiedRegion | None]] = {}
         self.calls = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Record a write to a meta tensor, then run the operation and return its
+        result."""
         aten = torch.ops.aten
         if func in (aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default) and args[0].is_meta:
-            self._note(args[0], args[1] if func is aten.copy_.default else None)
+            self._record_write(args[0], args[1] if func is aten.copy_.default else None)
         elif func._schema.is_mutable and isinstance(args[0], torch.Tensor) and args[0].is_meta:
             self.places.setdefault(_storage(args[0]), {})[_region(args[0])] = None  # computed in place
         return func(*args, **(kwargs or {}))
 
-    def _note(self, written: torch.Tensor, given: torch.Tensor | None) -> None:
+    def _record_write(self, written: torch.Tensor, given: torch.Tensor | None) -> None:
+        """Record a copy of ``given``, or of a constant (None), to a meta tensor.
+
+        :raises _Misfit: with ``strict``, the dtypes do not fit.
+        """
         storage = _storage(written)
         if given is not None:
             self.calls += 1
@@ -107,13 +113,15 @@ class _Given(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         else:
             places[region] = None
 
-    def all_places(self) -> list[Place]:
-        """Return the places in parameters that are written by plain copies only."""
+    def copied_places(self) -> list[CopiedRegion]:
+        """Return the regions of parameters that are written by plain copies only, each
+        with the region of the version's tensor that was copied to it."""
         whole = (found.values() for found in self.places.values() if None not in found.values())
         return [place for found in whole for place in found if place is not None]
 
-    def count(self, tensor: torch.Tensor) -> int:
-        """Return how many elements of a parameter were written."""
+    def count_written(self, tensor: torch.Tensor) -> int:
+        """Return how many elements of a parameter, of those that it has, were
+        written."""
         return sum(math.prod(shape) for _, shape, _ in self.regions.get(_storage(tensor), ()))
 
 
@@ -129,13 +137,15 @@ class EngineReload:
     """
 
     def __init__(self, model: Any, model_config: Any, device: torch.device) -> None:
+        """Find the model's parameters, and buffers that are copies of them; change
+        nothing."""
         self._model, self._config, self._device = model, model_config, device
         self._parameters = _named_parameters(model)
         self._kernels: list[tuple[Any, Any]] = []
         self._uncounted: list[Any] = []
         self._copies = _find_copies(model)
         self._fitting = ""
-        self._places: list[Place] = []
+        self._places: list[CopiedRegion] = []
         self.complete = self.has_all = True
 
     def computes_with_freed_scales(self) -> bool:
@@ -145,18 +155,23 @@ class EngineReload:
         return any(hasattr(getattr(scheme, "kernel", None), "dnnl_handler") for scheme in schemes)
 
     def fits(self, manifest: str) -> bool:
-        """Return True if the last version that fitted had this manifest."""
+        """Return True if a version of this manifest (its hash) was the last one that
+        fitted."""
         return manifest == self._fitting
 
-    def try_out(
+    def check_fit(
         self, manifest: str, weights: Iterable[tuple[str, torch.Tensor]], aliases: Iterable[tuple[str, str]] = ()
     ) -> None:
-        """Check that a version fits; the model does not change.
+        """Check that a version fits, and record that; afterwards the model is as
+        before.
 
+        The model's own loaders run on ``weights``, but write to meta tensors only.
+
+        :param manifest: hash of the version's manifest.
         :param aliases: other names of tied tensors, each with the first name.
         :raises replicas.errors.ManifestMismatch: the version does not fit.
         """
-        self.abandon()
+        self.restore_unfinished()
         initialize_layerwise_reload(self._model)
         last, first_names = "", dict(aliases)
         used: set[str] = set()
@@ -175,12 +190,12 @@ class EngineReload:
                     used.add(first_names.get(name, name))
 
         try:
-            given = _Given(self._hold_up(), strict=self._config.quantization is None)
+            given = _WriteRecorder(self._keep_incomplete(), strict=self._config.quantization is None)
             with given, torch.no_grad():
                 loaded = self._model.load_weights(named())
             self._check_names(loaded)
             self._check_layers(given)
-            self._uncounted = [layer for layer in self._model.modules() if _is_uncounted(layer, given)]
+            self._uncounted = [layer for layer in self._model.modules() if _bypasses_count(layer, given)]
         except errors.ReplicasError:
             raise
         except Exception as error:
@@ -188,20 +203,27 @@ class EngineReload:
             text = str(error) if isinstance(error, _Misfit) else f"near {last}: {text}"
             raise errors.ManifestMismatch(f"it does not fit {what} ({_FITS}); {text}", phase="load", hint="") from error
         finally:
-            self.abandon()
+            self.restore_unfinished()
         collects = 2 * len(unused) >= given.calls  # the model collects all tensors first: unused ones are unknown
-        self._places = [] if collects else given.all_places()
+        self._places = [] if collects else given.copied_places()
         if not collects:
             self._check_ignored([one for one in unused if first_names.get(one, one) not in used])
         self._fitting = manifest
 
-    def prove(self, weights: Mapping[str, torch.Tensor], turn: int) -> Proof:
-        """Compare the model with the version that it has loaded, by a sample."""
-        return prove(self._model, self._places, weights, turn)
+    def prove(self, weights: Mapping[str, torch.Tensor], turn: int) -> Comparison:
+        """Compare a sample of the model's tensors with the version that it has loaded.
 
-    def _hold_up(self) -> dict[int, tuple[str, str, tuple[int, ...]]]:
-        """Keep all layers incomplete; return path, name and shape of all parameters, by
-        their storage."""
+        :param turn: selects the sample; the version's number.
+        """
+        return compare_sample(self._model, self._places, weights, turn)
+
+    def _keep_incomplete(self) -> dict[int, tuple[str, str, tuple[int, ...]]]:
+        """Let vLLM regard all layers as incomplete, so that it makes none real, and
+        replace their tensors by meta tensors.
+
+        :returns: path, name and shape of all parameters, by the address of their
+            storage.
+        """
         names: dict[int, tuple[str, str, tuple[int, ...]]] = {}
         for path, layer in self._model.named_modules():
             get_layerwise_info(layer).load_numel = _NEVER
@@ -213,23 +235,27 @@ class EngineReload:
         return names
 
     def _check_names(self, loaded: set[str] | None) -> None:
-        """Compare the loaded parameters with the model's, as vLLM's own loader does."""
+        """Check that all of the model's parameters were loaded, unless versions may
+        lack some. Raises ManifestMismatch.
+
+        :param loaded: their names, as the model's loader reports them; None: unknown.
+        """
         if not self.complete or loaded is None or self._config.quantization is not None:
             return
         if missing := sorted(self._parameters - loaded):
-            text = f"it has no weights for {len(missing)} of the model's parameters: {some(missing)}"
+            text = f"it has no weights for {len(missing)} of the model's parameters: {first_names(missing)}"
             raise errors.ManifestMismatch(
                 f"{text} ({_FITS}; --partial if the trainer leaves these out)", phase="load", hint=""
             )
 
-    def _check_layers(self, given: _Given) -> None:
-        """Refuse versions that have only a part of a layer."""
+    def _check_layers(self, given: _WriteRecorder) -> None:
+        """Raise ManifestMismatch if only a part of a layer was written."""
         torn = []
         for path, layer in self._model.named_modules():
             if is_deferred_attention_layer(layer):
                 continue
             tensors = {name: one for name, one in get_layer_tensors(layer).items() if name not in SKIP_LOAD_TENSORS}
-            counts = {name: (given.count(one), get_tensor_load_numel(one)) for name, one in tensors.items()}
+            counts = {name: (given.count_written(one), get_tensor_load_numel(one)) for name, one in tensors.items()}
             if not any(count for count, _ in counts.values()):
                 continue  # this layer keeps its weights
             for name, (count, total) in counts.items():
@@ -239,27 +265,31 @@ class EngineReload:
                 if count < total and (count or not optional):
                     torn.append(f"{path}.{name} ({count} of {total} elements)")
         if torn:
-            text = f"it has a part only of {len(torn)} of the model's layers: {some(torn)}"
+            text = f"it has a part only of {len(torn)} of the model's layers: {first_names(torn)}"
             raise errors.ManifestMismatch(
                 f"{text}; publish all tensors of which a layer is made", phase="load", hint=""
             )
 
     def _check_ignored(self, unused: list[str]) -> None:
-        """Refuse tensors that no loader of the model uses, such as a renamed expert."""
+        """Refuse tensors that no loader of the model uses, such as a renamed expert:
+        raise ManifestMismatch, or warn if other workers may have them."""
         tied = getattr(self._config.hf_config, "tie_word_embeddings", False)
         ignored = [one for one in unused if not one.endswith(_DERIVED) and not (tied and one == "lm_head.weight")]
         if not ignored:
             return
-        text = f"the model ignores {len(ignored)} tensors of the version, which it does not have: {some(ignored)}"
+        text = (
+            f"the model ignores {len(ignored)} tensors of the version, which it does not have: {first_names(ignored)}"
+        )
         if self.has_all:
             raise errors.ManifestMismatch(f"{text}; leave them out, or {_FITS}", phase="load", hint="")
         logger.warning("%s", text)  # other workers may have them
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load a version that fits; call :meth:`finish` next."""
-        self.abandon()
+        """Load a version that fits, layer by layer, into the model; call :meth:`finish`
+        next. After an error the model is a mixture until a load succeeds."""
+        self.restore_unfinished()
         if self._device.type == "cpu":
-            self._forget_kernels()
+            self._drop_expert_kernels()
         initialize_layerwise_reload(self._model)
         for layer in self._uncounted:
             materialize_layer(layer, get_layerwise_info(layer))
@@ -269,7 +299,8 @@ class EngineReload:
                 _layerwise_process(layer, get_layerwise_info(layer))
 
     def finish(self) -> None:
-        """Put the layers together."""
+        """Complete the load: make the remaining layers whole, and update what vLLM
+        keeps beside the parameters (packed weights, copies in buffers)."""
         finalize_layerwise_reload(self._model, self._config)
         if self._device.type == "cpu":
             self._restore_kernels()
@@ -277,8 +308,9 @@ class EngineReload:
         for copy, tensor in self._copies:
             copy().copy_(tensor().view(copy().shape))
 
-    def abandon(self) -> None:
-        """Restore the parameters of all layers that are not finished."""
+    def restore_unfinished(self) -> None:
+        """Give the layers that a load or trial has left unfinished their old parameters
+        back; do nothing if there are none."""
         for layer in self._model.modules():
             info = get_layerwise_info(layer)
             if info.can_load():
@@ -289,7 +321,7 @@ class EngineReload:
             self._model._do_torchao_reload = self._model._original_do_torchao_reload
         self._restore_kernels()
 
-    def _forget_kernels(self) -> None:
+    def _drop_expert_kernels(self) -> None:
         """Make vLLM pack layers of experts again.
 
         On a CPU vLLM packs their weights when it makes their kernel, but not on a
@@ -302,7 +334,8 @@ class EngineReload:
                 method.moe_kernel = None
 
     def _restore_kernels(self) -> None:
-        """Restore the kernels of layers that were not loaded."""
+        """Give layers of experts that were not loaded the kernels of
+        :meth:`_drop_expert_kernels` back."""
         for method, kernel in self._kernels:
             if method.moe_kernel is None:
                 method.moe_kernel = kernel
@@ -334,11 +367,14 @@ def _named_parameters(model: Any) -> frozenset[str]:
     return frozenset(f"{path}.{name}" if path else name for path, name, known in loaded if name in known)
 
 
-def _is_uncounted(layer: Any, given: _Given) -> bool:
-    """Return True if more was written to the layer's tensors than vLLM has counted."""
+def _bypasses_count(layer: Any, given: _WriteRecorder) -> bool:
+    """Return True if more was written to the layer's tensors than vLLM has counted,
+    which makes it restore the old weights."""
     if is_deferred_attention_layer(layer):
         return False
-    written = sum(given.count(one) for name, one in get_layer_tensors(layer).items() if name not in SKIP_LOAD_TENSORS)
+    written = sum(
+        given.count_written(one) for name, one in get_layer_tensors(layer).items() if name not in SKIP_LOAD_TENSORS
+    )
     return bool(written > get_layerwise_info(layer).load_numel - _NEVER)
 
 
@@ -363,14 +399,17 @@ def _find_copies(model: Any) -> list[tuple[Callable[[], torch.Tensor], Callable[
 
 
 def _is_copy(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return True if both have the same values, in different memory."""
     alike = one.dtype == other.dtype and one.numel() == other.numel() and _storage(one) != _storage(other)
     return alike and torch.equal(one.flatten(), other.flatten())
 
 
 def _region(tensor: torch.Tensor) -> _Region:
+    """Return offset, shape and strides of a tensor in its storage."""
     return int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride())
 
 
 def _storage(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's storage."""
     address: int = tensor.untyped_storage()._cdata
     return address

@@ -14,23 +14,24 @@ import torch
 
 from replicas.core.base.manifest import Manifest
 
-__all__ = ["has_head", "needed"]
+__all__ = ["has_head", "without_tied_head"]
 
 _T = TypeVar("_T")
 _HEAD = "lm_head."
 
 
 def has_head(model: torch.nn.Module) -> bool:
-    """Return True if the model's output layer has a weight of its own.
+    """Return True if the model's output layer has a weight of its own, not only the
+    embedding's.
 
     Call it before a load takes the model apart.
     """
     return any(_HEAD in name for name, _ in model.named_parameters())
 
 
-def needed(found: Iterable[tuple[str, _T]], manifest: Manifest, *, head: bool) -> Iterator[tuple[str, _T]]:
-    """Yield the tensors without the output layer's name of a tied one, if the model has
-    no such parameter.
+def without_tied_head(found: Iterable[tuple[str, _T]], manifest: Manifest, *, head: bool) -> Iterator[tuple[str, _T]]:
+    """Yield the pairs of ``found``; leave out the output layer's name for a tied tensor
+    if the model has no parameter of that name.
 
     :param found: tensors or changes of a version of this manifest, by name.
     :param head: :func:`has_head` of the model.

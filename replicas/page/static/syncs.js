@@ -61,7 +61,7 @@ export function holdUp(model, channel) {
   const found = [];
   for (const one of Object.values(channel.under_way ?? {})) {
     const more = (one.waiting ?? 0) - (one.waits_for?.length ?? 0);
-    const waits = one.waits_for?.length ? h("span", null, " Waiting for ", replicasIn(one.waits_for), more > 0 ? ` and ${more} more` : "", one.until > model.now ? `, at most ${duration(one.until - model.now)} left.` : ".") : "";
+    const waits = one.waits_for?.length ? h("span", null, " Waiting for ", replicasIn(one.waits_for), more > 0 ? ` and ${more} more` : "", one.kept ? ` to release version ${one.kept}` : "", one.until > model.now ? `, at most ${duration(one.until - model.now)} left.` : ".") : "";
     found.push(h("p", { key: `u${one.version}`, class: "hold" }, h("b", null, `Version ${one.version}`), ` of ${one.publisher} is ${one.state} for ${age(model.now - one.since)}.`, waits));
   }
   const behind = model.laggards(channel);

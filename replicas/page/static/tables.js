@@ -66,7 +66,7 @@ function course(model) {
 }
 
 function since(model, trouble) {
-  const parts = [trouble?.since ? `for ${age(model.now - trouble.since)}` : "", trouble?.until > model.now ? `at most ${duration(trouble.until - model.now)} left` : ""].filter(Boolean);
+  const parts = [trouble?.since ? `for ${trouble.about.startsWith("group ") ? "up to " : ""}${age(model.now - trouble.since)}` : "", trouble?.until > model.now ? `at most ${duration(trouble.until - model.now)} more${trouble.then ? `, then ${trouble.then}` : ""}` : ""].filter(Boolean);
   return parts.length && !model.fixed ? h("span", { class: "muted" }, ` · ${parts.join(", ")}`) : null;
 }
 

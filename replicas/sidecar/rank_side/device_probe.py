@@ -63,12 +63,14 @@ async def prove_device(forkserver: Forkserver, uuid: str, *, timeout_s: float) -
 
 
 def _refusal(uuid: str, reason: str, hint: str) -> Preflight:
+    """Return the error of a failed check; its hint also names host staging."""
     if _STAGING_HINT not in hint:
         hint = f"{hint}; or {_STAGING_HINT}"
     return Preflight(f"a sidecar of this rank cannot use the memory of GPU {uuid}: {reason}", hint=hint)
 
 
 def _written(uuid: str, nonce: bytes) -> Buffer:
+    """Return a new buffer on the GPU, with the nonce in it."""
     gpu = device_of(uuid)
     buffer = Buffer.allocate(len(nonce), "replicas-probe", device=uuid)
     try:

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 from collections.abc import Callable
@@ -18,7 +17,7 @@ import torch
 from replicas import errors
 from replicas.linux.helper_process import HelperDied, HelperProcess
 from replicas.sidecar import wire
-from replicas.sidecar.wire import CollectiveSpec, GroupSpec, TransferResult, TransferSpec
+from replicas.sidecar.wire import CollectiveSpec, GroupSpec
 from replicas.weights.copies.accelerator import accelerator
 from replicas.weights.memory.buffers import Buffer
 
@@ -45,6 +44,13 @@ class SidecarDied(HelperDied):
     kind = "sidecar"
 
 
+def _lend(buffer: Buffer) -> wire.MapBuffer:
+    """Return the message with which a buffer is sent; ValueError if it is closed."""
+    if buffer.fd < 0:
+        raise ValueError("the buffer is closed")
+    return wire.MapBuffer(buffer.key, buffer.device)
+
+
 class Sidecar(HelperProcess):
     """One sidecar process, with at most one process group: a method for each request.
 
@@ -52,15 +58,16 @@ class Sidecar(HelperProcess):
         bytes.
     """
 
-    died, decode, ping = SidecarDied, staticmethod(wire.decode_reply), wire.Ping
+    died, decode = SidecarDied, staticmethod(wire.decode_reply)
+    lend = staticmethod(_lend)
+    ping, forget = wire.Ping, wire.ForgetBuffer
 
     def __init__(self, pid: int, pidfd: int, sock: socket.socket) -> None:
         super().__init__(pid, pidfd, sock)
         self.on_moved: Callable[[wire.Moved], None] | None = None
-        self._mapped: set[int] = set()
 
-    async def build(self, spec: GroupSpec) -> float:
-        """Form the process group; return the duration in seconds.
+    async def build(self, spec: GroupSpec) -> None:
+        """Form the process group.
 
         :raises SidecarFailed: a peer did not join, or an address is wrong.
         :raises SidecarDied: it died, or was killed ``KILL_GRACE_S`` after the timeout.
@@ -68,58 +75,32 @@ class Sidecar(HelperProcess):
         if spec.backend == "nccl":
             spec = _of_this_process(spec)
         request = wire.BuildGroup(next(self._numbers), spec)
-        return (await self._ask_with(request, (), spec.timeout_s, wire.Built)).seconds
-
-    async def transfer(self, spec: TransferSpec, buffer: Buffer) -> TransferResult:
-        """Move one version from or into ``buffer``.
-
-        Errors as of :meth:`build`; a receiver's slot is then undefined.
-        """
-        request = wire.RunTransfer(next(self._numbers), buffer.key, spec)
-        return (await self._ask_with(request, (buffer,), spec.timeout_s, wire.Transferred)).result
+        await self._ask(request, spec.timeout_s, wire.Done)
 
     async def probe(self, buffer: Buffer, timeout_s: float) -> bytes:
-        """Read all of a small buffer in the sidecar. Errors as of :meth:`build`."""
-        request = wire.ProbeBuffer(next(self._numbers), buffer.key)
-        return (await self._ask_with(request, (buffer,), timeout_s, wire.Probed)).seen
+        """Return all bytes of a small buffer, as read in the sidecar.
 
-    def progress(self, transfer: int, nbytes: int) -> None:
-        """Report the first ``nbytes`` of a streaming ``transfer``'s data as packed.
-
-        Never blocks. A report before :meth:`transfer` is kept; a report after the end
-        of the transfer or sidecar is ignored.
+        Errors as of :meth:`build`.
         """
-        if self.usable:
-            self._send(wire.TransferProgress(transfer, nbytes))
+        request = wire.ProbeBuffer(next(self._numbers), buffer.key)
+        return (await self._ask(request, timeout_s, wire.Probed, buffer)).seen
 
-    async def collective(self, spec: CollectiveSpec, inputs: Buffer | None, outputs: Buffer | None) -> float:
-        """Run one operation; return its duration. Errors as of :meth:`build`."""
+    async def collective(self, spec: CollectiveSpec, inputs: Buffer | None, outputs: Buffer | None) -> None:
+        """Run one operation. Errors as of :meth:`build`."""
         buffers = tuple(buffer for buffer in (inputs, outputs) if buffer is not None)
         first, second = (None if buffer is None else buffer.key for buffer in (inputs, outputs))
         request = wire.RunCollective(next(self._numbers), first, second, spec)
-        return (await self._ask_with(request, buffers, spec.timeout_s, wire.Collected)).seconds
+        await self._ask(request, spec.timeout_s, wire.Done, *buffers)
 
-    def buffer_closed(self, key: int) -> None:
-        """Any thread: have the sidecar unmap a buffer that was closed here."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed, so the sidecar has ended
-            self._loop.call_soon_threadsafe(self._unmap_buffer, key)
-
-    async def _ask_with(self, request: Any, buffers: tuple[Buffer, ...], timeout_s: float, kind: type[_R]) -> _R:
-        def map_all() -> None:
-            for buffer in buffers:
-                self._map(buffer)
-
-        return await self._ask(request, timeout_s, kind, map_all)
-
-    def _checked(self, reply: Any, request: Any, kind: type[_R]) -> _R:
-        if isinstance(reply, wire.Failed):
-            raise SidecarFailed(reply)
-        if not isinstance(reply, kind):
-            text = f"sidecar {self.pid} answered {type(request).__name__} with {type(reply).__name__}"
-            raise SidecarFailed(wire.Failed(request.id, text))
-        return reply
+    def _failure(self, reply: Any, text: str) -> Exception:
+        """Return the sidecar's error, or one with this text."""
+        return SidecarFailed(reply if isinstance(reply, wire.Failed) else wire.Failed(reply.id, text))
 
     def _answers_ping(self, reply: wire.Reply) -> bool:
+        """Return True for a pong, after passing its traffic to ``on_moved``.
+
+        Keeps the error of a sidecar that exits as the reason of its end.
+        """
         if isinstance(reply, wire.Pong):
             if reply.moved is not None and self.on_moved is not None:
                 self.on_moved(reply.moved)
@@ -128,22 +109,12 @@ class Sidecar(HelperProcess):
             self._reason = self._reason or reply.error
         return False
 
-    def _map(self, buffer: Buffer) -> None:
-        if buffer.fd < 0:
-            raise ValueError("the buffer is closed")
-        if buffer.key not in self._mapped:
-            self._send(wire.MapBuffer(buffer.key, buffer.device), buffer.fd)
-            self._mapped.add(buffer.key)
-            buffer.watchers.add(self)
-
-    def _unmap_buffer(self, key: int) -> None:
-        if key in self._mapped and self.usable:
-            self._mapped.discard(key)
-            self._send(wire.ForgetBuffer(key))
-
 
 def _of_this_process(spec: GroupSpec) -> GroupSpec:
-    """Add this process's GPU and NCCL variables; the forkserver's may be outdated."""
+    """Return the spec with this process's GPU and NCCL variables, where unset.
+
+    Those of the forkserver may be outdated.
+    """
     changes: dict[str, Any] = {}
     if not spec.device and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch leaves it untyped
         found = accelerator()

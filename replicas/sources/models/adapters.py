@@ -78,6 +78,8 @@ class Merging:
     """
 
     def __init__(self, found: Unwrapped) -> None:
+        """Unload PEFT from the copied modules, and find which layers must be merged
+        together; merge nothing."""
         peft_model = found.module
         _check_methods(peft_model, peft_model.active_adapters, MERGED, 'hf(model, adapter="only")')
         self._tuner = peft_model.base_model
@@ -100,7 +102,8 @@ class Merging:
         }
 
     def _groups(self) -> list[tuple[str, ...]]:
-        """Return the paths of tuned layers, grouped by shared tensors."""
+        """Return groups of paths: tuned layers with a tensor in common are in one
+        group."""
         groups: dict[int, list[str]] = {}
         for path in self._layers:
             group = [path]
@@ -115,6 +118,7 @@ class Merging:
         """Merge a group of layers; return the merged tensors by name.
 
         :param whole: makes a private, gathered copy of a tensor of the model.
+        :raises replicas.errors.UsageError: PEFT cannot merge this adapter.
         """
         holder = nn.Module()
         for number, path in enumerate(group):
@@ -143,12 +147,13 @@ class Merging:
             ) from error
 
     def merged_names(self, group: tuple[str, ...]) -> list[str]:
-        """Return the names of the tensors that a merge of this group returns, in
-        order."""
+        """Return the names, in the whole model, of the tensors that :meth:`merge`
+        returns for this group, in order."""
         return [f"{path}.{name}" for path in group for name in self.base.get_submodule(path).state_dict(keep_vars=True)]
 
     def key(self, group: tuple[str, ...]) -> object:
-        """Return a key: groups of equal keys merge to equal dtypes and shapes."""
+        """Return a key of a group, by which its merged dtypes and shapes can be cached:
+        groups of equal keys have equal ones."""
         layers = [self._layers[path] for path in group]
         parts = [
             (type(part), *map(_description, part.parameters(recurse=False))) for one in layers for part in one.modules()
@@ -156,18 +161,21 @@ class Merging:
         return parts, [list(getattr(one, "active_adapters", ())) for one in layers]
 
     def tensors(self, group: tuple[str, ...]) -> list[torch.Tensor]:
-        """Return all tensors that a merge of this group reads."""
+        """Return all tensors, each once, of the layers that a merge of this group
+        reads."""
         found = [tensor for path in group for tensor in self._layers[path].parameters()]
         return list({id(tensor): tensor for tensor in found}.values())
 
     def _tuner_of(self, holder: nn.Module) -> Any:
-        """Return a tuner like the model's that tunes these layers alone."""
+        """Return a copy of the model's tuner, PEFT's object that merges, whose model is
+        ``holder``."""
         tuner = object.__new__(type(self._tuner))
         tuner.__dict__.update(self._tuner.__dict__, _modules={"model": holder}, _parameters={}, _buffers={})
         return tuner
 
 
 def _description(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return dtype and shape of the whole tensor, also for a shard of ZeRO-3."""
     return tensor.dtype, getattr(tensor, "ds_shape", tensor.shape)
 
 
@@ -185,6 +193,8 @@ def _tuned_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _check_methods(peft_model: Any, adapters: list[str], tested: tuple[str, ...], instead: str) -> None:
+    """Raise UsageError, with the advice to pass ``instead``, for an adapter whose
+    method is not in ``tested``, or that replicates layers."""
     for adapter in adapters:
         if getattr(peft_model.peft_config[adapter], "layer_replication", None):
             text = f"hf: adapter {adapter!r} replicates layers, which is not supported"
@@ -217,8 +227,9 @@ def adapter_tensors(peft_model: Any, state: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _check_adapter(peft_model: Any, adapter: str, found: Mapping[str, Any]) -> None:
-    """Refuse tensors of another adapter: PEFT tells adapters apart by parts of names,
-    and fails if an adapter has the name of a module."""
+    """Raise UsageError if ``found`` has another adapter's tensors or lacks the
+    adapter's own: PEFT tells adapters apart by parts of names, and fails if an adapter
+    has the name of a module."""
     given = set(map(id, found.values()))
     for other in peft_model.peft_config:
         own = _trained(peft_model, other)
@@ -254,5 +265,6 @@ class _quiet(warnings.catch_warnings):
     """Silences PEFT's advice for users who merge or save by hand."""
 
     def __enter__(self) -> None:
+        """Ignore all warnings in the block."""
         super().__enter__()
         warnings.simplefilter("ignore")

@@ -51,7 +51,8 @@ def merge_in_slices(layers: Iterable[nn.Module]) -> None:
 
 
 def _wrappers(layer: Any) -> list[Any]:
-    """Return the wrappers of a layer's parameters, the outermost first."""
+    """Return PEFT's wrappers around a layer's parameters, the outermost first; empty if
+    the layer packs no experts."""
     from peft.tuners.lora.layer import ParamWrapper
 
     found = []
@@ -62,7 +63,11 @@ def _wrappers(layer: Any) -> list[Any]:
 
 
 def _merge_slice(wrappers: list[Any], first: int, last: int) -> list[Any]:
-    """Merge experts ``first`` to ``last`` - 1; return the wrappers of that slice."""
+    """Merge the adapters of experts ``first`` to ``last`` - 1 into the layer's own
+    parameters.
+
+    :returns: copies of the wrappers for that slice, which PEFT has marked as merged.
+    """
     parts: dict[int, torch.Tensor] = {}
     with torch.no_grad():
         for wrapper in wrappers:
@@ -87,7 +92,7 @@ def _merge_slice(wrappers: list[Any], first: int, last: int) -> list[Any]:
 @functools.cache
 def _slices_are_right() -> bool:
     """Return True if PEFT merges slices to the same values as the whole, in both
-    layouts of experts."""
+    layouts of experts. Test that once, on a small layer."""
     import peft
 
     for is_transposed in (False, True):

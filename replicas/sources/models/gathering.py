@@ -32,17 +32,24 @@ class WholeTensors:
         self._open: dict[object, tuple[contextlib.ExitStack, dict[str, torch.Tensor]]] = {}
 
     def __enter__(self) -> WholeTensors:
+        """Return this object; nothing is gathered yet."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Release all tensors that are still gathered."""
         with contextlib.ExitStack() as all_of_them:
             for stack, _tensors in self._open.values():
                 all_of_them.push(stack)
             self._open.clear()
 
     def tensor_of(self, row: Arrangement) -> torch.Tensor:
-        """Return the tensor of a row; under FSDP2 the DTensor itself, if the row is all
-        of it."""
+        """Return the tensor of a row; gather or merge first unless that is done (a
+        collective).
+
+        Under FSDP2 return the DTensor itself, if the row is all of it. Other results
+        may be views of the model or of gathered memory, valid until
+        :meth:`release_after`.
+        """
         name = row.inputs[0]
         if row.same and self._unit(name) is None and not self._is_merged(name):
             tensor = self._plan.state[name].detach()
@@ -51,29 +58,37 @@ class WholeTensors:
         return row.apply({name: self._whole(name) for name in row.inputs})
 
     def release_after(self, row: Arrangement) -> None:
-        """Release the tensors that no row after this one needs."""
+        """Release the gathered tensors that no row after this one needs; call it once
+        for each row."""
         for key in self._keys(row):
             self._left[key] -= 1
             if not self._left[key] and key in self._open:
                 self._open.pop(key)[0].close()
 
     def _keys(self, row: Arrangement) -> dict[object, None]:
+        """Return the keys (:meth:`_key`) of a row's inputs, each once."""
         return dict.fromkeys(map(self._key, row.inputs))
 
     def _key(self, name: str) -> object:
-        """Return a key that is equal for tensors that are gathered together."""
+        """Return a key of the tensor: tensors with equal keys are gathered or merged
+        together."""
         unit = self._unit(name)
         if self._is_merged(name):
             return self._plan.merging.origins[name][0]  # type: ignore[union-attr]  # it is merged
         return name if unit is None else id(unit.module)
 
     def _is_merged(self, name: str) -> bool:
+        """Return True if the merge of an adapter changes the tensor."""
         return self._plan.merging is not None and name in self._plan.merging.origins
 
     def _unit(self, name: str) -> Unit | None:
+        """Return FSDP1's wrapper and name of a flattened tensor, or None if it is not
+        one."""
         return self._plan.units.get(id(self._plan.state[name]))
 
     def _whole(self, name: str) -> torch.Tensor:
+        """Return the whole tensor of this name; gather or merge its group unless that
+        is done."""
         key = self._key(name)
         if key not in self._open:
             with contextlib.ExitStack() as stack:
@@ -86,6 +101,11 @@ class WholeTensors:
         return self._open[key][1][inner]
 
     def _opened(self, name: str, stack: contextlib.ExitStack) -> dict[str, torch.Tensor]:
+        """Gather or merge all tensors with the key of this name; return them by their
+        names in FSDP1's unit, or by those that the merge gives.
+
+        :param stack: gets the contexts that release the tensors.
+        """
         tensor, unit, merging = self._plan.state[name], self._unit(name), self._plan.merging
         if merging is not None and name in merging.origins:
             group = merging.origins[name][0]
@@ -103,13 +123,15 @@ class WholeTensors:
 
 
 def _clean(name: str) -> str:
+    """Return a parameter's name without the parts that FSDP1's wrappers add."""
     from torch.distributed.fsdp._common_utils import clean_tensor_name
 
     return clean_tensor_name(name)
 
 
 def _gathered(tensors: list[torch.Tensor]) -> contextlib.AbstractContextManager[object]:
-    """Gather ZeRO-3's parameters among these for the block."""
+    """Return a context manager in whose block ZeRO-3's parameters among these are
+    whole."""
     sharded = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
     if not sharded:
         return contextlib.nullcontext()
@@ -119,11 +141,13 @@ def _gathered(tensors: list[torch.Tensor]) -> contextlib.AbstractContextManager[
 
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole tensor, detached; a DTensor is gathered, any other tensor shares
+    its memory."""
     given: Any = tensor.detach()
     return cast("torch.Tensor", given.full_tensor()) if is_dtensor(tensor) else given
 
 
 def _private(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a whole copy that a merge may write to."""
+    """Return a new whole copy that a merge may write to; a DTensor is gathered."""
     whole = _full(tensor).clone()
     return nn.Parameter(whole, requires_grad=False) if isinstance(tensor, nn.Parameter) else whole

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from replicas import errors
 from replicas.sources.models import saving
 from replicas.sources.models.adapters import Merging, adapter_tensors, find_peft_model
 from replicas.sources.models.recording import Arrangement, Form, record
-from replicas.sources.models.unwrapping import Unit, Unwrapped, is_whole, memory_of, unwrap
+from replicas.sources.models.unwrapping import Unit, is_whole, memory_of, unwrap
 
 __all__ = ["Plan", "Planner"]
 
@@ -40,14 +41,61 @@ class _Structure(NamedTuple):
     """The structure of a model, valid while its ``signature`` does not change."""
 
     signature: list[object]
-    found: Unwrapped
+    units: dict[int, Unit]
     peft_model: Any
     merging: Merging | None
     base: Any
     """Without wrappers and adapters."""
+    original: nn.Module | None
+    """The model's own module of which ``base`` is the copy; None with adapters."""
     state: dict[str, torch.Tensor]
     merged: dict[str, Form]
     """Dtype and shape of the tensors that a merge changes, by name."""
+
+
+class _Place(NamedTuple):
+    """Where a model has a tensor.
+
+    :ivar module: position of the module in ``model.modules()``.
+    :ivar kind: ``"_parameters"`` or ``"_buffers"``.
+    """
+
+    module: int
+    kind: str
+    name: str
+
+
+class _Places(NamedTuple):
+    """Where a model without adapters to merge, and without FSDP1, has its tensors.
+
+    :ivar form: of the modules and tensors for which this holds.
+    :ivar base: the model without wrappers, as a position in ``model.modules()``.
+    :ivar conversions: transformers' conversions of ``base`` for which this holds.
+    :ivar places: of the tensors, by name.
+    """
+
+    form: object
+    base: int
+    conversions: object
+    places: dict[str, _Place]
+
+
+class _Memo:
+    """Results of the last plan of a model; neither tensors nor modules, which may be
+    freed meanwhile.
+
+    :ivar arrangements: how the tensors of the checkpoint are made, and the key of
+        names, dtypes and shapes for which that holds.
+    """
+
+    def __init__(self) -> None:
+        self.arrangements: tuple[object, dict[str, Arrangement]] | None = None
+        self.places: _Places | None = None
+
+
+_memos: WeakKeyDictionary[nn.Module, _Memo] = WeakKeyDictionary()
+"""For ``publish(hf(model))``, which makes a source at each step: of 272 tensors, a plan
+takes 150 ms, and a comparison with the last one 5 ms."""
 
 
 class Planner:
@@ -65,16 +113,18 @@ class Planner:
         self._only = only
         self._frozen = frozen
         self._structure: _Structure | None = None
-        self._known: tuple[object, dict[str, Arrangement]] | None = None
+        self._memo = _Memo() if only else _memos.setdefault(model, _Memo())
         self._adapter: tuple[_Structure, Plan] | None = None
+        self._base: Any = None
         self._kept: tuple[object, torch.dtype, frozenset[str]] | None = None
 
-    def read_structure(self) -> _Structure:
+    def unwrapped_structure(self) -> _Structure:
         """Return the model without wrappers and adapters; cached while it is unchanged.
+        FSDP2 first frees what a forward has gathered.
 
         :raises replicas.errors.UsageError: its adapters are of an unsupported kind.
         """
-        _reshard(self._model)
+        _reshard(self._model.modules())
         signature = _signature(self._model)
         if self._structure is not None and self._structure.signature == signature:
             return self._structure
@@ -88,18 +138,26 @@ class Planner:
         if not self._only and not saving.is_pretrained(base):
             _refuse_model_inside(base)
         state, merged = _tensors(base), {} if merging is None else _merged_forms(merging)
-        self._structure = _Structure(signature, found, peft_model, merging, base, state, merged)
+        original = found.origins.get(id(base))
+        self._structure = _Structure(signature, found.units, peft_model, merging, base, original, state, merged)
         return self._structure
 
     def plan(self) -> Plan:
-        """Return the plan of the model in its current state.
+        """Return the plan of the model in its current state, from names and shapes
+        alone: nothing is gathered.
 
         :raises replicas.errors.UsageError: the model is of an unsupported kind.
         """
-        structure = self.read_structure()
+        if (known := self._known_plan()) is not None:
+            return known
+        structure = self.unwrapped_structure()
         if self._only:
             return self._adapter_plan(structure)
-        rows, units = self._rows(structure), structure.found.units
+        rows, units = self._rows(structure), structure.units
+        self._base = structure.base
+        self._remember(structure)
+        if self._memo.places is not None:
+            self._structure = None  # it would keep tensors that the model may replace
         if units:  # FSDP1 gathers whole units, and needs the outermost first
             order = {id(module): number for number, module in enumerate(self._model.modules())}
             place = {
@@ -108,9 +166,39 @@ class Planner:
             rows = dict(sorted(rows.items(), key=lambda row: place.get(row[1].inputs[0], -1)))
         return Plan(rows, structure.state, units, structure.merging)
 
+    def _known_plan(self) -> Plan | None:
+        """Return the last plan, with the tensors that the model has now; None if its
+        modules, or dtypes, shapes or ties of its tensors, have changed."""
+        known, arrangements = self._memo.places, self._memo.arrangements
+        if known is None or arrangements is None:
+            return None
+        modules = list(self._model.modules())
+        _reshard(modules)
+        if known.form != _form_of_all(modules):
+            return None
+        self._base = modules[known.base]
+        if known.conversions != getattr(self._base, "_weight_conversions", None):
+            return None
+        state = {name: modules[at.module].__dict__[at.kind][at.name] for name, at in known.places.items()}
+        return Plan(self._trained(arrangements[1], state, ()), state, {}, None)
+
+    def _remember(self, structure: _Structure) -> None:
+        """Remember where the tensors of this structure are."""
+        self._memo.places = None
+        modules = list(self._model.modules())
+        places = {id(tensor): place for place, tensor in _places(modules)}
+        if structure.merging is None and all(id(one) in places for one in structure.state.values()):
+            base = structure.base
+            self._memo.places = _Places(
+                _form_of_all(modules),
+                next(number for number, one in enumerate(modules) if one is structure.original),
+                getattr(base, "_weight_conversions", None),
+                {name: places[id(tensor)] for name, tensor in structure.state.items()},
+            )
+
     def _adapter_plan(self, structure: _Structure) -> Plan:
-        """Return the plan of the adapter. PEFT is asked once for the same model: it may
-        look for the base model's configuration on the Hub."""
+        """Return the plan of the adapter alone; cached. PEFT is asked once for the same
+        model: it may look for the base model's configuration on the Hub."""
         if self._adapter is None or self._adapter[0] is not structure:
             state = adapter_tensors(structure.peft_model, structure.state)
             forms = {name: _whole_form(tensor) for name, tensor in state.items()}
@@ -121,12 +209,13 @@ class Planner:
         return self._adapter[1]
 
     def kept_in_float32(self, dtype: torch.dtype) -> frozenset[str]:
-        """Return the names of the last plan whose tensors stay in float32 when the
-        model is cast."""
-        base = None if self._structure is None else self._structure.base
-        if self._known is None or base is None or not saving.is_pretrained(base):
+        """Return the names of the last plan's tensors that stay in float32 when the
+        model is cast to ``dtype``; empty before a plan, or for a model not of
+        transformers."""
+        base, known = self._base, self._memo.arrangements
+        if known is None or base is None or not saving.is_pretrained(base):
             return frozenset()
-        rows = self._known[1]
+        rows = known[1]
         if self._kept is None or self._kept[0] is not rows or self._kept[1] != dtype:
             used = {name for row in rows.values() for name in row.inputs}
             kept = saving.kept_names(base, used, dtype)
@@ -135,6 +224,8 @@ class Planner:
         return self._kept[2]
 
     def _rows(self, structure: _Structure) -> dict[str, Arrangement]:
+        """Return how each tensor of the checkpoint is made, by name, without frozen
+        ones if they are left out; cached."""
         base, state, merging = structure.base, structure.state, structure.merging
         pretrained = saving.is_pretrained(base)
         names = saving.saved_names(base, state, _ties(state)) if pretrained else list(state)
@@ -142,15 +233,23 @@ class Planner:
             name: structure.merged[name] if name in structure.merged else _whole_form(state[name]) for name in names
         }
         key = type(base), getattr(base, "_weight_conversions", None), tuple(state), forms
-        if self._known is None or self._known[0] != key:
+        known = self._memo.arrangements
+        if known is None or known[0] != key:
             if pretrained:
                 saving.check(base, state)
             rows = saving.arrangements(base, forms) if pretrained else record(dict, forms)
-            self._known = key, rows
-        rows = self._known[1]
+            known = self._memo.arrangements = key, rows
+        return self._trained(known[1], state, () if merging is None else merging.origins)
+
+    def _trained(
+        self, rows: dict[str, Arrangement], state: Mapping[str, torch.Tensor], tuned: Container[str]
+    ) -> dict[str, Arrangement]:
+        """Return the rows without those of frozen tensors, if these are left out.
+
+        :param tuned: names of the tensors that adapters change.
+        """
         if self._frozen:
             return rows
-        tuned = () if merging is None else merging.origins
         trained = {name for name, one in state.items() if name in tuned or _is_trained(one)}
         return {name: row for name, row in rows.items() if not trained.isdisjoint(row.inputs)}
 
@@ -170,18 +269,18 @@ def _merged_forms(merging: Merging) -> dict[str, Form]:
     return {name: found[origin] for name, (_, origin) in merging.origins.items()}
 
 
-def _reshard(model: nn.Module) -> None:
+def _reshard(modules: Iterable[nn.Module]) -> None:
     """Let FSDP2 free the parameters that a forward has gathered, as ``state_dict()``
     does: the outermost ones, which may have been cast."""
     fsdp: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    for module in model.modules() if fsdp is not None else ():
+    for module in modules if fsdp is not None else ():
         if isinstance(module, fsdp):
             module.reshard()
 
 
 def _signature(model: nn.Module) -> list[object]:
-    """Return the ids of a model's modules and tensors, with dtypes, and the active
-    adapters."""
+    """Return a list that is equal while the model's structure is unchanged: ids of its
+    modules and tensors, with dtypes, and the active adapters."""
     found: list[object] = []
     for module in model.modules():
         inside = module.__dict__
@@ -190,6 +289,31 @@ def _signature(model: nn.Module) -> list[object]:
             found += (id(tensor), tensor if tensor is None else tensor.dtype)
         if (active := inside.get("_active_adapter")) is not None:
             found.append(str(active))
+    return found
+
+
+def _places(modules: list[nn.Module]) -> Iterator[tuple[_Place, torch.Tensor | None]]:
+    """Yield the place of each parameter and buffer of these modules, and the tensor."""
+    for number, module in enumerate(modules):
+        for kind in ("_parameters", "_buffers"):
+            for name, tensor in module.__dict__[kind].items():
+                yield _Place(number, kind, name), tensor
+
+
+def _form_of_all(modules: list[nn.Module]) -> list[object]:
+    """Return a list that is equal for modules of the same kinds and names whose tensors
+    have the same forms, and are tied alike."""
+    first: dict[object, int] = {}
+    found: list[object] = []
+    for module in modules:
+        inside = module.__dict__
+        found += (type(module), *inside["_modules"], frozenset(inside["_non_persistent_buffers_set"]))
+    for place, tensor in _places(modules):
+        found.append(place)
+        if tensor is not None:
+            form = _whole_form(tensor)
+            tie = first.setdefault(memory_of(tensor), len(found))
+            found += (is_whole(tensor), form.dtype, form.shape, form.strides, tie)
     return found
 
 
@@ -203,7 +327,8 @@ def _whole_form(tensor: torch.Tensor) -> Form:
 
 
 def _zeros(tensor: torch.Tensor) -> torch.Tensor:
-    """Return zeros of the whole tensor's shape, on the device of its local part."""
+    """Return new zeros of the whole tensor's shape and dtype, on the device of its
+    local part."""
     form = _whole_form(tensor)
     device = "cpu" if tensor.is_meta else tensor.device
     zeros = torch.zeros(form.shape, dtype=form.dtype, device=device)
@@ -217,7 +342,7 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _ties(state: Mapping[str, torch.Tensor]) -> list[list[str]]:
-    """Return lists of names that share one tensor."""
+    """Return the lists of names that share one tensor, two or more in each."""
     names: dict[object, list[str]] = defaultdict(list)
     for name, tensor in state.items():
         names[memory_of(tensor)].append(name)
@@ -225,10 +350,12 @@ def _ties(state: Mapping[str, torch.Tensor]) -> list[list[str]]:
 
 
 def _is_trained(tensor: torch.Tensor) -> bool:
+    """Return True for a parameter that is trained, and for every buffer."""
     return tensor.requires_grad or not isinstance(tensor, nn.Parameter)
 
 
 def _refuse_model_inside(module: nn.Module) -> None:
+    """Raise UsageError if a module inside is a model of transformers or PEFT."""
     for path, inner in module.named_modules():
         if saving.is_pretrained(inner) or (path and find_peft_model(inner) is not None):
             text = f"hf: the {type(module).__name__} holds a {type(inner).__name__} as .{path}, and would name its tensors so"

@@ -50,9 +50,11 @@ class Form:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Form:
+        """Return the form of this tensor."""
         return cls(tensor.dtype, tuple(tensor.shape), tensor.stride())
 
     def meta(self) -> torch.Tensor:
+        """Return a new meta tensor of this form."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
 
 
@@ -86,7 +88,8 @@ class Arrangement:
     _step: _Step | str
 
     def apply(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the tensor; a view of its input where that is possible.
+        """Return the tensor: the input itself or a view of it where that is possible,
+        else the result of the recorded operations, replayed.
 
         :param tensors: the inputs by name: whole tensors of any strides.
         """
@@ -100,6 +103,8 @@ class Arrangement:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it
+    """Records the operations of torch in the block, by the tensors that they return."""
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # as above
         self.steps: dict[int, _Step | str] = {}
@@ -107,10 +112,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         self._alive: list[object] = []
 
     def name(self, tensor: torch.Tensor, step: _Step | str) -> None:
+        """Record the step that made a tensor, unless it has one, and keep the tensor
+        alive."""
         self.steps.setdefault(id(tensor), step)
         self._alive.append(tensor)  # its id is unique only while it lives
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, record it and return its result. Raises UsageError if the
+        operation writes in place."""
         # a replay runs on the device of its tensors
         options = {name: one for name, one in (kwargs or {}).items() if name != "device" or str(one) != "meta"}
         if func._schema.is_mutable:
@@ -130,8 +139,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         return found
 
     def _taken(self, tensor: torch.Tensor) -> object:
+        """Return what stands for a step's argument: a reference to the step that made
+        it, or the tensor itself, a constant. Raises UsageError for a meta constant."""
         if id(tensor) in self.steps:
-            return _Taken(self.steps[id(tensor)])
+            return _StepResult(self.steps[id(tensor)])
         if tensor.is_meta:  # e.g. made of a list of indices, whose values are lost
             text = "the conversion of this model computes with constants on the device of its tensors"
             raise errors.UsageError(f"{text}, which is not supported", hint=_IN_MEMORY)
@@ -139,7 +150,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
 
 
 @dataclass(frozen=True, eq=False)
-class _Taken:
+class _StepResult:
     """Stands in the arguments of a step for the tensor that another step made."""
 
     step: _Step | str
@@ -148,10 +159,11 @@ class _Taken:
 def record(
     convert: Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]], given: Mapping[str, Form]
 ) -> dict[str, Arrangement]:
-    """Return how ``convert`` makes each tensor that it returns, by name.
+    """Run ``convert`` once on meta tensors; return how it makes each tensor, by name.
 
     :param given: forms of the tensors that ``convert`` gets.
-    :raises replicas.errors.UsageError: ``convert`` writes in place.
+    :raises replicas.errors.UsageError: ``convert`` writes in place, or a result is not
+        made of the given tensors.
     """
     recorder = _Recorder()
     metas = {name: form.meta() for name, form in given.items()}
@@ -164,12 +176,13 @@ def record(
     return {
         name: _arranged(recorder.steps[id(tensor)], metas, storages, known)
         if id(tensor) in recorder.steps
-        else _fail(name)
+        else _raise_not_made(name)
         for name, tensor in found.items()
     }
 
 
-def _fail(name: str) -> Arrangement:
+def _raise_not_made(name: str) -> Arrangement:
+    """Raise UsageError for a result that is not made of the given tensors."""
     raise errors.UsageError(
         f"the conversion of this model returns {name!r}, which is not made of its tensors",
         hint=_IN_MEMORY,
@@ -179,6 +192,12 @@ def _fail(name: str) -> Arrangement:
 def _arranged(
     step: _Step | str, metas: Mapping[str, torch.Tensor], storages: Mapping[int, str], known: dict[int, Any]
 ) -> Arrangement:
+    """Return the arrangement of a step's result: the step is replayed on ``metas``.
+
+    :param storages: names of the inputs by their storage.
+    :param known: as for :func:`_replayed`.
+    :raises replicas.errors.UsageError: the result is not made of the given tensors.
+    """
     inputs = tuple(dict.fromkeys(_inputs(step)))
     if not inputs:
         raise errors.UsageError(
@@ -197,22 +216,26 @@ def _arranged(
 
 
 def _inputs(step: _Step | str) -> list[str]:
+    """Return the names of the given tensors that a step leads back to, with
+    repetitions."""
     if isinstance(step, str):
         return [step]
     found: list[str] = []
-    tree_map_only(_Taken, lambda taken: found.extend(_inputs(taken.step)), (step.arguments, dict(step.options)))
+    tree_map_only(_StepResult, lambda taken: found.extend(_inputs(taken.step)), (step.arguments, dict(step.options)))
     return found
 
 
 def _replayed(step: _Step | str, tensors: Mapping[str, torch.Tensor], known: dict[int, Any]) -> Any:
-    """Replay a step on these tensors. ``known``: results so far by operation,
-    extended."""
+    """Return the result of a step, replayed with the steps before it on these tensors.
+
+    :param known: results so far by operation; new ones are added.
+    """
     if isinstance(step, str):
         return tensors[step]
     key = id(step.arguments)  # shared by the results of one operation
     if key not in known:
         take = lambda taken: _replayed(taken.step, tensors, known)  # noqa: E731
-        arguments, options = tree_map_only(_Taken, take, (step.arguments, dict(step.options)))
+        arguments, options = tree_map_only(_StepResult, take, (step.arguments, dict(step.options)))
         if step.operation in _COPIES:
             known[key] = arguments[0]
         elif step.operation in _RESHAPES:

@@ -76,7 +76,8 @@ def _names_of_class(model: Any) -> set[str]:
 
 
 def saved_names(model: Any, state: Mapping[str, torch.Tensor], tied: Iterable[list[str]]) -> list[str]:
-    """Return the names in memory of the tensors to save, in order.
+    """Return the names, in memory, of the tensors that ``save_pretrained`` would write,
+    in order: one name of each shared tensor, without names that the class ignores.
 
     :param tied: lists of names, each of one shared tensor.
     """
@@ -93,7 +94,12 @@ def saved_names(model: Any, state: Mapping[str, torch.Tensor], tied: Iterable[li
 
 
 def arrangements(model: Any, forms: Mapping[str, Form]) -> dict[str, Arrangement]:
-    """Return how the tensors of the checkpoint are made of those in memory."""
+    """Return how each tensor of the checkpoint, by name, is made of those in memory.
+
+    transformers' conversion runs once, on meta tensors of these forms.
+
+    :raises replicas.errors.UsageError: transformers cannot convert, or is too old.
+    """
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError as error:

@@ -76,14 +76,22 @@ def unwrap(model: nn.Module) -> Unwrapped:
 
 
 def copy_modules(module: nn.Module, tensor: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Copy a module tree; ``tensor`` makes its parameters and buffers.
+    """Copy a module tree without wrappers and hooks; return the copied root.
 
     A tensor that is shared in ``module`` is shared in the copy.
+
+    :param tensor: returns the parameter or buffer to use in place of the given one.
     """
     return _Copier(Unwrapped(None, {}, {}), tensor).copy(module)
 
 
 class _Copier:
+    """Copies one module tree; shared modules and tied tensors stay shared.
+
+    :param found: gets the origins and units.
+    :param tensor: makes the copy of a tensor.
+    """
+
     def __init__(self, found: Unwrapped, tensor: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._found = found
         self._tensor = tensor
@@ -91,6 +99,8 @@ class _Copier:
         self._tensors: dict[object, torch.Tensor] = {}
 
     def copy(self, module: nn.Module) -> nn.Module:
+        """Return the copy of a module without its wrappers; the same copy for a
+        repeated call."""
         inner = _wrapped(module)
         if inner is not None:
             made = self.copy(inner)
@@ -104,6 +114,8 @@ class _Copier:
         return self._modules[id(module)]
 
     def _fill(self, made: nn.Module, module: nn.Module) -> None:
+        """Fill the copy with the module's attributes, except hooks, and with copies of
+        its tensors and submodules."""
         for name, value in module.__dict__.items():
             # what a method of the copy adds to a container must not change the model's
             made.__dict__[name] = value.copy() if type(value) in _CONTAINERS else value
@@ -118,6 +130,8 @@ class _Copier:
         )
 
     def _copy_tensor(self, value: Any) -> Any:
+        """Return the copy of a tensor, the same one for all tied tensors; None for
+        None."""
         if value is None:
             return None
         key = memory_of(value)
@@ -126,7 +140,11 @@ class _Copier:
         return self._tensors[key]
 
     def _place_flat(self, wrapper: Any, made: nn.Module) -> None:
-        """Put meta tensors in place of the parameters that FSDP1 has flattened."""
+        """In the copy, put meta tensors in place of the parameters that FSDP1 has
+        flattened, and record their units.
+
+        :param wrapper: FSDP1's wrapper. :param made: the copy of the module inside it.
+        """
         flat = wrapper._handle.flat_param
         for name in [name for name, one in made._parameters.items() if one is flat]:
             del made._parameters[name]
@@ -140,7 +158,7 @@ class _Copier:
 
 
 def is_whole(tensor: torch.Tensor) -> bool:
-    """Return True if the tensor is not a shard."""
+    """Return True if the tensor is not a shard: neither a DTensor nor ZeRO-3's."""
     return not is_dtensor(tensor) and not hasattr(tensor, "ds_id")
 
 
@@ -154,12 +172,13 @@ def memory_of(tensor: torch.Tensor) -> object:
 
 
 def _set(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Replace the parameter of this dotted name in a module."""
     path, _, last = name.rpartition(".")
     module.get_submodule(path)._parameters[last] = parameter
 
 
 def _wrapped(module: nn.Module) -> nn.Module | None:
-    """Return the module that this one wraps without changing names, or None."""
+    """Return the module inside a wrapper that keeps names of parameters, or None."""
     for library, name, attribute in _WRAPPERS:
         kind = getattr(sys.modules.get(library), name, None)  # None if not imported
         if kind is not None and isinstance(module, kind):
@@ -168,6 +187,6 @@ def _wrapped(module: nn.Module) -> nn.Module | None:
 
 
 def _own_class(kind: type) -> type:
-    """Return the class of a module before FSDP2 derived one from it."""
+    """Return the class itself, or the original one from which FSDP2 derived it."""
     fsdp: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     return kind if fsdp is None else next(base for base in kind.__mro__ if not issubclass(base, fsdp))

@@ -43,7 +43,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidSta
 from replicas import __version__, errors
 from replicas.common.backoff import Backoff
 from replicas.common.logs import Log
-from replicas.common.tasks import cancelled, is_set_within, telling
+from replicas.common.tasks import cancelled, is_set_within, say_if_slow
 from replicas.core.lives.lease_times import BEAT_S, END_S, local_patience_s
 from replicas.core.lives.tenancy import Tenancy
 from replicas.linux.processes import start_time
@@ -145,7 +145,7 @@ class Agent:
         self._stop = asyncio.Event()
 
     def leave(self, reason: str) -> None:
-        """Ask the supervisor to move the replicas; end at the second call."""
+        """Ask the supervisor to move the replicas; a second call ends the agent."""
         if self._tenancy.state != "serving":
             self._end(reason)
             return
@@ -174,6 +174,7 @@ class Agent:
         return self._code
 
     def _end(self, reason: str, code: int = 0) -> None:
+        """Note the reason and the exit code, and let :meth:`run` end all processes."""
         if not self._tenancy.ended:
             self._tenancy.step("end")
             self._reason, self._code = reason, code
@@ -182,7 +183,7 @@ class Agent:
     async def _end_everything(self) -> None:
         """End all processes, and wait until none is left."""
         self._shims.stop_all(_GRACE_S)
-        with telling(log.warning, f"node {self.node}: waiting up to {_KILL_S:g} s for its processes to end"):
+        with say_if_slow(log.warning, f"node {self.node}: waiting up to {_KILL_S:g} s for its processes to end"):
             await is_set_within(self._shims.empty, _KILL_S)
         self._shims.kill_all()
         await self._shims.empty.wait()  # sweeps go on until unkillable processes are gone
@@ -191,7 +192,10 @@ class Agent:
     # ------------------------------------------------------------ time
 
     async def _watch(self) -> None:
-        """Ping the shims, send beats, and end everything when the lease is over."""
+        """Ping the shims, send beats, and end everything when the lease is over.
+
+        Return when the agent is to end.
+        """
         while not self._tenancy.ended:
             now = self._loop.time()
             if self._tenancy.over(now):
@@ -224,6 +228,7 @@ class Agent:
     # ------------------------------------------------------------ the connection
 
     async def _serve(self) -> None:
+        """Dial the supervisor, again after each disconnection, until the agent ends."""
         failures, tell_at, problem = 0, self._loop.time() + WAIT_S, ""
         give_up_at = self._loop.time() + JOIN_S
         while not self._tenancy.ended:
@@ -286,6 +291,10 @@ class Agent:
         return late or isinstance(error, ConnectionRefusedError)
 
     def _disconnected(self) -> None:
+        """End an agent without a lease, or limit its life to ``adopt_s`` from now.
+
+        An agent with a lease continues; so does one that has not joined.
+        """
         if self._welcome is None or self._tenancy.leased or not self._tenancy.serves:
             return
         if not self._welcome.adopt_s:
@@ -301,7 +310,13 @@ class Agent:
         return self._tenancy.ended or self._lease_ended_at != began_after
 
     async def _converse(self, link: SupervisorLink, began_after: float | None) -> None:
-        """Send Hello, and obey orders until the connection ends or is stale."""
+        """Send Hello, and obey orders until the connection ends or is stale.
+
+        :param began_after: when the last lease before this connection had ended, or
+            None.
+        :raises _Refused: the supervisor rejects this agent for good.
+        :raises TimeoutError: the supervisor is silent, or asks to try again.
+        """
         asked_at = self._loop.time()
         if self._is_stale(began_after):
             return
@@ -346,6 +361,7 @@ class Agent:
             await cancelled(writer)
 
     def _apply_welcome(self, welcome: wire.Welcome, asked_at: float) -> None:
+        """Use the lease and token of a Welcome. ``asked_at``: when Hello was sent."""
         before = self._tenancy.until
         self._tenancy.granted(welcome.lease_s, asked_at)
         self._shims.lease_until = self._tenancy.until  # for shims that start before the next tick
@@ -354,15 +370,19 @@ class Agent:
             self._shims.identity = welcome.state_id
         if welcome.token:
             self._token.set_token(welcome.token)
-        self._renewed(before)
+        self._ping_if_ending_soon(before)
 
-    def _renewed(self, before: float | None) -> None:
-        """Ping the shims now if the lease they know ends before the next tick."""
+    def _ping_if_ending_soon(self, before: float | None) -> None:
+        """Ping the shims now if the lease that they know ends before the next tick.
+
+        :param before: the end of that lease, by the loop's clock, or None.
+        """
         now = self._loop.time()
         if before is not None and before - now < 2 * BEAT_S:
             self._shims.check_shims(now, self._tenancy.until)
 
     async def _write(self, link: SupervisorLink) -> None:
+        """Send stacks, changed states and queued messages until cancelled."""
         while True:
             await self._news.wait()
             self._news.clear()
@@ -373,15 +393,17 @@ class Agent:
                 await link.send(wire.encode(message))
 
     def _send(self, message: wire.AgentMessage) -> None:
+        """Queue a message for the supervisor. Never waits."""
         self._outbox.append(message)
         self._news.set()
 
     def _obey(self, order: wire.Order) -> None:
+        """Carry out an order; slow ones run in a task, and those for shims there."""
         match order:
             case wire.Heard(number):
                 before = self._tenancy.until
                 self._tenancy.extend_lease(number)
-                self._renewed(before)
+                self._ping_if_ending_soon(before)
             case wire.NewToken(member, operator):
                 self._token.set_token(member)
                 self._on_token(operator)
@@ -396,6 +418,7 @@ class Agent:
 
 
 def _order(data: str | bytes) -> wire.Order:
+    """Decode an order. Raises _Refused if the order is not valid."""
     try:
         return wire.decode_order(data if isinstance(data, bytes) else data.encode())
     except msgspec.DecodeError as error:
@@ -403,5 +426,6 @@ def _order(data: str | bytes) -> wire.Order:
 
 
 def _refusal(error: InvalidStatus) -> str:
+    """Return the supervisor's HTTP refusal in words."""
     body = bytes(error.response.body or b"").decode(errors="replace")[:200]
     return f"the supervisor refuses this node ({error.response.status_code}): {body}"

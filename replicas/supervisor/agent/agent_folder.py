@@ -35,6 +35,7 @@ class AgentFolder(LockedFolder):
     """The state folder, from :meth:`acquire` to :meth:`release`."""
 
     patience_s = 300.0
+    elsewhere = "name another one with --state-dir"
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -49,12 +50,9 @@ class AgentFolder(LockedFolder):
         :raises replicas.errors.UsageError: another agent has it, or it is unusable.
         :raises replicas.errors.WorldError: those shims have not died within 5 minutes.
         """
-        try:
+        with self._usable():
             self._made = not self.path.exists()
             self._lock_folder()
-        except OSError as error:
-            text = f"cannot use the state folder {self.path}: {error.strerror or error}"
-            raise errors.UsageError(text, hint="name another one with --state-dir") from error
         identity = give_identity(self.path)
         leftovers.sweep(None, identity, SWEEP_S)
         private.make_folder(self.path / "logs")
@@ -77,11 +75,11 @@ class AgentFolder(LockedFolder):
         Sweep(finder(lambda: orphans, leftovers.is_orphan)).kill_once()
 
     def _taken(self, owner: Owner) -> errors.ReplicasError:
-        return errors.UsageError(
-            f"another agent uses the state folder {self.path}", hint="name another one with --state-dir"
-        )
+        """Return the error for a folder that a living agent has locked."""
+        return errors.UsageError(f"another agent uses the state folder {self.path}", hint=self.elsewhere)
 
     def _not_dying(self, owner: Owner, holders: list[int]) -> errors.ReplicasError:
+        """Return the error for a dead agent's processes that survive SIGKILL."""
         return errors.WorldError(
             f"processes of an earlier agent in {self.path} do not die: {', '.join(map(str, holders))}",
             hint="see what they wait for; restart the machine, or name another folder with --state-dir",

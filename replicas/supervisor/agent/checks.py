@@ -62,6 +62,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, logs: LogsConfig, *, replicas: int, ranks: int) -> Self:
+        """Return the demand of this number of replicas and ranks on one machine."""
         each = logs.keep_generations * (logs.keep + 1) * logs.max_nbytes
         return cls(processes=replicas + ranks, log_nbytes=2 * ranks * each)  # of this run and the previous one
 
@@ -107,6 +108,7 @@ def examine_machine(
 
 
 def _leftovers(state_dir: Path, ours: Collection[int]) -> Iterator[Finding]:
+    """Yield a problem for each living process of a dead run in this folder."""
     found = leftovers.find(RunState(state_dir / "state.json").peek(), identity_of(state_dir))
     remedy = "the next start of this run kills it"
     if ours:
@@ -121,6 +123,7 @@ def _leftovers(state_dir: Path, ours: Collection[int]) -> Iterator[Finding]:
 
 
 def _gpus(machine: Machine, ours: Collection[int]) -> Iterator[Finding]:
+    """Yield findings on the GPUs and the processes that use them."""
     if not machine.gpus:
         yield Finding("gpus", "ok", f"none ({machine.gpus_from or 'no driver'})")
         return
@@ -137,6 +140,7 @@ def _gpus(machine: Machine, ours: Collection[int]) -> Iterator[Finding]:
 
 
 def _limits(machine: Machine, demand: Demand) -> Iterator[Finding]:
+    """Yield findings on limits of files and processes, and on kernel features."""
     many = demand.processes
     yield _limit("open files", resource.RLIMIT_NOFILE, _FILES_BASE + _FILES_EACH * many, "-n")
     yield _limit("processes", resource.RLIMIT_NPROC, _PROCESSES_EACH * many, "-u")
@@ -161,6 +165,7 @@ def _limits(machine: Machine, demand: Demand) -> Iterator[Finding]:
 
 
 def _limit(name: str, which: int, needed: int, option: str) -> Finding:
+    """Return whether a resource limit suffices. ``option``: of ``ulimit``."""
     soft, hard = resource.getrlimit(which)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         many = "any number of" if soft == resource.RLIM_INFINITY else str(soft)
@@ -172,6 +177,7 @@ def _limit(name: str, which: int, needed: int, option: str) -> Finding:
 
 
 def _available_nbytes() -> int:
+    """Return the available memory of the machine, or 0 if unknown."""
     for line in kernel_lines(Path("/proc/meminfo")):
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -179,6 +185,7 @@ def _available_nbytes() -> int:
 
 
 def _disk(state_dir: Path, demand: Demand) -> Iterator[Finding]:
+    """Yield findings on the space for logs where the state folder is or will be."""
     folder = next(path for path in (state_dir, *state_dir.parents) if path.exists())
     free = shutil.disk_usage(folder).free
     if not os.access(folder, os.W_OK):

@@ -35,7 +35,7 @@ CONNECTING: dict[str, Any] = {"open_timeout": 5.0, "max_size": 8 << 20}
 
 
 async def dial_run(path: Path) -> tuple[SupervisorLink, str]:
-    """Connect to the supervisor at the run's Unix socket."""
+    """Connect to the run's Unix socket. Return the connection, and "" as address."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.setblocking(False)
@@ -48,6 +48,7 @@ async def dial_run(path: Path) -> tuple[SupervisorLink, str]:
 
 
 async def _run(options: argparse.Namespace) -> int:
+    """Run the agent, then remove a dead supervisor's socket. Return the exit code."""
     groups = RunCgroups(options.run, options.cgroup, limited=options.limited)
     agent = Agent(
         options.node,
@@ -63,6 +64,7 @@ async def _run(options: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the agent of the supervisor's machine. Return its exit code."""
     parser = argparse.ArgumentParser(prog="replicas.supervisor.agent.local", description="started by the supervisor")
     parser.add_argument("--run", required=True, help="name of the run")
     parser.add_argument("--node", required=True, help="name of this machine as a node")

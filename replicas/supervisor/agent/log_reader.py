@@ -23,12 +23,15 @@ REPLY_NBYTES = 1 << 20
 
 
 class _Reader:
+    """One reader of the node's logs, and its lines that are not sent yet."""
+
     def __init__(self, follower: LogFollower) -> None:
         self.follower = follower
         self.waiting: deque[LogLine] = deque()
         """Lines that did not fit into the previous reply."""
 
     def reply(self, number: int) -> LogReply:
+        """Remove the waiting lines that fit into one reply, and return the reply."""
         body = bytearray()
         while self.waiting and len(body) < REPLY_NBYTES:
             line = msgspec.json.encode(self.waiting[0])
@@ -47,33 +50,32 @@ class NodeLogReaders:
         self._readers: dict[int, _Reader] = {}
 
     async def answer(self, query: LogQuery) -> LogReply:
-        """Return the lines that a reader has not had yet, as JSON Lines.
+        """Return the lines that a reader has not had yet, as JSON Lines, or an error.
 
-        A reader that is done asks until a reply is empty.
+        The first query opens the files. A reader that is done asks until a reply is
+        empty.
         """
         reader = self._readers.get(query.number)
-        if query.selection is None:
-            return LogReply(number=query.number) if reader is None else self._last(query.number, reader)
+        if reader is None and query.selection is None:
+            return LogReply(number=query.number)
         try:
             reader = reader or self._open(query)
-            if not reader.waiting:
+            if query.selection is None:
+                reader.waiting.extend(reader.follower.close())
+            elif not reader.waiting:
                 reader.waiting.extend(await anyio.to_thread.run_sync(reader.follower.poll))
         except errors.UsageError as error:
             self._readers.pop(query.number, None)
             return LogReply(number=query.number, error=error.message, hint=error.hint)
         except (OSError, msgspec.ValidationError) as error:
             return LogReply(number=query.number, error=f"the logs of this node cannot be read: {error}")
-        return reader.reply(query.number)
-
-    def _last(self, number: int, reader: _Reader) -> LogReply:
-        reader.waiting.extend(reader.follower.rest())
-        reader.follower.close()
-        reply = reader.reply(number)
-        if not reader.waiting:
-            self._readers.pop(number, None)
+        reply = reader.reply(query.number)
+        if query.selection is None and not reader.waiting:
+            self._readers.pop(query.number, None)
         return reply
 
     def _open(self, query: LogQuery) -> _Reader:
+        """Create the reader of a query; drop the oldest if there are too many."""
         while len(self._readers) >= _READERS_MAX:  # drop the oldest: it may have gone without a last request
             self._readers.pop(next(iter(self._readers))).follower.close()
         selection = msgspec.convert(query.selection, Selection)

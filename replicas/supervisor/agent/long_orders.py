@@ -12,7 +12,7 @@ from pathlib import Path
 import anyio.to_thread
 
 from replicas.common.logs import Log
-from replicas.common.tasks import kept
+from replicas.common.tasks import keep_until_done
 from replicas.supervisor.agent import messages as wire
 from replicas.supervisor.agent.checks import examine_node
 from replicas.supervisor.agent.log_reader import NodeLogReaders
@@ -39,9 +39,10 @@ class LongOrders:
 
     def start_order(self, order: wire.Clean | wire.Query) -> None:
         """Start a task that carries out an order and sends the reply."""
-        kept(asyncio.create_task(self._carry_out(order)), self.tasks)
+        keep_until_done(asyncio.create_task(self._carry_out(order)), self.tasks)
 
     async def _carry_out(self, order: wire.Clean | wire.Query) -> None:
+        """Carry out an order, and send the reply or replies."""
         match order:
             case wire.Clean(shims):
                 await self._clean(shims)
@@ -51,6 +52,7 @@ class LongOrders:
                 await self._examine(order)
 
     async def _clean(self, shims: tuple[wire.ShimLeft, ...]) -> None:
+        """End the processes of unknown shims; report the shims with none left."""
         left = [shim for shim in shims if shim.nonce not in self._shims]
         while left:
             try:
@@ -63,6 +65,7 @@ class LongOrders:
             left = [shim for shim in left if shim.nonce not in gone]
 
     async def _examine(self, order: wire.Examine) -> None:
+        """Examine the machine, once at a time, and send the findings."""
         async with self._examining:
             findings = await anyio.to_thread.run_sync(
                 examine_node, self._state_dir, order.supervisor, order.demand, abandon_on_cancel=True

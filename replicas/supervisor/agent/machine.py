@@ -1,12 +1,13 @@
 """Find this machine's resources: GPUs, CPUs, memory, and whether they can be limited.
 
-:func:`look` uses neither torch nor a GPU context.
+:func:`inspect_machine` uses neither torch nor a GPU context.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import re
 import socket
@@ -20,7 +21,6 @@ from replicas.linux.cgroups import LIMITS, find_own, own_group
 from replicas.linux.files import kernel_lines
 from replicas.linux.helpers import interpreter
 
-_REMEDY = "start it as root or under systemd with Delegate=yes, or remove the limit"
 _NVML_S = 20.0
 NAME_MAX = 63
 _NO_GPUS = ("", "-1", "NoDevFiles")
@@ -58,13 +58,14 @@ def inspect_machine(*, gpus: bool = True, environ: Mapping[str, str] | None = No
         quota, _, period = text.partition(" ")
         if quota != "max":
             cpus = min(cpus, max(1, int(quota) // int(period)))
+    remedy = f"start it {'as root, or ' * bool(os.geteuid())}under systemd with Delegate=yes, or remove the limit"
     try:
         own = find_own()
         controllers = kernel_lines(own / "cgroup.controllers")[0].split()
         missing = [name for name in LIMITS if name not in controllers]
-        refused = f"{own} has no controller {' or '.join(missing)}; {_REMEDY}" if missing else ""
+        refused = f"{own} has no controller {' or '.join(missing)}; {remedy}" if missing else ""
     except OSError as error:
-        refused = f"{error.strerror}; {_REMEDY}"
+        refused = f"{error.strerror}; {remedy}"
     memory_nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Machine(
         gpus=names,
@@ -87,12 +88,8 @@ def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...] | None:
     text = environ.get("CUDA_VISIBLE_DEVICES")
     if text is None:
         return None
-    gpus: list[str] = []
-    for word in text.split(","):
-        if word.strip() in _NO_GPUS:  # CUDA stops here, too
-            break
-        gpus.append(word.strip())
-    return tuple(dict.fromkeys(gpus))
+    words = map(str.strip, text.split(","))
+    return tuple(dict.fromkeys(itertools.takewhile(lambda word: word not in _NO_GPUS, words)))  # as CUDA does
 
 
 def _nvml_gpus() -> tuple[tuple[str, ...], str, str]:
@@ -120,6 +117,7 @@ def nvml_count(command: list[str], timeout_s: float) -> tuple[int | None, str]:
 
 
 def _cgroup_texts(name: str) -> Iterator[str]:
+    """Yield this file's first line in the own control group and in each above it."""
     try:
         own = own_group()
     except OSError:

@@ -95,7 +95,7 @@ class Cleaned(msgspec.Struct, frozen=True, tag=True):
 
 
 class Leaving(msgspec.Struct, frozen=True, tag=True):
-    """The node is about to be taken away: move its replicas, then send ``HungUp``."""
+    """The node is about to be taken away: move its replicas, then send ``Over``."""
 
     reason: _Text
 
@@ -165,22 +165,30 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Stop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """End a shim's processes: SIGTERM now, SIGKILL after ``timeout_s``."""
+
     nonce: str
     timeout_s: _Seconds
     stacks: bool = False
 
 
 class Meet(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The rendezvous (host and port) of a replica's parts, for one shim."""
+
     nonce: str
     host: str
     port: _Port
 
 
 class Kill(msgspec.Struct, frozen=True, tag=True):
+    """Kill a shim; the agent then kills its processes."""
+
     nonce: str
 
 
 class AskStacks(msgspec.Struct, frozen=True, tag=True):
+    """Ask for the stacks of a shim's ranks; the answer is :class:`StacksFound`."""
+
     nonce: str
 
 

@@ -36,6 +36,7 @@ def clean_up(left: Sequence[ShimLeft], shims_s: float = SHIMS_S) -> tuple[str, .
 
 
 def _sweep(shims: Sequence[ShimLeft], timeout_s: float) -> list[int]:
+    """Kill processes of these shims. Return those left after ``timeout_s``. Blocks."""
     groups = [Path(one.cgroup) for one in shims if one.cgroup]
     known = {one.pid: one.start_time for one in shims if one.pid > 0}
     return Sweep(by_mark(one.nonce for one in shims), groups=groups, known=known).run(timeout_s)

@@ -57,11 +57,13 @@ class _AgentConnection(PortConnection):
 
 
 async def _dial(to: Invitation) -> tuple[SupervisorLink, str]:
+    """Connect to the supervisor. Return the connection and its local address."""
     link = await dial(way_to(to.endpoint, to.token), "/agent", _AgentConnection, **CONNECTING)
     return link, str(link.transport.get_extra_info("sockname")[0])
 
 
 async def _serve(to: Invitation, name: str, labels: Mapping[str, str], folder: AgentFolder, address: str) -> int:
+    """Lock the folder, and run an agent until its end. Return its exit code."""
     identity = await anyio.to_thread.run_sync(folder.acquire)
     machine = await anyio.to_thread.run_sync(inspect_machine)
     groups = RunCgroups(f"agent-{name}", limited=True)

@@ -6,7 +6,6 @@ import asyncio
 import errno
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -21,13 +20,13 @@ from replicas.common import own_code
 from replicas.common.logs import Log
 from replicas.common.patience import PAUSE_S, Silence
 from replicas.linux import cgroups, private
-from replicas.linux.helpers import apart, python_module
+from replicas.linux.helpers import popen_arguments, python_module
 from replicas.linux.processes import MARK, SHIM, command_line, send_signal, signal_name
 from replicas.linux.scarce import naming_limits
 from replicas.supervisor.cleanup.sweeping import UNSEEN, Sweep, by_mark
 from replicas.supervisor.logs.pump import is_pump
 from replicas.supervisor.wire import orders
-from replicas.supervisor.wire.orders import REMAINS_INTERVAL_S, PartSpec, plain
+from replicas.supervisor.wire.orders import REMAINS_INTERVAL_S, MessageSocket, PartSpec, plain
 from replicas.supervisor.wire.part_state import ExitReport, LogLoss, PartState, Remains, first_state
 
 log = Log("replicas.agent")
@@ -50,7 +49,9 @@ def base_environment() -> dict[str, str]:
 
 
 class ShimProcess:
-    """One shim, until no process of its part is left. For the event loop's thread.
+    """The agent's side of one shim: the child process that owns a part of a replica.
+
+    It lasts until no process of the part is left. For the event loop's thread.
 
     :param changed: called after each change of :attr:`state` or :attr:`stacks`.
     :param lock: descriptor of a lock, which the shim keeps open while it lives.
@@ -69,35 +70,27 @@ class ShimProcess:
         self._told_until = spec.lease_until or None
         self._answered_at = time.monotonic()
         self._silence = Silence(self._answered_at + _PING_INTERVAL_S)
+        self._loop = asyncio.get_running_loop()
+        start = {"type": "start", "spec": plain(spec)}
+        if (nbytes := len(orders.encode(start))) > orders.FILE_MAX_NBYTES:
+            text = f"its orders of {nbytes >> 10} KiB are too long for a message; the environment must be smaller"
+            raise OSError(errno.EMSGSIZE, text)
         ours, theirs = orders.pair()
         ours.setblocking(False)
+        name = f"the shim of {spec.group}/{spec.replica}"
+        self._control = MessageSocket(ours, name, self._handle_message, self._loop.remove_reader, log.error)
         with theirs:
             self._popen = self._spawn(theirs.fileno(), lock)
         self.state = first_state(spec, self._popen.pid)._replace(losses=self._unlogged)
         self._pidfd = os.pidfd_open(self._popen.pid)
-        self._control: socket.socket | None = ours
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(ours, self._on_message)
+        self._loop.add_reader(ours, self._control.read)
         self._loop.add_reader(self._pidfd, self._on_exit)
-        start = {"type": "start", "spec": plain(spec)}
-        try:
-            orders.send(ours, start)
-        except OSError as error:
-            # The shim has no spec, so it has started no process.
-            self._finishing = True
-            self._close_control()
-            self._loop.remove_reader(self._pidfd)
-            send_signal(self._pidfd, signal.SIGKILL)
-            os.close(self._pidfd)
-            self._popen.wait()
-            if error.errno == errno.EMSGSIZE:
-                nbytes = len(orders.encode(start))
-                text = f"its orders of {nbytes >> 10} KiB are too long for a message; the environment must be smaller"
-                raise OSError(errno.EMSGSIZE, text) from None
-            raise
+        if not self._control.send(start):  # the shim has started no process, and ends
+            self._control.close()
 
     @naming_limits()
     def _spawn(self, control: int, lock: int | None) -> subprocess.Popen[bytes]:
+        """Start the process of the shim, which inherits these descriptors."""
         with ExitStack() as stack:
             given = {"control": control, "parent": os.getpid()}
             if lock is not None:
@@ -112,10 +105,11 @@ class ShimProcess:
                 stdout=log,
                 stderr=log,
                 pass_fds=[value for name, value in given.items() if name != "parent"],
-                **apart({**os.environ, MARK: self.spec.nonce}),
+                **popen_arguments({**os.environ, MARK: self.spec.nonce}),
             )
 
     def _log(self) -> IO[bytes]:
+        """Open the shim's own log, or the null device if that fails."""
         path = Path(self.spec.log_dir) / f"shim-{self.spec.node}.log"
         try:
             log = private.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, make_folder=True)
@@ -125,19 +119,20 @@ class ShimProcess:
             return Path(os.devnull).open("ab")
 
     def meet(self, host: str, port: int) -> None:
-        self._order({"type": "rendezvous", "host": host, "port": port})
+        """Send the shim the rendezvous of the replica's parts."""
+        self._control.send({"type": "rendezvous", "host": host, "port": port})
 
     def stop(self, timeout_s: float, *, stacks: bool = False, broken: str = "") -> None:
-        """SIGTERM now, SIGKILL after ``timeout_s``; a later call can only shorten that.
+        """Order SIGTERM now, SIGKILL after ``timeout_s``; later calls can shorten that.
 
         :param stacks: first save all stacks to their logs, which takes up to 3 s.
         :param broken: why the part cannot run on; empty if the stop was ordered.
         """
-        self._order({"type": "stop", "timeout_s": timeout_s, "stacks": stacks, "broken": broken})
+        self._control.send({"type": "stop", "timeout_s": timeout_s, "stacks": stacks, "broken": broken})
 
     def show_stacks(self) -> None:
         """Ask the shim for the stacks of its ranks."""
-        self._order({"type": "stacks"})
+        self._control.send({"type": "stacks"})
 
     def kill(self) -> None:
         """Kill the shim; its processes are then found by its mark and killed."""
@@ -151,39 +146,20 @@ class ShimProcess:
             seconds of the machine's monotonic clock.
         :param patience_s: how long the shim runs without a ping; 0 for no limit.
         """
-        silent_s = self._silence.lasts(now)  # minus our own pauses
+        silent_s = self._silence.measure_silence(now)  # minus our own pauses
         self._silence.due = now + _PING_INTERVAL_S
         unheard_s = time.monotonic() - self._answered_at
         due = not self._silence.asked and now - self._answered_at >= _PING_INTERVAL_S
         if self.state.report is None and (due or lease_until is not None or self._told_until is not None):
             self._silence.ask(now)
-            message: orders.Message = {"type": "ping"}
-            message |= {} if lease_until is None else {"until": lease_until}
-            message |= {"patience_s": patience_s} if patience_s else {}
-            if self._order(message):
+            if self._control.send({"type": "ping", "until": lease_until or 0.0, "patience_s": patience_s}):
                 self._told_until = lease_until
         self.state = self.state._replace(silent_s=silent_s if silent_s > _SILENT_S else 0.0)
         if not self._finishing and unheard_s >= REMAINS_INTERVAL_S + PAUSE_S:
             self.state = self.state._replace(remains=None)  # do not wait for processes that a silent shim named
 
-    def _order(self, message: orders.Message) -> bool:
-        return self._control is not None and orders.send(self._control, message)
-
-    def _on_message(self) -> bool:
-        assert self._control is not None
-        try:
-            message = orders.receive(self._control)
-            if message is None:
-                self._close_control()
-                return False
-            self._handle_message(message)
-        except BlockingIOError:
-            return False
-        except orders.Malformed as error:
-            log.error("malformed message of the shim of %s/%s: %s", self.spec.group, self.spec.replica, error)
-        return True
-
     def _handle_message(self, message: orders.Message) -> None:
+        """Take the state or stacks from a shim's message; note that it answers."""
         self._silence.answered()
         self._answered_at = time.monotonic()
         match message["type"]:
@@ -194,6 +170,7 @@ class ShimProcess:
                 self._changed()
 
     def _take_state(self, state: PartState) -> None:
+        """Use a state that the shim sent, except for identity, silence and ``gone``."""
         if self.state.main_pid is None and state.main_pid is not None and state.release != __version__:
             log.warning(
                 "%s/%s runs release %s of replicas, installed while this supervisor of %s ran: restart the supervisor",
@@ -208,14 +185,14 @@ class ShimProcess:
         self._change(gone=False, losses=losses, silent_s=known.silent_s)  # a part is gone only after its shim
 
     def _change(self, **changes: Any) -> None:
+        """Change fields of :attr:`state`, and call ``changed``."""
         self.state = self.state._replace(**changes)
         self._changed()
 
     def _on_exit(self) -> None:
+        """Handle the shim's death: report it, and sweep the processes that are left."""
         self._loop.remove_reader(self._pidfd)
-        while self._control is not None and self._on_message():
-            pass  # read the messages sent before its death
-        self._close_control()  # a child may still have the shim's end open: do not wait for end of stream
+        self._control.read_rest()
         code = self._popen.wait()
         self._finishing = True
         os.close(self._pidfd)
@@ -253,10 +230,5 @@ class ShimProcess:
         self._all_gone()
 
     def _all_gone(self) -> None:
+        """Note that no process of the part is left."""
         self._change(report=self.state.report or ExitReport("stopped"), remains=None, gone=True)
-
-    def _close_control(self) -> None:
-        if self._control is not None:
-            self._loop.remove_reader(self._control)
-            self._control.close()
-            self._control = None

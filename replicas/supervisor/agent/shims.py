@@ -30,7 +30,9 @@ log = Log("replicas.agent")
 
 
 class Shims:
-    """The shims of an agent, by their marks. For the event loop's thread only.
+    """The shims of an agent, each the owner of one part's processes, by marks (nonces).
+
+    For the event loop's thread only.
 
     :param groups: the control groups of the run on this node.
     :param state_dir: folder of the node's logs and of the token for its ranks.
@@ -112,15 +114,17 @@ class Shims:
         self._update_empty()
 
     def _localized(self, spec: PartSpec) -> PartSpec:
-        """Return the spec with this node's environment, folders and address."""
+        """Return the spec with this node's environment, folders and address.
+
+        Starts the forkserver that the part needs, and ends unused ones.
+        """
         folder = self._state_dir / "logs" / spec.group / str(spec.replica) / f"gen-{spec.generation}"
         own = {environ.TOKEN_FILE: str(self._state_dir / "token"), environ.LOG_DIR: str(folder)}
         own |= {environ.STATE_ID: self.identity} if self.identity else {}
         own |= {environ.ENDPOINT: self.endpoint} if self.endpoint else {}
         env = {**base_environment(), **spec.env, **own}
         if spec.sidecars:
-            ahead = spec.sidecars == "ahead"
-            env[environ.FORKSERVER] = self._forkservers.address(env, ahead=ahead, identity=self.identity)
+            env[environ.FORKSERVER] = self._forkservers.address(env, ahead=spec.sidecars == "ahead")
         living = [env, *(shim.spec.env for shim in self._living())]
         self._forkservers.retain({one.get(environ.FORKSERVER, "") for one in living})
         return spec._replace(
@@ -132,7 +136,7 @@ class Shims:
         )
 
     def _in_group(self, spec: PartSpec, order: Start) -> PartSpec:
-        """Return the spec with a control group. Raises OSError if limits fail."""
+        """Make a control group; return the spec with it. OSError if limits fail."""
         limited = order.memory_nbytes is not None or order.max_processes is not None
         if self.groups.path is None and not limited:
             return spec
@@ -155,6 +159,7 @@ class Shims:
                 shim.stop(shim.spec.stop_timeout_s, broken=f"the sidecar forkserver of its node {reason}")
 
     def _remove_ended(self, nonce: str) -> None:
+        """Forget a shim if its processes are gone."""
         if nonce in self and self._states[nonce].gone:
             for known in (self._shims, self._unstarted, self._sent_states):
                 known.pop(nonce, None)
@@ -164,7 +169,9 @@ class Shims:
     def check_shims(self, now: float, lease_until: float | None) -> None:
         """Ping the shims, so that they live until ``lease_until``.
 
-        To be called every second.
+        To be called every second. Both times are of the machine's monotonic clock.
+
+        :param lease_until: when they end without another ping; None for no lease.
         """
         self.lease_until = lease_until
         for shim in self._living():
@@ -182,13 +189,14 @@ class Shims:
             shim.kill()
 
     async def aclose(self) -> None:
-        """End the forkservers. To be called when all shims are gone."""
+        """End the sidecar forkservers. To be called when all shims are gone."""
         await self._forkservers.aclose()
 
     def _living(self) -> list[ShimProcess]:
         return [shim for shim in self._shims.values() if not shim.state.gone]
 
     def _update_empty(self) -> None:
+        """Set :attr:`empty` if no process is left, else clear it; call ``changed``."""
         if self._living():
             self.empty.clear()
         else:

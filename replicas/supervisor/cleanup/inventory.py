@@ -18,7 +18,7 @@ _MAX_PROCESSES = 512
 
 
 def take_inventory(pids: Iterable[int]) -> Inventory:
-    """Return the inventory of these processes; skip those that have ended."""
+    """Return pids and start times of living processes, and whether one uses a GPU."""
     gpu = False
     processes: list[tuple[int, int]] = []
     for pid in pids:
@@ -31,27 +31,31 @@ def take_inventory(pids: Iterable[int]) -> Inventory:
 
 
 class InventoryTimer:
-    """Takes the inventory of the processes ``pids()`` when it is due."""
+    """Takes the inventory (start times, GPU use) of processes ``pids()`` when due.
 
-    def __init__(self, pids: Callable[[], Iterable[int]], now: float) -> None:
-        self._pids = pids
-        self._look_at = now + _FIRST_S
+    :param tell: called with each one that has changed.
+    """
+
+    def __init__(self, pids: Callable[[], Iterable[int]], now: float, tell: Callable[[Inventory], None]) -> None:
+        self._pids, self._tell = pids, tell
+        self.due = now + _FIRST_S
+        """When :meth:`on_time` must be called."""
         self._last = Inventory()
 
-    @property
-    def wakes(self) -> list[float]:
-        return [self._look_at]
+    def on_time(self, now: float) -> None:
+        """Take the inventory if it is due."""
+        if now >= self.due:
+            self._note(take_inventory(self._pids()), now)
 
-    def on_time(self, now: float) -> Inventory | None:
-        return self._note(take_inventory(self._pids()), now) if now >= self._look_at else None
-
-    def take_final(self, now: float) -> Inventory | None:
-        """Return the inventory joined with the previous one, or None if unchanged."""
+    def take_final(self, now: float) -> None:
+        """Take the inventory, and join it with the previous one."""
         found, old = take_inventory(self._pids()), self._last
         processes = dict.fromkeys((*found.processes, *old.processes))
-        return self._note(Inventory(old.gpu or found.gpu, tuple(processes)[:_MAX_PROCESSES]), now)
+        self._note(Inventory(old.gpu or found.gpu, tuple(processes)[:_MAX_PROCESSES]), now)
 
-    def _note(self, found: Inventory, now: float) -> Inventory | None:
-        self._look_at = now + _INTERVAL_S
-        changed, self._last = found != self._last, found
-        return found if changed else None
+    def _note(self, found: Inventory, now: float) -> None:
+        """Keep the inventory, and tell of it if it has changed."""
+        self.due = now + _INTERVAL_S
+        if found != self._last:
+            self._last = found
+            self._tell(found)

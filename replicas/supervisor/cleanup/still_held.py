@@ -29,7 +29,10 @@ Held = tuple[str, str]
 
 
 class StartObstacles:
-    """Obstacles of one generation. Each is reported once, and shown while it lasts."""
+    """Obstacles to one generation: dying processes, and GPU memory still in use.
+
+    Each is reported once, and shown while it lasts.
+    """
 
     def __init__(self, emit: Callable[[Event], None], group: str, replica: int, generation: int) -> None:
         self._emit = emit
@@ -48,7 +51,11 @@ class StartObstacles:
         return f"held up by {names}: not dead {max(0.0, time.time() - self._remains.since):.0f} s after SIGKILL"
 
     def report_remains(self, remains: Remains | None, *, gave_up: bool = False) -> bool:
-        """Report processes that SIGKILL has not ended. Return True if one is new."""
+        """Emit an event for each new process that SIGKILL has not ended.
+
+        :param gave_up: the run leaves them behind: report all again.
+        :returns: True if any was reported.
+        """
         self._remains = remains
         if remains is None:
             return False
@@ -62,6 +69,9 @@ class StartObstacles:
     async def wait_until_clear(self, old: Sequence[Inventory], pause: Callable[[float], Awaitable[bool]]) -> None:
         """Wait for the GPU memory of the last generation, up to :data:`CLEAR_S`.
 
+        Emit an event for each holder, and another for those that hold it at the end.
+
+        :param old: the last known processes of that generation.
         :param pause: waits for the given seconds; returns False to give up.
         """
         pids = frozenset(pid for one in old if one.gpu for pid, _ in one.processes)
@@ -85,19 +95,23 @@ class StartObstacles:
 
 
 def _named(pid: int, command: str) -> str:
+    """Return "process PID (COMMAND)" for a message."""
     return f"process {pid} ({command or 'dying'})" if pid else "a process that is not visible from here"
 
 
 def gpu_memory(pids: Collection[int]) -> set[Held]:
-    """Return GPU memory that the driver still books to these processes. Blocks 5 s."""
+    """Return (amount, holder) of GPU memory still booked to these processes.
+
+    Blocks up to 5 s.
+    """
     try:
         users = gpu_processes(_SMI_TIMEOUT_S)
     except (OSError, subprocess.CalledProcessError):
         return set()  # no nvidia-smi, or it fails
     except subprocess.TimeoutExpired:
         return {("GPU memory", f"the driver: nvidia-smi does not answer within {_SMI_TIMEOUT_S:g} s")}
-    return {(one_line(f"{used} MiB on GPU {gpu}"), _name(pid)) for pid, gpu, used, _ in users if pid in pids}
-
-
-def _name(pid: int) -> str:
-    return f"process {pid} ({command_line(pid) or 'gone'})"
+    return {
+        (one_line(f"{used} MiB on GPU {gpu}"), _named(pid, command_line(pid) or "gone"))
+        for pid, gpu, used, _ in users
+        if pid in pids
+    }

@@ -53,7 +53,10 @@ class TrackerGrace:
         self._last: float | None = None
 
     def spared(self, there: Iterable[int], now: float) -> frozenset[int]:
-        """Return the trackers to spare now. ``there``: all processes to be killed."""
+        """Return the trackers to spare now, until :data:`TRACKERS_S` after the others.
+
+        :param there: all processes to be killed.
+        """
         there = frozenset(there)
         trackers = frozenset(pid for pid in there if is_resource_tracker(pid))
         first, self._last = self._last is None, self._last or now + TRACKERS_MAX_S
@@ -63,7 +66,7 @@ class TrackerGrace:
 
 
 class Sweep:
-    """One sweep, over one or more calls of :meth:`run`.
+    """Kills the processes of dead shims, over one or more calls of :meth:`run`.
 
     A process that was found once is killed until it is gone: the kernel frees the
     memory of a dying process, and the environment with it, before it closes the devices
@@ -96,7 +99,11 @@ class Sweep:
             time.sleep(_INTERVAL_S)  # no SIGCHLD: they are not our children
 
     def kill_once(self) -> set[int]:
-        """Kill all processes found now; return them, but not those of other users."""
+        """Kill all processes found now but the spared ones; return all that were found.
+
+        Those of other users are neither killed nor returned. The set has UNSEEN if
+        there are processes that this user cannot see.
+        """
         now = time.monotonic()
         for find in self._finders:
             self._known.update(find())
@@ -110,7 +117,7 @@ class Sweep:
         for group, pids in inside.items():
             kill_group(group, pids, spared)
         ours = signal_each(known.keys() - spared, signal.SIGKILL, lambda pid: start_time(pid) == known[pid])
-        self._groups = [group for group in self._groups if not _removed(group)]
+        self._groups = [group for group in self._groups if not _remove_if_empty(group)]
         return {*ours, *grouped, *spared} or ({UNSEEN} if self._groups else set())
 
 
@@ -135,14 +142,15 @@ def by_mark(nonces: Iterable[str]) -> Finder:
 
 
 def kill_group(group: Path, pids: Iterable[int], spared: frozenset[int]) -> None:
+    """Kill a control group's processes ``pids``, except the spared ones."""
     if spared.isdisjoint(pids):
         cgroups.kill(group)  # by the kernel, as a whole: no fork escapes
         return
     signal_each(set(pids) - spared, signal.SIGKILL, lambda pid: pid in cgroups.members(group))
 
 
-def _removed(group: Path) -> bool:
-    """Return True if the group is gone, or must stay for another user's process."""
+def _remove_if_empty(group: Path) -> bool:
+    """Remove the group if it is empty. Return False if this sweep must kill more."""
     try:
         return cgroups.remove(group)
     except OSError:

@@ -10,11 +10,11 @@ import msgspec
 
 from replicas.common.logs import Log
 from replicas.common.tasks import cancelled
+from replicas.control.access import Access
 from replicas.coordinator.websocket import Ended, SocketRoute, WebSocket
 from replicas.supervisor.agent.messages import Hello, Refused, decode_from_agent, encode
-from replicas.supervisor.fleet.admission import AgentLink
 from replicas.supervisor.fleet.cluster import Cluster
-from replicas.trust.tokens import Tokens
+from replicas.supervisor.fleet.handle import AgentLink
 
 log = Log("replicas.supervisor")
 
@@ -23,32 +23,24 @@ _BAD_DATA = 1007
 
 
 def agent_route(
-    cluster: Cluster,
-    refused: Callable[[str], None],
-    access: Callable[[Mapping[str, str]], str] | None,
-    tokens: Callable[[], Tokens],
+    cluster: Cluster, refused: Callable[[str], None], access: Access, *, local: bool = False
 ) -> SocketRoute:
-    """Return the route.
+    """Return the route at which agents join the cluster.
 
     :param refused: called with the reason of each refusal.
-    :param access: returns why headers do not allow an agent to join, or "". None on
-        the run's own socket.
-    :param tokens: of the run; a connection ends when its token is revoked.
+    :param access: decides who may join; a connection ends when its access does.
+    :param local: for the run's own socket.
     """
 
     def refusal(headers: Mapping[str, str]) -> tuple[int, str] | None:
-        why = access(headers) if access is not None else ""
+        why = access(headers)
         return (401, why) if why else None
 
     async def serve(websocket: WebSocket) -> None:
         link = AgentLink(websocket, refused)
-        with contextlib.suppress(Ended):
-            if access is None:
-                await _serve(cluster, websocket, link, refused, local=True)
-                return
-            with tokens().watched(websocket.headers, link.close):
-                if not access(websocket.headers):  # its token may have ended since the request was accepted
-                    await _serve(cluster, websocket, link, refused, local=False)
+        with contextlib.suppress(Ended), access.watched(websocket.headers, link.close):
+            if not access(websocket.headers):  # its token may have ended since the request was accepted
+                await _serve(cluster, websocket, link, refused, local=local)
 
     return SocketRoute("/agent", refusal, serve)
 
@@ -56,6 +48,7 @@ def agent_route(
 async def _serve(
     cluster: Cluster, websocket: WebSocket, link: AgentLink, refused: Callable[[str], None], *, local: bool
 ) -> None:
+    """Accept or refuse an agent, and pass its messages on until the connection ends."""
     try:
         async with asyncio.timeout(_HELLO_S):
             hello = decode_from_agent(await websocket.receive())
@@ -95,5 +88,6 @@ async def _serve(
 
 
 async def _read(cluster: Cluster, node: str, websocket: WebSocket) -> None:
+    """Pass an agent's messages to the cluster until the connection ends."""
     while True:
         cluster.receive(node, await websocket.receive())

@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterable, Sequence
 import msgspec
 
 from replicas.common.logs import Log
+from replicas.common.reason import Reason
 from replicas.core.lives.lease_times import lost_after_s
 from replicas.messages.bounds import REPLICAS_MAX
 from replicas.supervisor.fleet.handle import ShimHandle
@@ -29,8 +30,14 @@ log = Log("replicas.supervisor")
 _UNKNOWN = "unknown nodes"
 
 
-class Awaited:
-    """Leases and strangers of a run. ``file``: the leases on disk."""
+class PredecessorWaits:
+    """Leases of agents, and strangers (shims of no replica), for which replicas wait.
+
+    A lease says how long an agent may run without a supervisor. It is *unseen* while no
+    agent has reported which shims run under it.
+
+    :param file: the leases on disk.
+    """
 
     def __init__(self, file: Leases) -> None:
         self._file = file
@@ -44,16 +51,28 @@ class Awaited:
     # ------------------------------------------------------------ leases
 
     def inherit(self, leases: Iterable[Lease], unseen: Collection[Lease], now: float) -> None:
-        """Add the leases that earlier supervisors granted."""
+        """Add the leases that earlier supervisors granted, and write all to disk.
+
+        :param unseen: those of ``leases`` for which no replica may start until they
+            end.
+        :param now: seconds of the loop's clock, as in all methods.
+        """
         for number, lease in enumerate(leases):
             key = lease.incarnation or f"line {number}"
             self._leases[key] = msgspec.structs.replace(lease, unseen=lease in unseen)
             if lease in unseen:
                 self._unseen[key] = now + lost_after_s(lease.lease_s)
-        self._note()
+        self._write_leases()
 
-    def grant(self, lease: Lease) -> str:
-        """Write a lease to disk. Return the problem, or "" if it is written."""
+    def grant(self, lease: Lease) -> Reason | None:
+        """Write a lease to disk. Return the problem, or None if it is written.
+
+        An agent without a lease (``lease_s`` 0) ends with this supervisor: only note
+        that it has reported its shims.
+        """
+        if not lease.lease_s:
+            self._note_seen(lease.incarnation)
+            return None
         changed = {**self._leases, lease.incarnation: lease}
         try:
             self._file.write(tuple(changed.values()))
@@ -61,37 +80,38 @@ class Awaited:
             return error.strerror or str(error)
         self._leases = changed
         self._unseen.pop(lease.incarnation, None)
-        return ""
+        return None
 
-    def seen(self, incarnation: str) -> None:
+    def _note_seen(self, incarnation: str) -> None:
         """Note that an agent with an unseen lease has reported its shims."""
         if self._unseen.pop(incarnation, None) is not None:
             self._leases[incarnation] = msgspec.structs.replace(self._leases[incarnation], unseen=False)
-            self._note()
+            self._write_leases()
 
     def end(self, node: str, *, but: str = "") -> None:
-        """Forget a node's leases, except that of the incarnation ``but``."""
+        """Forget a node's leases, but not unseen ones and that of agent ``but``."""
         over = [key for key, one in self._leases.items() if one.node == node and key not in (but, *self._unseen)]
         for key in over:
             del self._leases[key]
         if over:
-            self._note()
+            self._write_leases()
 
     def tick(self, now: float) -> bool:
-        """Forget leases that are over. Return True if the last unseen one was."""
+        """Forget unseen leases that are over. Return True if that was the last one."""
         over = [key for key, until in self._unseen.items() if now > until]
         for key in over:
             del self._unseen[key], self._leases[key]
         if over:
-            self._note()
+            self._write_leases()
         return bool(over) and not self._unseen
 
     def left(self, nodes: Collection[str]) -> tuple[Lease, ...]:
-        """Return the leases under which processes may be left: of ``nodes``, unseen."""
+        """Return the leases of ``nodes`` and the unseen ones, all marked as unseen."""
         kept = (one for key, one in self._leases.items() if one.node in nodes or key in self._unseen)
         return tuple(msgspec.structs.replace(one, unseen=True) for one in kept)
 
-    def _note(self) -> None:
+    def _write_leases(self) -> None:
+        """Write all leases to disk; only log an error."""
         try:
             self._file.write(tuple(self._leases.values()))
         except OSError as error:  # the file names too many, which costs the next supervisor a wait
@@ -107,6 +127,7 @@ class Awaited:
         self._strangers[state.nonce] = key, handle
 
     def strangers_on(self, node: str) -> bool:
+        """Return True if the node has a living shim that belongs to no replica."""
         self._forget_gone()
         return any(handle.node == node for _, handle in self._strangers.values())
 
@@ -116,6 +137,7 @@ class Awaited:
         return max(self._file.floor, self._generations.get((group, replica), 0))
 
     def _forget_gone(self) -> None:
+        """Forget strangers whose processes are gone."""
         self._strangers = {nonce: one for nonce, one in self._strangers.items() if not one[1].state.gone}
 
     # ------------------------------------------------------------ questions
@@ -124,23 +146,25 @@ class Awaited:
         """Return the nodes with unseen leases."""
         return tuple(dict.fromkeys(self._leases[key].node for key in self._unseen))
 
-    def left_s(self, now: float) -> float:
-        """Return the seconds until the last unseen lease is over."""
-        return max(0.0, max(self._unseen.values(), default=now) - now)
+    def blocks(self, group: str, replica: int, now: float) -> Reason | None:
+        """Return what this replica's start waits for, or None.
 
-    def blocks(self, group: str, replica: int, now: float) -> str:
-        """Return what this replica's start waits for ("waits ..."), or ""."""
+        It is the text after "waits", such as ``12 s for the lease of node gpu2``.
+        """
         if self._unseen:
-            return f"{self.left_s(now):.0f} s for {words(self.nodes())}"
+            return f"{max(0.0, max(self._unseen.values()) - now):.0f} s for {words(self.nodes())}"
         self._forget_gone()
         for key, handle in self._strangers.values():
             if key == (group, replica):
-                return f"for the end of an earlier generation of it on node {handle.node}"
-        return ""
+                return f"for an earlier generation to end on node {handle.node}"
+        return None
 
 
 def words(nodes: Sequence[str]) -> str:
-    """Describe the leases for a log line; an empty node name means "unknown"."""
+    """Describe the leases for a log line: ``the leases of nodes a, b``.
+
+    An empty node name means "unknown".
+    """
     known = [one for one in nodes if one]
     if not known:
         return f"the lease of {_UNKNOWN}"

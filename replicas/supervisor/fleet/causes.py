@@ -16,12 +16,14 @@ from typing import Literal
 
 import msgspec
 
-from replicas.common.sizes import some
+from replicas.common.reason import Reason
+from replicas.common.sizes import list_text
 from replicas.config.structs import HealthConfig
 from replicas.coordinator import Readiness
-from replicas.core.lives.lifecycle import Lifecycle, ReplicaEvent, RestartReason, Transition
+from replicas.core.lives.lifecycle import Lifecycle, ReplicaEvent, Transition
 from replicas.linux.processes import signal_name
-from replicas.status import WAIT_S, ReplicaState
+from replicas.status import WAIT_S, OnFailure, ReplicaState
+from replicas.supervisor.state.run_state import Cause
 from replicas.supervisor.wire.part_state import ExitReport, LogLoss, RankExit
 from replicas.telemetry.events import Event, LogLinesDropped, RankEnd, ReplicaExited
 
@@ -32,14 +34,6 @@ _END_S = 2.0
 """Time within which the report of a lost rank, with the cause, arrives."""
 _SENT = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals from outside, which the program's last line of output does not explain."""
-
-
-@dataclass(frozen=True)
-class Cause:
-    """Why a generation ends: a label from a fixed set, and one line of text."""
-
-    reason: RestartReason
-    text: str
 
 
 @dataclass
@@ -58,7 +52,10 @@ class Health:
     lost_at: float = -math.inf
 
     def silence(self, config: HealthConfig) -> tuple[str, float]:
-        """Return the silent ranks, in words, and the seconds of their silence."""
+        """Return the silent ranks, in words, and the seconds of their silence.
+
+        Without silent ranks: "" and 0.0.
+        """
         view = self.view
         if view is None or not view.silent:
             return "", 0.0
@@ -66,7 +63,7 @@ class Health:
         return f"no heartbeat from rank {ranks} (limit: {config.heartbeat_timeout_s:g} s)", view.heartbeat_age_s or 0.0
 
     def step(self, state: ReplicaState, *, ready: bool, silent: bool, now: float) -> ReplicaEvent | None:
-        """Return the event from ``state`` to the observed one, or None if equal."""
+        """Note the observed state. Return the event that leads to it, if it is new."""
         if ready:
             self.was_ready, self.unready_at = True, now
         if silent:
@@ -77,7 +74,10 @@ class Health:
         return ReplicaEvent.UNREADY if not ready and state != "starting" and now - self.lost_at > _END_S else None
 
     def until(self, config: HealthConfig, life: Lifecycle, now: float) -> float:
-        """Return when :meth:`judge` reports its start or load as late, or 0 (never)."""
+        """Return when :meth:`judge` reports its start or load as late, or 0 (never).
+
+        On the clock of ``now``, the loop's.
+        """
         ready_by = 0.0 if self.left else self.unready_at + config.load_deadline_s
         return ready_by if self.was_ready else now - life.starting_s(now) + config.start_timeout_s
 
@@ -103,7 +103,7 @@ class Health:
 
 
 def verdict(reports: list[ExitReport]) -> Cause | None:
-    """Return the first failure, not the ranks that torchrun ended because of it."""
+    """Return the first failure, not its consequences, or None if all reports are ok."""
     if all(report.outcome == "ok" for report in reports):
         return None
     failed = [report for report in reports if report.outcome == "failed"]
@@ -120,6 +120,7 @@ def verdict(reports: list[ExitReport]) -> Cause | None:
 
 
 def _words(rank: RankExit) -> str:
+    """Return how a rank ended, in words."""
     what = f"rank {rank.rank} exited with code {rank.code}{' after ' if rank.after else ''}{rank.after}"
     if rank.code < 0:
         what = f"rank {rank.rank} was killed by {signal_name(-rank.code)}"
@@ -145,17 +146,19 @@ def exited(group: str, replica: int, generation: int, reports: list[ExitReport],
 
 
 def dropped(group: str, replica: int, generation: int, loss: LogLoss) -> LogLinesDropped:
+    """Return the event for log lines that were lost."""
     where: Literal["file", "tee"] = "tee" if loss.where == "tee" else "file"
     return LogLinesDropped(
         group=group, replica=replica, generation=generation, count=loss.lines, where=where, reason=loss.reason
     )
 
 
-def line(transition: Transition, logs: Path | None) -> str:
+def line(transition: Transition, logs: Path | None, on_failure: OnFailure = "run") -> str:
     """Return a line for people about this transition, or "" if it is not news.
 
     :param logs: the folder of the run's logs; None if this replica's are on another
         machine.
+    :param on_failure: what ends with a replica that has failed for good.
     """
     name = f"{transition.group}/{transition.replica}"
     again = f" (generation {transition.generation})" if transition.generation > 1 else ""
@@ -175,16 +178,15 @@ def line(transition: Transition, logs: Path | None) -> str:
         case ReplicaEvent.HELD_UP | ReplicaEvent.SILENT:
             return f"{name}: {reason}"
         case ReplicaEvent.RETRY:
-            when = f"in {transition.resume_s:.1f} s" if transition.resume_s else "now"
+            when = f"in {transition.resume_s:.1f} s" if transition.resume_s else "as soon as it can"
             return f"{name}: {reason}; starting again {when}; logs: {folder}"
         case ReplicaEvent.GIVE_UP:
-            return f"{name}: failed: {reason}; logs: {folder}"
-        case ReplicaEvent.STOPPED if reason.startswith(STOPPED):
-            return f"{name}: {reason}"
+            end = f"once mended: replicas reset-failed {name}" if on_failure == "replica" else f"the {on_failure} ends"
+            return f"{name}: failed: {reason}; {end}; logs: {folder}"
         case ReplicaEvent.FINISHED | ReplicaEvent.STOPPED:
-            return f"{name}: {transition.event.value}"
+            return f"{name}: {reason if reason.startswith(STOPPED) else transition.event.value}"
         case ReplicaEvent.LEFT:
-            return f"{name}: {reason}; it waits for its program to join"
+            return f"{name}: {reason}; free for the next program to join"
         case ReplicaEvent.UNREADY:
             return f"{name}: not ready{': ' if reason else ''}{reason}"
         case ReplicaEvent.STOP | ReplicaEvent.RESTART | ReplicaEvent.RESET:
@@ -200,13 +202,17 @@ class WaitReports:
         self._since: dict[tuple[str, str], float] = {}
 
     def due(self, waits: Mapping[str, str], now: float) -> list[str]:
-        """Return the lines that are due. ``waits``: the present waits, by name."""
+        """Return a line for each reason that has lasted :data:`WAIT_S`, once.
+
+        :param waits: the present waits by name: the text after "waits", "" for none.
+        :param now: seconds of any steady clock.
+        """
         keys = {name: (name, re.sub("[0-9]+", "", what)) for name, what in waits.items() if what}  # without times
         self._since = {key: self._since.get(key, now) for key in keys.values()}
         due = [name for name, key in keys.items() if now - self._since[key] > WAIT_S]
         self._since |= {keys[name]: math.inf for name in due}
         alike = {what: [name for name in due if waits[name] == what] for what in map(waits.__getitem__, due)}
-        return [f"{some(names)}: {'waits' if len(names) == 1 else 'wait'} {what}" for what, names in alike.items()]
+        return [f"{list_text(names)}: {'waits' if len(names) == 1 else 'wait'} {what}" for what, names in alike.items()]
 
 
 class FailureReports:
@@ -216,6 +222,7 @@ class FailureReports:
         self._said: set[tuple[str, int, str, str]] = set()
 
     def text(self, event: Event) -> str:
+        """Return lines to print for an event, or "" for no news; remember the event."""
         match event:
             case ReplicaExited(outcome="failed"):
                 return _last_words(event)
@@ -225,6 +232,7 @@ class FailureReports:
                 return ""
 
     def _dropped(self, event: LogLinesDropped) -> str:
+        """Return a line about lost log lines, or "" if it was reported before."""
         key = (event.group, event.replica, event.where, event.reason)
         if key in self._said:
             return ""
@@ -238,6 +246,7 @@ class FailureReports:
 
 
 def _last_words(event: ReplicaExited) -> str:
+    """Return the last lines and errors of failed ranks, as lines for people."""
     parts: list[str] = []
     for rank in event.ranks:
         for what, lines in (("last lines", rank.lines), ("error", rank.error.rstrip("\n").split("\n"))):
@@ -247,10 +256,12 @@ def _last_words(event: ReplicaExited) -> str:
     return "\n".join(parts)
 
 
-def lacks(view: Readiness | None) -> str:
-    """Return which versions a ready replica lacks: none may be committed yet, or it
-    refused the newest one."""
+def lacks(view: Readiness | None) -> Reason | None:
+    """Return, in words, which versions a ready replica lacks, or None if it has all.
+
+    None may be committed yet, or it refused the newest one.
+    """
     if view is None:
-        return ""
+        return None
     missing = ", ".join(f"no version of {name} yet" for name, version in view.versions.items() if not version)
     return "; ".join(filter(None, (missing, view.reason)))

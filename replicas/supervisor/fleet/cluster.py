@@ -3,42 +3,41 @@
 A node is known by its name, from the first Hello of its agent until it is drained. Its
 connection and its willingness to take replicas are two tables
 (:mod:`replicas.core.lives.node_life`). The replicas of a lost node end for the reason
-``node``, which does not use the restart budget, and start elsewhere.
+``node``, at no cost, and start elsewhere.
 
 A new agent process on a node (another *incarnation*) has none of the earlier agent's
 shims. It is ordered to end their leftover processes; only then have the replicas ended.
 That works only if it can see those processes. With the same name elsewhere (another
-machine or boot, or another pid namespace, such as another pod), the earlier agent's
-lease must end first. A supervisor that takes a run over expects the nodes of the saved
-state, with their shims, as if they were away, for the length of their leases. The agent
-of an earlier supervisor's own machine cannot reconnect to this one: its processes end
-with its lease. Agents that no state names are waited for, too
-(:mod:`replicas.supervisor.fleet.awaited`).
+machine, boot or pid namespace), the earlier agent's lease must end first. A supervisor
+that takes a run over expects the saved nodes and shims, as if they were away. An
+earlier supervisor's own processes end with their lease; unknown agents are waited for.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
+import contextlib
 import math
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from replicas.common.foreign import one_line
 from replicas.common.logs import Log
 from replicas.common.patience import PauseClock
-from replicas.common.tasks import is_set_within
-from replicas.core.lives.lease_times import BEAT_S, lost_after_s
-from replicas.core.lives.node_life import DutyEvent, NodeState
+from replicas.config.structs import Config
+from replicas.core.lives.lease_times import BEAT_S, lost_after_s, outlives_s
+from replicas.core.lives.node_life import NodeState
 from replicas.status import NodeStatus
 from replicas.supervisor.agent import messages as wire
 from replicas.supervisor.agent.messages import Hello
-from replicas.supervisor.fleet.admission import Admission, AgentLink, NodeEntry
+from replicas.supervisor.fleet.admission import refusal
 from replicas.supervisor.fleet.context import FleetContext
-from replicas.supervisor.fleet.handle import ShimHandle
+from replicas.supervisor.fleet.handle import AgentLink, NodeEntry, ShimHandle
+from replicas.supervisor.state.leases import Lease
 from replicas.supervisor.state.run_state import AgentRecord, ProcessRecord, ShimRecord
 from replicas.supervisor.wire.orders import PartSpec, plain
 from replicas.supervisor.wire.part_state import ExitReport, PartState
@@ -50,11 +49,20 @@ _DRAINED = "the node is drained"
 Reply = TypeVar("Reply", wire.LogReply, wire.Examined)
 
 
+def lease_of(config: Config, *, local: bool = False) -> float:
+    """Return for how many seconds a node's processes may outlive the supervisor.
+
+    After that time a silent node of another machine is lost. Its agent cannot
+    distinguish a dead supervisor from a broken link, so it is at least the time of
+    adoption.
+    """
+    return outlives_s(config.run.adopt_s) if local else max(config.cluster.lease_s, config.run.adopt_s)
+
+
 class Cluster:
     """The nodes of a run. For the event loop's thread only.
 
-    :param lease_s: time after which a silent node is lost.
-    :param outlives_s: for how long the own node's processes may outlive the supervisor.
+    :ivar members: the nodes by name.
     :param is_own: returns True if this supervisor started, or took over, the agent of a
         Hello that came through the run's own socket.
     :param leaving: called with a node that is about to be taken away, and the reason.
@@ -64,27 +72,19 @@ class Cluster:
         self,
         context: FleetContext,
         *,
-        lease_s: float,
-        outlives_s: float = 0.0,
         is_own: Callable[[Hello], bool],
         leaving: Callable[[str, str], None],
     ) -> None:
-        self._context, self._leaving = context, leaving
-        self.awaited = context.awaited
-        self._members: dict[str, NodeEntry] = {}
-        self._admission = Admission(
-            self._members, context.awaited, lease_s=lease_s, outlives_s=outlives_s, is_own=is_own
-        )
+        self._context, self._is_own, self._leaving = context, is_own, leaving
+        self.members: dict[str, NodeEntry] = {}
         self._loop = asyncio.get_running_loop()
         self._clock = PauseClock(math.inf)
         self.incarnation = secrets.token_hex(8)
         """Random id of this supervisor process."""
         self.joined = asyncio.Event()
         """Set when the supervisor's own agent has joined."""
-        self._hung_up = asyncio.Event()
         self._over = False
         self._replies: dict[tuple[type, int], asyncio.Future[Any]] = {}
-        self._drains = itertools.count(1)
         self._released: set[str] = set()
         """Incarnations of agents that were ordered to end."""
 
@@ -93,136 +93,126 @@ class Cluster:
     def start_shim(self, spec: PartSpec, changed: Callable[[], None]) -> ShimHandle:
         """Order a shim on the node that its replica holds, and return its handle.
 
-        If the node has gone away meanwhile, the handle has ended, for that reason.
-
-        :raises OSError: the node of this part is unknown.
+        The handle has ended if the node is away. OSError if the node is unknown.
         """
-        try:
-            name = self._context.resources.node(spec.group, spec.replica, spec.node)
-        except LookupError:
-            raise OSError(f"{spec.group}/{spec.replica} has no node") from None
-        member = self._members.get(name)
+        shares = self._context.resources.shares(spec.group, spec.replica)
+        member = self.members.get(shares[spec.node].node) if shares else None
         if member is None:
-            raise OSError(f"node {name} is unknown")
+            raise OSError(f"the node of part {spec.node} of {spec.group}/{spec.replica} is unknown")
         limits = self._context.config.groups[spec.group].resources
         order = wire.Start(spec=plain(spec), memory_nbytes=limits.memory_nbytes, max_processes=limits.max_processes)
-        handle = self._handle(spec.nonce, member, changed, start=order)
+        handle = ShimHandle(spec.nonce, member, changed, start=order)
         if member.life.state != "up":  # not a failure of the replica
-            handle.end(ExitReport("node", text=f"node {name} is {member.life.state}"))
+            handle.end(ExitReport("node", text=f"node {member.name} is {member.life.state}"))
             return handle
         member.handles[spec.nonce] = handle
         member.send(order)
         return handle
 
-    def _handle(
-        self,
-        nonce: str,
-        member: NodeEntry,
-        changed: Callable[[], None] = lambda: None,
-        *,
-        start: wire.Start | None = None,
-    ) -> ShimHandle:
-        def unheard_s() -> float:
-            if member.local:
-                return 0.0
-            return self.silent_s(member.name) if member.life.state == "up" else math.inf  # messages may come late
-
-        return ShimHandle(
-            nonce, member.name, member.send, changed, start=start, local=member.local, unheard_s=unheard_s
-        )
-
     def expect(
         self, agents: Iterable[AgentRecord], shims: Iterable[ShimRecord], scope: str = ""
-    ) -> dict[str, ShimHandle]:
-        """Expect the nodes and shims of an earlier supervisor; return handles by mark.
+    ) -> list[tuple[ShimRecord, ShimHandle]]:
+        """Expect an earlier supervisor's nodes, and the shims on them; return handles.
 
         :param scope: of this machine: that supervisor's own agent must have the same.
         """
         now = self._loop.time()
-        elsewhere: set[str] = set()
-        gone: set[str] = set()
-        for agent in agents:
-            elsewhere |= {*agent.elsewhere}
-            if agent.local and agent.scope != scope:
-                gone.add(agent.node)
+        known = {agent.node: agent for agent in agents}
+        for agent in known.values():
+            process = agent.process or ProcessRecord(0, 0)
+            hello = Hello(
+                release="",
+                node=agent.node,
+                incarnation=agent.incarnation,
+                pid=process.pid,
+                start_time=process.start_time,
+                scope=agent.scope,
+            )
             local = agent.local and agent.node == self._context.resources.local
-            member = self._members[agent.node] = NodeEntry(agent.node, local=local, now=now)
-            member.incarnation, member.process, member.scope = agent.incarnation, agent.process, agent.scope
-            member.life.lease_s = max(agent.lease_s, self._admission.lease_s(local=False))
+            member = self.members[agent.node] = NodeEntry(hello, local=local, now=now)
+            member.life.lease_s = max(agent.lease_s, lease_of(self._context.config))
             if agent.draining:
-                self._ask(member, "drain")
-        found: dict[str, ShimHandle] = {}
-        for shim in shims:
-            owner = self._members.get(shim.agent)
-            if owner is None:
-                continue
-            handle = self._handle(shim.nonce, owner)
-            handle.state = handle.state._replace(cgroup=shim.cgroup)
-            if shim.process is not None:
-                known = shim.process
-                handle.state = handle.state._replace(pid=known.pid, start_time=known.start_time)
-            found[shim.nonce] = handle
-            if shim.nonce in elsewhere or owner.name in gone:
-                self._wait_for_lease(owner, {shim.nonce: handle}, since=now)
+                member.life.ask("drain")
+        found = [(shim, ShimHandle(shim.nonce, self.members[shim.agent])) for shim in shims if shim.agent in known]
+        for shim, handle in found:
+            agent, member = known[shim.agent], self.members[shim.agent]
+            process = shim.process or ProcessRecord(0, 0)
+            handle.state = handle.state._replace(pid=process.pid, start_time=process.start_time, cgroup=shim.cgroup)
+            if shim.nonce in agent.elsewhere or (agent.local and agent.scope != scope):
+                self._wait_for_lease(member, handle, since=now)
             else:
-                owner.handles[shim.nonce] = handle
+                member.handles[shim.nonce] = handle
         return found
 
     # ------------------------------------------------------------ agents
 
-    def hello(self, hello: Hello, link: AgentLink, *, local: bool, seen_at: str) -> str:
-        """Accept an agent, or refuse it.
+    def hello(self, hello: Hello, link: AgentLink, *, local: bool, seen_at: str) -> str | None:
+        """Accept an agent and return its node's name, or refuse it and return None.
 
         :param local: it came through the run's own socket.
         :param seen_at: the address from which it came.
-        :return: the name of its node, or "" if it was refused.
         """
-        if refusal := self._admission.refusal(hello, local=local):
-            link.send(wire.encode(refusal))
-            return ""
+        if refused := self._refusal(hello, local=local):
+            link.send(wire.encode(refused))
+            return None
         states = [wire.part_state(part) for part in hello.parts]
-        now, name = self._loop.time(), hello.node
-        member = self._members.get(name)
-        if member is None:
-            member = self._members[name] = NodeEntry(name, local=local, now=now)
+        now, name, machine = self._loop.time(), hello.node, hello.machine or self._context.resources.machine
+        hello = replace(hello, parts=(), address=hello.address or seen_at, machine=machine)
+        member = self.members.setdefault(name, NodeEntry(hello, local=local, now=now))
         if member.link is not None:
             member.link.close()
-        before, again = member.life.state, member.incarnation == hello.incarnation
+        before, again = member.life.state, member.hello.incarnation == hello.incarnation
         if not again:
-            self._inherit(member, hello.scope)
-        member.scope, member.life.lease_s = hello.scope, self._admission.lease_s(local=local)
-        member.incarnation, member.link, member.life.heard_at = hello.incarnation, link, now
+            self._assign_leftover_shims(member, hello.scope)
+        member.hello, member.link = hello, link
+        member.life.leased, member.life.lease_s = not local, lease_of(self._context.config, local=local)
+        member.life.heard_at = now
         member.life.step("hello")
-        member.process = ProcessRecord(hello.pid, hello.start_time)
-        member.life.leased, member.release, member.labels = not local, hello.release, dict(hello.labels)
-        member.address = hello.address or seen_at
-        member.limits_refused = hello.limits_refused
-        member.machine = hello.machine or self._context.resources.machine
         if not local and (not again or before == "lost"):
-            self._ask(member, "anew")
+            member.life.ask("anew")
         if released := hello.incarnation in self._released:
-            self._ask(member, "release")
+            member.life.ask("release")
         member.send(self._welcome(local=local))
         if not local:
             member.send(self._new_token())  # tokens may have been replaced while it was away
-        self._compare(member, states)
-        self._drop_empty_leases(member)
+        self._reconcile_shims(member, states)
+        self._drop_ended_leases(member)
         if member.cleaning:
             member.send(wire.Clean(tuple(one.left for one in member.cleaning.values())))
         if released:
             member.send(wire.Over(_DRAINED))  # the first one did not arrive
-        self._offer(member)
         self._changed(member, before)
         if local:
             self.joined.set()
         return name
+
+    def _refusal(self, hello: Hello, *, local: bool) -> wire.Refused | None:
+        """Return why the agent is refused, or None after writing its lease to disk."""
+        if local and not self._is_own(hello):
+            return wire.Refused(message="another agent of this machine has replaced this one")
+        refused = refusal(self.members, hello, local=local)
+        if refused is not None:
+            return refused
+        lease = Lease(
+            node=hello.node,
+            incarnation=hello.incarnation,
+            local=local,
+            scope=hello.scope,
+            lease_s=lease_of(self._context.config, local=local),
+            process=ProcessRecord(hello.pid, hello.start_time) if local else None,
+        )
+        problem = self._context.awaited.grant(lease)
+        if problem:
+            log.error("refusing node %s: its lease cannot be written: %s", hello.node, problem)
+            return wire.Refused(message=f"the supervisor cannot write its lease: {problem}", again=True)
+        return None
 
     def _welcome(self, *, local: bool) -> wire.Welcome:
         context, tokens = self._context, self._context.coordinator.tokens
         return wire.Welcome(
             run=context.config.run.name,
             supervisor=self.incarnation,
-            lease_s=0.0 if local else self._admission.lease_s(local=False),
+            lease_s=0.0 if local else lease_of(context.config),
             adopt_s=context.config.run.adopt_s,
             endpoint="" if local else context.coordinator.endpoint,
             token="" if local else tokens.text("member"),
@@ -233,46 +223,44 @@ class Cluster:
         tokens = self._context.coordinator.tokens
         return wire.NewToken(tokens.text("member"), tokens.text("operator"))
 
-    def _inherit(self, member: NodeEntry, scope: str) -> None:
-        """Assign the earlier agent's shims to a new agent, which ends them."""
-        handles = member.cleaning | member.handles
-        left = {nonce: handle for nonce, handle in handles.items() if not handle.state.gone}
+    def _assign_leftover_shims(self, member: NodeEntry, scope: str) -> None:
+        """Hand the earlier agent's shims to a new agent, or to their lease."""
+        left = {nonce: one for nonce, one in (member.cleaning | member.handles).items() if not one.state.gone}
         member.cleaning, member.handles = {}, {}
-        if scope == member.scope or member.local:
-            member.cleaning = left
-        elif left:
-            self._wait_for_lease(member, left, since=member.life.heard_at)
-        for handle in left.values():
-            handle.lose(ExitReport("node", text=f"the agent of node {member.name} died"))
+        for nonce, handle in left.items():
+            if scope == member.hello.scope or member.local:
+                member.cleaning[nonce] = handle
+                handle.lose(member.died)
+            else:
+                self._wait_for_lease(member, handle, since=member.life.heard_at)
 
     @staticmethod
-    def _wait_for_lease(member: NodeEntry, handles: dict[str, ShimHandle], *, since: float) -> None:
-        """Note that shims of an agent elsewhere end with its lease."""
-        until = since + lost_after_s(member.life.lease_s)
-        member.elsewhere.append((until, handles))
-        for handle in handles.values():
-            handle.over_at = until
-            handle.lose(ExitReport("node", text=f"the agent of node {member.name} died"))
+    def _wait_for_lease(member: NodeEntry, handle: ShimHandle, *, since: float) -> None:
+        """Note that a shim of an agent elsewhere ends with its lease."""
+        member.elsewhere[handle.nonce] = handle
+        handle.over_at = since + lost_after_s(member.life.lease_s)
+        handle.lose(member.died)
 
-    def _compare(self, member: NodeEntry, states: Iterable[PartState]) -> None:
+    def _reconcile_shims(self, member: NodeEntry, states: Iterable[PartState]) -> None:
         """Compare an agent's shims with the expected ones; repeat orders."""
         told = {state.nonce: state for state in states}
         for nonce, handle in list(member.handles.items()):
             state = told.pop(nonce, None)
             if state is not None:
-                self._state(member, state)
+                self._update_shim(member, state)
             elif handle.start is None and not handle.state.gone:
                 handle.end(ExitReport("node", text=f"node {member.name} has lost it"))
                 del member.handles[nonce]
-            for order in handle.again(known=state is not None):
+            for order in handle.orders_to_repeat(known=state is not None):
                 member.send(order)
         for state in told.values():
-            self._state(member, state)
+            self._update_shim(member, state)
 
-    def _state(self, member: NodeEntry, state: PartState) -> None:
+    def _update_shim(self, member: NodeEntry, state: PartState) -> None:
+        """Use the state of a shim that the node's agent sent; end an unknown shim."""
         handle = member.handles.get(state.nonce)
         if handle is None and not state.gone:  # of a replica that runs elsewhere now, or of another supervisor
-            handle = self._stranger(member, state)
+            handle = self._end_stranger(member, state)
         if handle is not None:
             handle.start = None
             handle.update_state(state)
@@ -280,47 +268,38 @@ class Cluster:
             member.handles.pop(state.nonce, None)
             member.send(wire.Forget(state.nonce))
             if member.life.duty != "open":
-                self._nodes_changed()
+                self._changed(member)
 
-    def _stranger(self, member: NodeEntry, state: PartState) -> ShimHandle:
+    def _end_stranger(self, member: NodeEntry, state: PartState) -> ShimHandle:
+        """End a shim that belongs to no replica, and return its handle."""
         if len(member.handles) >= wire.SHIMS_MAX:
             raise msgspec.DecodeError(f"more than {wire.SHIMS_MAX:,} shims")
-
-        def changed() -> None:
-            if handle.state.gone and not member.life.over:
-                self._offer(member)
-                self._nodes_changed()
-
-        handle = member.handles[state.nonce] = self._handle(state.nonce, member, changed)
-        self.awaited.stranger(state, handle)
-        handle.stop(0.0)
+        handle = member.handles[state.nonce] = ShimHandle(state.nonce, member)
+        self._context.awaited.stranger(state, handle)
+        handle.stop_alone(lambda: self._changed(member))
         self._offer(member)
         return handle
 
     def receive(self, node: str, data: bytes) -> None:
-        """Handle a message of this node's agent.
-
-        :raises msgspec.DecodeError: it is not a message of this protocol.
-        """
+        """Handle a message of this node's agent. Raises msgspec.DecodeError."""
         message = wire.decode_from_agent(data)
-        if (member := self._members.get(node)) is None:
+        if (member := self.members.get(node)) is None:
             return  # it was drained, and its connection is being closed
         if member.life.heard(self._loop.time()):
-            self._offer(member)
             self._changed(member, "away")
         match message:
             case wire.Beat(number):
                 member.send(wire.Heard(number))
             case wire.PartNews(state):
-                self._state(member, wire.part_state(state))
+                self._update_shim(member, wire.part_state(state))
             case wire.StacksFound(nonce=nonce, found=found):
                 if (handle := member.handles.get(nonce)) is not None:
-                    handle.found(found)
+                    handle.take_stacks(found)
             case wire.Cleaned(nonces):
                 for nonce in nonces:
                     if (left := member.cleaning.pop(nonce, None)) is not None:
-                        left.end(ExitReport("node", text=f"the agent of node {member.name} died"))
-                self._drop_empty_leases(member)
+                        left.end(member.died)
+                self._drop_ended_leases(member)
             case wire.Leaving(reason):
                 self._leaving(node, one_line(reason))
             case wire.LogReply(number=number) | wire.Examined(number=number):
@@ -331,59 +310,45 @@ class Cluster:
                 log.error("an unexpected %s of the agent of node %s", type(message).__name__, node)
 
     def closed(self, node: str, link: AgentLink) -> None:
-        """Handle the end of a connection."""
-        member = self._members.get(node)
+        """Note the end of a connection: its node is away, or left if released."""
+        member = self.members.get(node)
         if member is None or member.link is not link:
             return
         member.link = None
-        self._hung_up.set()
         if member.life.duty == "released" and not member.living:
             self._lose(member, "left", "its agent has left")
-            del self._members[node]
-        else:
-            self._away(member, "closed")
-
-    def _away(self, member: NodeEntry, event: Literal["closed", "silent"]) -> None:
-        if member.life.step(event):
-            self._offer(member)
+        elif member.life.step("closed"):
             self._changed(member, "up")
 
     def tick(self) -> None:
         """Find nodes that are away or lost. Call it at least every second."""
         now = self._loop.time()
-        pause_s, self._clock.due = self._clock.pause_at(now), now + BEAT_S
-        for member in [*self._members.values()]:
+        pause_s, self._clock.due = self._clock.measure_pause(now), now + BEAT_S
+        for member in [*self.members.values()]:
             member.life.heard_at += pause_s  # what has arrived meanwhile is not handled yet
-            self._end_elsewhere(member, now)
+            for handle in [one for one in member.elsewhere.values() if now > one.over_at]:
+                del member.elsewhere[handle.nonce]
+                handle.end(member.died)
+                self._drop_ended_leases(member)
             match member.life.due_event(now):
                 case "silent":
-                    self._away(member, "silent")
+                    member.life.step("silent")
+                    self._changed(member, "up")
                 case "lease_over":
                     silent_s = now - member.life.heard_at
                     self._lose(member, "lease_over", f"nothing was heard of it for {silent_s:.0f} s")
-                    if member.life.duty == "released":
-                        del self._members[member.name]
-        if self.awaited.tick(now):
+        if self._context.awaited.tick(now):
             self._context.say("the leases of earlier supervisors are over")
             self._nodes_changed()
 
-    def _end_elsewhere(self, member: NodeEntry, now: float) -> None:
-        """End handles of an agent elsewhere whose lease is over."""
-        over = [handles for until, handles in member.elsewhere if now > until]
-        member.elsewhere = [(until, handles) for until, handles in member.elsewhere if now <= until]
-        for handle in itertools.chain(*(handles.values() for handles in over)):
-            handle.end(ExitReport("node", text=f"the agent of node {member.name} died"))
-        if over:
-            self._drop_empty_leases(member)
-
-    def _drop_empty_leases(self, member: NodeEntry) -> None:
+    def _drop_ended_leases(self, member: NodeEntry) -> None:
         """Forget leases of earlier agents of the node if their shims are gone."""
         if not (member.elsewhere or member.cleaning):
-            self.awaited.end(member.name, but=member.incarnation)
+            self._context.awaited.end(member.name, but=member.hello.incarnation)
 
     def silent_s(self, node: str) -> float:
         """Return the seconds since this node was heard."""
-        member = self._members.get(node)
+        member = self.members.get(node)
         return self._loop.time() - member.life.heard_at if member is not None else 0.0
 
     def _lose(self, member: NodeEntry, event: Literal["left", "lease_over"], reason: str) -> None:
@@ -393,101 +358,83 @@ class Cluster:
         if member.link is not None:
             member.link.close()
             member.link = None
-        lost, member.handles, member.cleaning, member.elsewhere = member.living, {}, {}, []
-        self.awaited.end(member.name)
-        self._offer(member)
+        lost, member.handles, member.cleaning, member.elsewhere = member.living, {}, {}, {}
+        self._context.awaited.end(member.name)
+        if member.life.duty == "released":
+            del self.members[member.name]
         self._changed(member, before, reason)
         for handle in lost:
             handle.end(ExitReport("node", text=f"node {member.name} was lost: {reason}"))
 
     def _offer(self, member: NodeEntry) -> None:
-        resources = self._context.resources
-        if member.life.over:
+        """Offer the node to replicas, or withdraw it, as its state requires."""
+        resources, cluster = self._context.resources, self._context.config.cluster
+        if member.life.over or (member.local and not cluster.local):
             resources.withdraw(member.name)
             return
-        is_open = member.life.takes_replicas and not self.awaited.strangers_on(member.name)
-        if not member.local:
-            resources.offer(member.name, member.machine, member.labels, open=is_open)
-        else:
-            resources.open(member.name, is_open)
+        machine = resources.machine if member.local else member.machine
+        is_open = member.life.takes_replicas and not self._context.awaited.strangers_on(member.name)
+        resources.offer(member.name, machine, self._labels(member), open=is_open)
 
-    def _changed(self, member: NodeEntry, before: NodeState, reason: str = "") -> None:
-        after = member.life.state
-        if after != before and not self._over and not (member.local and after == "up"):
-            self._context.emit(
-                NodeChanged(node=member.name, before=before, after=after, reason=reason, address=member.address)
-            )
+    def _labels(self, member: NodeEntry) -> Mapping[str, str]:
+        """Return the node's labels; this machine has those of the config."""
+        return self._context.config.cluster.labels if member.local else member.hello.labels
+
+    def _changed(self, member: NodeEntry, before: NodeState | None = None, reason: str = "") -> None:
+        """Offer or withdraw the node; report its state if it is not ``before``; save.
+
+        :param before: None if its state is the same.
+        """
+        self._offer(member)
+        after, address = member.life.state, member.hello.address
+        told = not self._over and not (member.local and after == "up")
+        if before is not None and before != after and told:
+            event = NodeChanged(node=member.name, before=before, after=after, reason=reason, address=address)
+            self._context.emit(event)
             self._context.say(f"node {member.name}: {after}{': ' if reason else ''}{reason}")
         self._nodes_changed()
 
     def _nodes_changed(self) -> None:
+        """Wake the fleet's monitor, and save the run's state."""
         self._context.wake_monitor()
         self._context.save()
 
     # ------------------------------------------------------------ operators' orders
 
-    def limits_refused(self, node: str) -> str:
-        """Return why memory and processes cannot be limited there, or ""."""
-        member = self._members.get(node)
-        return member.limits_refused if member is not None else ""
-
-    def names(self) -> list[str]:
-        return list(self._members)
-
     def others(self) -> list[str]:
         """Return the nodes of other machines that are up."""
-        return [name for name, member in self._members.items() if not member.local and member.life.state == "up"]
+        return [name for name, member in self.members.items() if not member.local and member.life.state == "up"]
 
-    def drain(self, node: str) -> int:
-        """Start no new replicas on the node. Return the number of this drain."""
-        member = self._members[node]
-        self._ask(member, "drain")
-        self._offer(member)
-        self._nodes_changed()
-        return member.drain
+    def drain(self, node: str, *, undo: bool = False) -> None:
+        """Start no new replicas on the node; or allow them again (``undo``)."""
+        member = self.members[node]
+        member.life.ask("undrain" if undo else "drain")
+        if undo:
+            self._released.discard(member.hello.incarnation)
+        self._changed(member)
 
-    def _ask(self, member: NodeEntry, event: DutyEvent) -> None:
-        member.life.ask(event)
-        member.drain = 0 if member.life.duty == "open" else member.drain or next(self._drains)
-
-    def undrain(self, node: str) -> None:
-        """Allow new replicas on the node again."""
-        member = self._members[node]
-        self._ask(member, "undrain")
-        self._released.discard(member.incarnation)
-        self._offer(member)
-        self._nodes_changed()
-
-    def drains(self, node: str, number: int) -> bool:
-        """Return True if drain ``number`` was not undone, and the agent is the same."""
-        member = self._members.get(node)
-        return member is None or member.drain == number
-
-    def draining(self) -> list[str]:
-        """Return the nodes that are being drained or are drained."""
-        return [name for name, member in self._members.items() if member.life.duty != "open"]
+    def is_open(self, node: str) -> bool:
+        """Return True if the node is there, and no drain was ordered or all undone."""
+        member = self.members.get(node)
+        return member is not None and member.life.duty == "open"
 
     def is_empty(self, node: str) -> bool:
         """Return True if the node has no shim left, or is lost."""
-        member = self._members.get(node)
+        member = self.members.get(node)
         return member is None or member.life.over or not member.living
 
     def release(self, node: str) -> None:
         """Order the agent of a drained node to end; forget a lost node."""
-        if (member := self._members.get(node)) is not None:
-            self._released.add(member.incarnation)
-            self._ask(member, "release")
+        if (member := self.members.get(node)) is not None:
+            self._released.add(member.hello.incarnation)
+            member.life.ask("release")
             member.send(wire.Over(_DRAINED))
             if member.life.state == "lost":
-                del self._members[node]
+                del self.members[node]
 
-    def living(self) -> list[str]:
-        """Return the nodes on which processes may be left."""
-        return [name for name, member in self._members.items() if member.living]
-
-    def tell_tokens(self) -> None:
+    def send_tokens(self) -> None:
         """Send the present tokens to the agents of other machines."""
-        for node in self._members.values():
+        for node in self.members.values():
             if not node.local:
                 node.send(self._new_token())
 
@@ -496,33 +443,30 @@ class Cluster:
         now = self._loop.time()
         silent = [
             one.name
-            for one in self._members.values()
+            for one in self.members.values()
             if not one.local
             and not one.life.over
             and (one.life.state == "away" or now - one.life.heard_at > 2 * BEAT_S)
         ]
-        awaited = (node for node in self.awaited.nodes() if node != self._context.resources.local)
+        awaited = (node for node in self._context.awaited.nodes() if node != self._context.resources.local)
         return tuple(dict.fromkeys((*silent, *awaited)))
 
-    def over(self, reason: str = "the run is over") -> None:
+    def order_all_to_end(self) -> None:
         """Order all agents to end their processes, and to exit."""
         self._over = True
-        for member in self._members.values():
-            member.send(wire.Over(reason))
+        for member in self.members.values():
+            member.send(wire.Over())
 
     async def closed_all(self, timeout_s: float) -> None:
-        """Wait up to ``timeout_s`` for all agents to disconnect."""
-        deadline = self._loop.time() + timeout_s
-        while any(one.link is not None for one in self._members.values()):
-            left = deadline - self._loop.time()
-            if left <= 0:
-                return
-            self._hung_up.clear()
-            await is_set_within(self._hung_up, left)
+        """Wait for all agents to disconnect; return after ``timeout_s`` in any case."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                for link in [one.link for one in self.members.values() if one.link is not None]:
+                    await link.over.wait()
 
     async def ask(self, node: str, query: wire.Query, kind: type[Reply], timeout_s: float = 10.0) -> Reply:
-        """Return the reply of this node's agent. TimeoutError if there is none."""
-        member = self._members.get(node)
+        """Send the query; return the agent's reply. TimeoutError if there is none."""
+        member = self.members.get(node)
         if member is None or member.link is None or member.life.state != "up":
             raise TimeoutError(f"node {node} is away")
         asked: asyncio.Future[Reply] = self._loop.create_future()
@@ -541,15 +485,15 @@ class Cluster:
         return tuple(
             AgentRecord(
                 node=member.name,
-                incarnation=member.incarnation,
+                incarnation=member.hello.incarnation,
                 local=member.local,
-                process=member.process,
+                process=ProcessRecord(member.hello.pid, member.hello.start_time),
                 draining=member.life.duty != "open",
-                scope=member.scope,
+                scope=member.hello.scope,
                 lease_s=member.life.lease_s,
-                elsewhere=tuple(nonce for _, handles in member.elsewhere for nonce in handles),
+                elsewhere=tuple(member.elsewhere),
             )
-            for member in self._members.values()
+            for member in self.members.values()
             if not member.life.over
         )
 
@@ -561,15 +505,15 @@ class Cluster:
                 name=member.name,
                 state=member.life.shown,
                 local=member.local,
-                address=member.address,
-                labels=resources.labels(member.name) if member.local else member.labels,
+                address=member.hello.address,
+                labels=self._labels(member),
                 gpus=len(member.machine.gpus),
                 gpus_free=len(resources.free_on(member.name)),
                 cpus=member.machine.cpus,
                 memory_nbytes=member.machine.memory_nbytes,
                 replicas=tuple(f"{group}/{index}" for group, index in resources.on(member.name)),
                 heard_age_s=max(0.0, now - member.life.heard_at),
-                release=member.release,
+                release=member.hello.release,
             )
-            for member in self._members.values()
+            for member in self.members.values()
         )

@@ -7,23 +7,27 @@ Tests build a context of fakes.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from replicas import environ, errors
+from replicas.common.reason import Reason
 from replicas.config.structs import Config
 from replicas.control.socket import SOCKET_FILE
 from replicas.coordinator import Coordinator
 from replicas.core.lives.lifecycle import Transition
-from replicas.supervisor.fleet.awaited import Awaited
+from replicas.supervisor.fleet.awaited import PredecessorWaits
 from replicas.supervisor.fleet.causes import WaitReports
 from replicas.supervisor.fleet.handle import ShimHandle
 from replicas.supervisor.fleet.resources import Resources
 from replicas.supervisor.state.state import StateDir
 from replicas.supervisor.wire.orders import PartSpec
 from replicas.telemetry.events import Event
+
+_TURNS_FOR_EACH_CORE = 2
 
 
 class Save(Protocol):
@@ -38,18 +42,20 @@ class Save(Protocol):
 class Neighbours(Protocol):
     """The fleet's methods for a replica, about other replicas."""
 
-    def size(self, group: str) -> int: ...
-    def waits_for(self, group: str, replica: int, *, first: bool) -> str:
-        """Return what the start of a replica waits for ("waits ..."), or "" when its
-        share of the nodes is taken.
+    def size(self, group: str) -> int:
+        """Return the wanted number of replicas of a group."""
 
-        A group that restarts as a whole waits for its last replica; a ``first`` start
-        also waits for other groups.
+    def waits_for(self, group: str, replica: int, *, first: bool) -> Reason | None:
+        """Assign nodes and GPUs to a replica and return None, or return why it waits.
+
+        The reason is the text after "waits", such as ``for 2 nodes (1 there)``. A group
+        that restarts as a whole waits for its last replica; a ``first`` start also
+        waits for other groups.
         """
         ...
 
-    def fell(self, group: str, replica: int, text: str) -> None:
-        """Restart the other replicas of a group that restarts as a whole."""
+    def restart_group_with(self, group: str, replica: int, text: str) -> None:
+        """Restart the other replicas, if the group restarts as a whole."""
         ...
 
     def progressed(self, group: str, replica: int) -> bool | None:
@@ -57,11 +63,8 @@ class Neighbours(Protocol):
         no channel."""
         ...
 
-    def moved(self, transition: Transition) -> None: ...
-
-
-def _no_agent(spec: PartSpec, changed: Callable[[], None]) -> ShimHandle:
-    raise OSError("no node has joined")
+    def on_transition(self, transition: Transition) -> None:
+        """Report a replica's new state; free its resources if it has settled."""
 
 
 @dataclass(kw_only=True)
@@ -84,16 +87,19 @@ class FleetContext:
     say: Callable[[str], None]
     save: Save
     spawn: Callable[[Callable[[], Coroutine[Any, Any, None]]], None]
+    start_shim: Callable[[PartSpec, Callable[[], None]], ShimHandle]
     opened: Coordinator | None = None
     """The coordinator, once it is made."""
-    start_shim: Callable[[PartSpec, Callable[[], None]], ShimHandle] = _no_agent
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     waits: WaitReports = field(default_factory=WaitReports)
-    awaited: Awaited = field(init=False)
+    turns: asyncio.Semaphore = field(init=False)
+    """Limits concurrent starts, which load the event loop and the cores."""
+    awaited: PredecessorWaits = field(init=False)
     """Processes of earlier supervisors for which replicas wait."""
 
     def __post_init__(self) -> None:
-        self.awaited = Awaited(self.state.leases)
+        self.turns = asyncio.Semaphore(_TURNS_FOR_EACH_CORE * len(os.sched_getaffinity(0)))
+        self.awaited = PredecessorWaits(self.state.leases)
 
     @property
     def coordinator(self) -> Coordinator:
@@ -112,10 +118,11 @@ class FleetContext:
         self.changed.set()
 
     def on_channel(self, group: str) -> bool:
+        """Return True if the group is on any channel of the config."""
         return any(group in one.groups for one in self.config.channels.values())
 
     def environment(self) -> Mapping[str, str]:
-        """Return the environment variables of all processes of the run."""
+        """Return variables for all processes: control port, token file, run, id."""
         return {
             environ.ENDPOINT: self.coordinator.endpoint,
             environ.TOKEN_FILE: str(self.state.token_file),

@@ -22,8 +22,9 @@ import sys
 
 from replicas import errors
 from replicas.core.lives.lifecycle import RUNNING, ReplicaEvent
-from replicas.supervisor.fleet.causes import Cause
+from replicas.supervisor.fleet.generation_lifecycle import GenerationLifecycle
 from replicas.supervisor.fleet.replica import REQUESTED, Replica
+from replicas.supervisor.state.run_state import Cause
 
 _EVERY_GENERATION = sys.maxsize
 """Other launchers number generations as they like."""
@@ -39,6 +40,7 @@ class External(Replica):
 
     @property
     def _joined(self) -> frozenset[str]:
+        """Incarnations (ids) of the replica's present members, by the coordinator."""
         group, index = self._key
         return self._context.coordinator.joined(group).get(index, frozenset())
 
@@ -53,37 +55,46 @@ class External(Replica):
         raise errors.UsageError(f"replica {self.name} is external", hint="restart its program where it was started")
 
     def halt(self, hurry_s: float | None = None) -> None:
-        """Exclude the running program, if there is one, from further syncs."""
+        """Exclude the running program, if there is one, from further syncs.
+
+        The program is not ended, whatever ``hurry_s`` is; its successor takes part
+        again.
+        """
         super().halt(hurry_s)
         if self.life.state == "drained":  # members of an earlier coordinator may reconnect
             self._context.coordinator.set_draining(*self._key, self.members_generation)
 
     def _end_processes(self, timeout_s: float, *, stacks: bool = False) -> None:
-        """End its part in syncs."""
+        """Exclude the program from further syncs; end no process."""
         self._context.coordinator.set_draining(*self._key, self.members_generation)
         super()._end_processes(timeout_s, stacks=stacks)
 
     @property
     def members_generation(self) -> int:
+        """A number that no generation of a member exceeds."""
         return _EVERY_GENERATION
 
     def member_lost(self, rank: int, reason: str) -> None:
+        """Note how a member ended, and wake the task."""
         self._end = f"rank {rank} left" if reason == "left" else f"rank {rank} is lost ({reason})"
-        self.poke()
+        self.wake()
 
     # ------------------------------------------------------------ its lives
 
     def check(self, now: float) -> None:
-        """Update its readiness; wake its task when a life begins or ends."""
+        """Update readiness; wake the task when a program joins or has left."""
         if self.life.state not in RUNNING or self._is_another(self._joined):
-            self._lifecycle.check_sync(now)
-            self.poke()
+            self.current.check_sync(now)
+            self.wake()
             return
         self._seen |= self._joined
-        view = self._health.view = self._context.coordinator.readiness(*self._key, self.life.generation, external=True)
+        view = self.current.health.view = self._context.coordinator.readiness(
+            *self._key, self.life.generation, external=True
+        )
         self._follow(ready=view.ready, now=now)
 
     def _start_if_due(self) -> bool:
+        """Begin a life if a new program has joined. Return True if it has members."""
         joined = self._joined
         if self.life.state == "drained":
             if self._context.coordinator.recovering:
@@ -91,31 +102,34 @@ class External(Replica):
             if self._context.coordinator.recovering or not self._is_another(joined):
                 return False
             self._end_life(ReplicaEvent.RESTART, "its drained program has ended")
-        self._waits_for = "for its program, which you start, to join"
+        self._waits_for = "for a program that you start to join"
         if joined and self.life.state == "pending":
             self._seen = joined
             self._apply(ReplicaEvent.START)
-            self._new_generation()
-            self._lifecycle.apply_event("launched")
+            self.current = GenerationLifecycle(self, self._context)
+            self.current.apply_event("launched")
         return bool(joined)
 
     async def _run_generation(self) -> None:
+        """Follow the program until its members are gone or it is to stop."""
         self.check(self._now())
-        while self._lifecycle.state in ("running", "syncing") and not self._is_another(joined := self._joined):
+        while self.current.state in ("running", "syncing") and not self._is_another(joined := self._joined):
             self._seen |= joined
-            await self.poked()
+            await self.wait_for_wake()
         if self.unwanted:
-            self.last_exit = "stopped"
-            self._apply(ReplicaEvent.STOPPED, reason=self.last_exit)
+            self.current.last_exit = "stopped"
+            self._apply(ReplicaEvent.STOPPED, reason=self.current.last_exit)
         else:
-            self.last_exit = self._end or "its program has ended"
-            self._end_life(ReplicaEvent.LEFT, self.last_exit)
+            self.current.last_exit = self._end or "its program has ended"
+            self._end_life(ReplicaEvent.LEFT, self.current.last_exit)
         self._ask("done")
 
     def _end_life(self, event: ReplicaEvent, reason: str) -> None:
+        """Forget the members of a program that is gone, and step the lifecycle."""
         self._seen, self._end = frozenset(), ""
         self._context.coordinator.forget(*self._key)
         self._apply(event, reason=reason)
 
     async def stacks(self) -> dict[str, str]:
+        """Return a note by the replica's name, because there are no stacks."""
         return {self.name: "an external replica: its stacks cannot be dumped from here"}

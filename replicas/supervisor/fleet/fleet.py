@@ -21,18 +21,13 @@ group; they start again together, when all are gone.
 An *external* group (:mod:`replicas.supervisor.fleet.external`) has each expected
 replica, and each other one that has joined; the run does not wait for its end.
 
-A long command runs in its caller's task, which waits for conditions that the monitor
-checks (:meth:`Fleet.until`), so that commands and the status run concurrently.
-
-The clock is the loop's, and all other dependencies are in
-:class:`~replicas.supervisor.fleet.context.FleetContext`, so that tests run a whole
-fleet in virtual time.
+Commands run in their callers' tasks, which wait for conditions that the monitor checks
+(:meth:`Fleet.until`). The clock is the loop's: tests run a fleet in virtual time.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Callable, Iterable, Mapping
 
 import anyio
@@ -40,23 +35,23 @@ import anyio
 from replicas import errors
 from replicas.common.foreign import one_line
 from replicas.common.patience import PauseClock
-from replicas.common.sizes import some
+from replicas.common.reason import Reason
+from replicas.common.sizes import list_text
 from replicas.config.structs import GroupConfig
+from replicas.config.values import nearest
 from replicas.control.exit_codes import DONE, FAILED, USAGE
 from replicas.core.lives.lifecycle import SETTLED, Transition
 from replicas.core.lives.lifecycle import ReplicaEvent as Step
 from replicas.core.lives.ordering import is_good, least_left, restartable_now, start_levels, unmet
-from replicas.core.lives.placement import Share
 from replicas.core.members.roster import GroupShape
 from replicas.messages.bounds import text_of
-from replicas.supervisor.fleet.causes import Cause, line
+from replicas.supervisor.fleet.causes import line
 from replicas.supervisor.fleet.context import FleetContext
 from replicas.supervisor.fleet.external import External
-from replicas.supervisor.fleet.generation_lifecycle import new_turns
 from replicas.supervisor.fleet.group import Group
 from replicas.supervisor.fleet.handle import ShimHandle
 from replicas.supervisor.fleet.replica import REQUESTED, Replica
-from replicas.supervisor.state.run_state import SavedGroup, ShimRecord
+from replicas.supervisor.state.run_state import Cause, SavedGroup, ShimRecord
 from replicas.telemetry.events import Drained, Draining, DrainReason, FailedReset, RestartAsked, Scaled
 
 TICK_S = 0.25
@@ -64,8 +59,8 @@ _SETTLE_S = 0.75
 _DIGITS = 7
 _NAMED = 10
 
-Adopted = Mapping[tuple[str, int], tuple[int, list[ShimRecord], list[ShimHandle]]]
-"""Generations of an earlier supervisor by group and index: number, records, shims."""
+Adopted = Mapping[tuple[str, int], tuple[list[ShimRecord], list[ShimHandle]]]
+"""Generations of an earlier supervisor by group and index: records, and shims."""
 
 
 def _now() -> float:
@@ -85,14 +80,11 @@ class Fleet:
         *,
         saved: Mapping[str, SavedGroup] | None = None,
         wall: float = 0.0,
-        rng: random.Random | None = None,
     ) -> None:
         self._context = context
-        self._turns = new_turns()
-        self._rng = rng
         now, known = _now(), saved or {}
         self.groups = {
-            name: Group(group, saved=known.get(name), now=now, wall=wall, rng=rng)
+            name: Group(group, saved=known.get(name), now=now, wall=wall)
             for name, group in context.config.groups.items()
         }
         self.removed = {name: group.once_removed for name, group in known.items() if name not in self.groups}
@@ -115,52 +107,38 @@ class Fleet:
     def start(self, adopted: Adopted | None = None) -> None:
         """Start the monitor and all replicas.
 
-        :param adopted: generations that continue, or None if no agents of an earlier
-            supervisor do.
+        :param adopted: generations that continue; None without agents that continue.
         """
         for name, group in self.groups.items():
             self.resize(name)
             self._fill(group, adopted)
             for index in [index for index in group.replicas if index >= group.size and not group.config.external]:
                 group.replicas[index].stop()
-                self._see_off(group, [group.replicas[index]], "scaled")
+                self._remove_when_ended(group, [group.replicas[index]], "scaled")
         self._context.spawn(self._monitor)
 
     def adopt(self, config: GroupConfig) -> None:
-        group = self.groups[config.name] = Group(config, saved=self.removed.pop(config.name, None), rng=self._rng)
+        """Add a group that a reload has added, and start its replicas."""
+        group = self.groups[config.name] = Group(config, saved=self.removed.pop(config.name, None))
         self.resize(config.name)
         self._fill(group)
 
     def _fill(self, group: Group, adopted: Adopted | None = None) -> None:
+        """Add and start the missing replicas of a group, or adopt their generations."""
         joined = self._context.coordinator.joined(group.config.name) if group.config.external else ()
         kind = External if group.config.external else Replica
         name, found = group.config.name, adopted or {}
         beyond = [index for other, index in found if other == name and index >= group.size]
         for index in (*range(group.size), *beyond, *joined):
             if index not in group.replicas:
-                replica = kind(
-                    self._context,
-                    group.config,
-                    index,
-                    self,
-                    group.rules,
-                    generation=group.generation(index),
-                    turns=self._turns,
-                )
+                replica = kind(self._context, group.config, index, self, group.rules)
                 if (name, index) in found:
-                    self._go_on(replica, *found[name, index])
+                    replica.adopt(*found[name, index])
                 group.enter(replica, settled=adopted is not None)
                 self._context.spawn(replica.run)
 
-    def _go_on(self, replica: Replica, number: int, records: list[ShimRecord], nodes: list[ShimHandle]) -> None:
-        """Take over a generation that an earlier supervisor started."""
-        group, index = replica.group.name, replica.index
-        shares = (Share(group=group, node=one.agent, gpus=one.gpus, memory_nbytes=one.memory_nbytes) for one in records)
-        self._context.resources.keep(replica.group, index, tuple(shares))
-        replica.adopt(number, records, nodes)
-
     def resize(self, name: str) -> None:
-        """Report the group's shape to the coordinator."""
+        """Send the coordinator the group's size, ranks and heartbeat timeout."""
         group = self.groups[name]
         shape = GroupShape(group.size, group.config.world_size, group.config.health.heartbeat_timeout_s)
         self._context.coordinator.set_group(name, shape)
@@ -168,6 +146,7 @@ class Fleet:
     # ------------------------------------------------------------ the monitor
 
     async def _monitor(self) -> None:
+        """Check all replicas every 0.25 s and after each change, until cancelled."""
         self.looked_at = _now()
         clock = PauseClock(self.looked_at + TICK_S)
         while True:
@@ -175,7 +154,7 @@ class Fleet:
                 await self._context.changed.wait()
             self._context.changed.clear()
             now = self.looked_at = _now()
-            late_s, clock.due = clock.pause_at(now), now + TICK_S
+            late_s, clock.due = clock.measure_pause(now), now + TICK_S
             if late_s:
                 # Handle the messages that have arrived before checking any replica, as
                 # the coordinator does.
@@ -197,11 +176,13 @@ class Fleet:
                 self._context.say(text)
             self._judge(now)
             if self._unsaved:
-                self.save()
+                self._unsaved = False
+                self._context.save()
             async with self._looked:
                 self._looked.notify_all()
 
     def _judge(self, now: float) -> None:
+        """End the run if its groups have finished or failed, or nodes are missing."""
         if self.exit_code is not None or self.draining:
             return
         config, resources = self._context.config, self._context.resources
@@ -217,13 +198,15 @@ class Fleet:
         if failures:
             self._finish(FAILED, failures[0])
         elif wanted and all(self.groups[name].over for name in wanted):
-            short = [self.groups[name] for name in wanted if not self.groups[name].finished]
-            if short and any(group.config.min_ready != 0 for group in short):
-                self._finish(FAILED, next(one.words_of_failure() for one in short if one.config.min_ready != 0))
+            ended = [self.groups[name] for name in wanted]
+            failed = [one for one in ended if not one.finished and one.config.min_ready != 0]
+            if failed:
+                self._finish(FAILED, failed[0].words_of_failure())
             else:
                 self._finish(DONE, f"done: {', '.join(wanted)} finished")
 
     def _finish(self, code: int, words: str) -> None:
+        """Set the run to be over, with this exit code and reason."""
         self.exit_code, self.ended_by = code, words
         self._context.say(words)
         self.over.set()
@@ -231,11 +214,12 @@ class Fleet:
     @property
     def cut(self) -> list[str]:
         """Replicas that did not end in time when the run ended."""
-        return [replica.name for replica in self.all() if replica.cut]
+        return [replica.name for replica in self.all() if replica.current.cut]
 
     @property
     def words_of_cut(self) -> str:
-        return f"killed or left behind, because not ended in time: {some(self.cut, _NAMED)}" if self.cut else ""
+        """A sentence that names :attr:`cut`, or "" if all replicas ended in time."""
+        return f"killed or left behind, because not ended in time: {list_text(self.cut, _NAMED)}" if self.cut else ""
 
     @property
     def words_of_end(self) -> str:
@@ -248,6 +232,7 @@ class Fleet:
             await self._looked.wait_for(condition)
 
     async def wait_ready(self, groups: Iterable[Group]) -> None:
+        """Wait until these are ready; WorldError if one has failed or the run ends."""
         chosen = list(groups)
 
         def settled() -> bool:
@@ -262,14 +247,6 @@ class Fleet:
         await self.until(settled)
 
     # ------------------------------------------------------------ state
-
-    def save(self, *, order: bool = False) -> bool:
-        """Save the run's state. Return False if that fails.
-
-        :raises replicas.errors.WorldError: it failed for an ``order``.
-        """
-        self._unsaved = False
-        return self._context.save(order=order)
 
     def saved(self, wall: float) -> dict[str, SavedGroup]:
         """Return the groups' state to save. ``wall``: seconds since 1970."""
@@ -290,16 +267,11 @@ class Fleet:
         """Return the group of this name; UsageError if there is none."""
         group = self.groups.get(name) if isinstance(name, str) else None
         if group is None:
-            raise errors.UsageError(
-                f'no group "{one_line(text_of(name, 80))}"', hint=f"groups: {', '.join(self.groups)}"
-            )
+            raise errors.UsageError(f'no group "{one_line(text_of(name, 80))}"{nearest(text_of(name), self.groups)}')
         return group
 
     def targets(self, target: str | None) -> list[Replica]:
-        """Return the replicas of ``group`` or ``group/index``, or all for None.
-
-        :raises replicas.errors.UsageError: no such group or replica.
-        """
+        """Return replicas of ``group``, ``group/index`` or all. Raises UsageError."""
         if target is None:
             return self.all()
         name, slash, index = target.partition("/") if isinstance(target, str) else (target, "", "")
@@ -307,10 +279,8 @@ class Fleet:
         if not slash:
             return [replica for _, replica in sorted(group.replicas.items())]
         if not index.isdecimal() or len(index) > _DIGITS or int(index) not in group.replicas:
-            known = ", ".join(replica.name for replica in group.replicas.values()) or "none"
-            raise errors.UsageError(
-                f'no replica "{one_line(text_of(target, 80))}"', hint=f"replicas of {name}: {known}"
-            )
+            known = list_text([replica.name for replica in group.replicas.values()], 8) or "none"
+            raise errors.UsageError(f'no replica "{one_line(text_of(target, 80))}"', hint=f"there are {known}")
         return [group.replicas[int(index)]]
 
     # ------------------------------------------------------------ called by replicas
@@ -318,7 +288,8 @@ class Fleet:
     def size(self, group: str) -> int:
         return self.groups[group].size
 
-    def waits_for(self, group: str, replica: int, *, first: bool) -> str:
+    def waits_for(self, group: str, replica: int, *, first: bool) -> Reason | None:
+        """Assign nodes for a start, or return why it waits (the text after "waits")."""
         one = self.groups[group]
         if self._held_back(one):
             return f"for the other replicas of {group}"
@@ -326,18 +297,18 @@ class Fleet:
             needed = {name: other.needed for name, other in self.groups.items()}
             if missing := unmet(one.config, needed, {name: other.staying for name, other in self.groups.items()}):
                 return f"for {', '.join(missing)}"
-        if waits := self._context.awaited.blocks(group, replica, _now()):
-            return waits
-        lacks = self._context.resources.assign_nodes(one.config, replica)
-        return f"for {lacks}" if lacks else ""
+        waits = self._context.awaited.blocks(group, replica, _now())
+        lacks = None if waits else self._context.resources.assign_nodes(one.config, replica)
+        return waits or (f"for {lacks}" if lacks else None)
 
     def _held_back(self, group: Group) -> bool:
         """Return True if the group restarts as a whole, and is not ready for that."""
         if group.config.restart.strategy != "group":
             return False
-        return group.falling or group.rules.resume_in_s(_now()) > 0
+        return any(one.falling for one in group.replicas.values()) or group.rules.resume_in_s(_now()) > 0
 
-    def fell(self, group: str, replica: int, text: str) -> None:
+    def restart_group_with(self, group: str, replica: int, text: str) -> None:
+        """Restart the other replicas, if the group restarts as a whole."""
         one = self.groups[group]
         if one.config.restart.strategy != "group" or one.config.restart.policy == "never":
             return
@@ -348,23 +319,25 @@ class Fleet:
                 other.restart(cause, drain=False)
 
     def progressed(self, group: str, replica: int) -> bool | None:
+        """Return True for a new step or version of the generation, None if unknown."""
         one = self.groups[group]
         if one.config.restart.strategy == "group":
-            found = [other.progressed for other in one.replicas.values()]
+            found = [other.current.progressed for other in one.replicas.values()]
             return None if None in found else any(found)
-        return one.replicas[replica].progressed
+        return one.replicas[replica].current.progressed
 
-    def moved(self, transition: Transition) -> None:
+    def on_transition(self, transition: Transition) -> None:
+        """Report a replica's transition, and let it affect resources and its group."""
         group = self.groups.get(transition.group)
         replica = self.replica(transition.group, transition.replica)
         if replica is not None and transition.after in SETTLED and not replica.stuck:
             self._context.resources.release(transition.group, transition.replica)
         if transition.restart_reason is not None:
-            self.save()  # before it is reported: a kill here can only use up too much budget
+            self._context.save()  # before it is reported: a kill here can only use up too much budget
         self._unsaved = True
         self._context.emit(self._context.resources.placed(transition))
         logs = self._context.state.logs if replica is None or replica.here else None
-        if text := line(transition, logs):
+        if text := line(transition, logs, "run" if group is None else group.config.on_failure):
             self._context.say(text)
         self._context.wake_monitor()
         if group is not None and transition.event is Step.GIVE_UP and group.config.on_failure == "group":
@@ -374,19 +347,19 @@ class Fleet:
     # ------------------------------------------------------------ commands
 
     def refuse_while_draining(self) -> None:
-        """:raises replicas.errors.UsageError: the run is being drained."""
+        """Raise UsageError if the run is being drained."""
         if self.draining:
             raise errors.UsageError("the run is being drained")
 
     async def scale(self, group: Group, replicas: int, *, reason: DrainReason = "scaled") -> None:
-        """Start replicas without waiting, or drain the highest, even if cancelled.
+        """Set the size: start replicas, or drain the highest and wait for their end.
 
-        For an external group only the expected number changes.
+        A cancelled call still drains. For an external group only the number changes.
         """
         name, before, configured = group.config.name, group.size, group.configured
         group.size, group.configured = replicas, group.config.replicas
         try:
-            self.save(order=True)
+            self._context.save(order=True)
         except errors.WorldError:
             group.size, group.configured = before, configured
             raise
@@ -396,12 +369,12 @@ class Fleet:
         self._fill(group)
         ours = not group.config.external or reason == "reloaded"
         leaving = [replica for index, replica in group.replicas.items() if index >= replicas and ours]
-        self.save()
+        self._context.save()
         for replica in leaving:
-            replica.stop()
-        await self._see_off(group, leaving, reason).wait()
+            replica.stop(why=f"scaled from {before} to {replicas}")
+        await self._remove_when_ended(group, leaving, reason).wait()
 
-    def _see_off(self, group: Group, leaving: list[Replica], reason: DrainReason) -> asyncio.Event:
+    def _remove_when_ended(self, group: Group, leaving: list[Replica], reason: DrainReason) -> asyncio.Event:
         """Remove stopped replicas when they end. The result is set when all are."""
         ended = asyncio.Event()
 
@@ -434,22 +407,6 @@ class Fleet:
                 self._fill(group)  # a scale may have raised the size meanwhile
         self._context.wake_monitor()
 
-    async def drain_node(self, node: str, is_empty: Callable[[], bool], stands: Callable[[], bool]) -> None:
-        """Restart the replicas of a closed node, and wait until it is empty.
-
-        :raises replicas.errors.WorldError: it was undone, or the agent was replaced.
-        """
-        cause, began = Cause("node", f"node {node} is being drained"), _now()
-        self._context.emit(Draining(target=f"node {node}", reason="node"))
-        chosen = [self.replica(*key) for key in self._context.resources.on(node)]
-        for replica in chosen:
-            if replica is not None and not replica.leaving and replica.life.alive:
-                replica.restart(cause)
-        await self.until(lambda: is_empty() or not stands() or self.over.is_set())
-        if not stands():
-            raise errors.WorldError(f"node {node} takes replicas again: its drain was undone, or its agent replaced")
-        self._context.emit(Drained(target=f"node {node}", seconds=_now() - began))
-
     async def restart(self, target: str, *, rolling: bool = False) -> None:
         """End the replicas, and wait until their next generations start, or a stop.
 
@@ -465,7 +422,7 @@ class Fleet:
         if group.config.external:
             text = f"group {group.config.name} is external"
             raise errors.UsageError(text, hint="restart its programs where they were started")
-        self.save(order=True)  # the start would fail if the state could not be written
+        self._context.save(order=True)  # the start would fail if the state could not be written
         self._context.emit(RestartAsked(target=target, rolling=rolling))
         if rolling:
             await self.roll(group, replicas, REQUESTED)
@@ -484,7 +441,7 @@ class Fleet:
     async def roll(self, group: Group, replicas: Iterable[Replica], cause: Cause) -> None:
         """Restart these replicas, at most ``max_unavailable`` of the group at a time.
 
-        Replicas that are stopped meanwhile are skipped.
+        Skip replicas that are stopped meanwhile; return when all others are ready.
 
         :raises replicas.errors.WorldError: a replica failed, or the run ended.
         """
@@ -519,7 +476,7 @@ class Fleet:
         """
         chosen = self.targets(target)
         self.refuse_while_draining()
-        self.save(order=True)
+        self._context.save(order=True)
         now, groups = _now(), {replica.group.name: self.groups[replica.group.name] for replica in chosen}
         spent = tuple(name for name, group in groups.items() if group.rules.spent(now) or group.failed is not None)
         for name in spent:
@@ -528,10 +485,10 @@ class Fleet:
         if names and self.exit_code == FAILED:
             self.exit_code, self.ended_by = None, ""
             self.over.clear()
-        self.save(order=True)
+        self._context.save(order=True)
         if spent or names:
             self._context.emit(FailedReset(replicas=names, groups=spent))
-            full = f"full restart budget for {', '.join(spent)}" if spent else ""
+            full = f"restart budget of {', '.join(spent)} restored" if spent else ""
             began = f"starting {', '.join(names)}" if names else ""
             self._context.say(f"reset-failed: {'; '.join(filter(None, (began, full)))}")
         self._context.wake_monitor()
@@ -545,11 +502,11 @@ class Fleet:
         """
         if target is not None:
             chosen, began = self.targets(target), _now()
-            self.save(order=True)
+            self._context.save(order=True)
             self._context.emit(Draining(target=target, hurry=hurry))
             for replica in chosen:
                 replica.halt(0.0 if hurry else None)
-            self.save(order=True)
+            self._context.save(order=True)
             # a replica may be restarted meanwhile
             await self.until(lambda: all(one.resting or one.over.is_set() or not one.unwanted for one in chosen))
             self._context.emit(Drained(target=target, seconds=_now() - began))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import msgspec
 
 from replicas import environ
+from replicas.common.reason import Reason
 from replicas.config.structs import GroupConfig, LogsConfig
 from replicas.core.lives.lease_times import UNHEARD_S
 from replicas.core.members.preflight import sends_by_group
@@ -29,22 +31,26 @@ _SHIM_DIES_S = 4.0
 
 
 class Generation:
-    """One generation. ``changed`` is called when the state of a part has arrived."""
+    """One start of a replica: a shim (a process that owns a part) for each node.
+
+    :param changed: called when the state of a part has arrived.
+    """
 
     def __init__(self, context: FleetContext, changed: Callable[[], None]) -> None:
         self.parts: list[ShimHandle] = []
         self._records: list[ShimRecord] = []
         self._specs: list[PartSpec] = []
-        self._gone_by: float | None = None
+        self._gone_by = math.inf
         self._kill_time = 0.0
         """When its processes get SIGKILL, in seconds since 1970."""
-        self._pressed_at: float | None = None
+        self.look_at = math.inf
+        """When :meth:`kill_late_shims` must be called, by the loop's clock."""
         self._context = context
         self._changed = changed
         self._loop = asyncio.get_running_loop()
 
-    def prepare(self, group: GroupConfig, index: int, number: int, *, replicas: int) -> str:
-        """Write to disk which shims will be started. Return the problem, or "".
+    def prepare(self, group: GroupConfig, index: int, number: int, *, replicas: int) -> Reason | None:
+        """Write to disk which shims will be started. Return the problem, or None.
 
         :param replicas: the wanted size of the group.
         """
@@ -77,7 +83,7 @@ class Generation:
             self.parts.append(self._context.start_shim(spec, self._changed))
 
     def adopt(self, records: list[ShimRecord], parts: list[ShimHandle]) -> None:
-        """Continue with shims that an earlier supervisor started."""
+        """Take over an earlier supervisor's shims, which call ``changed`` from now."""
         self._records, self.parts = records, parts
         for part in parts:
             part.changed = self._changed
@@ -93,28 +99,33 @@ class Generation:
                 )
         return self._records
 
-    def settled(self) -> None:
+    def drop_records(self) -> None:
         """Forget the records, because its shims are gone."""
         self._records = []
 
     @property
     def started(self) -> bool:
+        """True if the main process of each part is started."""
         return bool(self.parts) and all(part.state.main_pid is not None for part in self.parts)
 
     @property
     def reports(self) -> list[ExitReport]:
+        """Exit reports of the parts whose main process has ended."""
         return [part.state.report for part in self.parts if part.state.report is not None]
 
     @property
     def failing(self) -> bool:
+        """True if the main process of a part has ended, and not as ``ok``."""
         return any(report.outcome != "ok" for report in self.reports)
 
     @property
     def ended(self) -> bool:
+        """True if the main processes of all parts have ended."""
         return len(self.reports) == len(self.parts)
 
     @property
     def gone(self) -> bool:
+        """True if no process of any part is left."""
         return all(part.state.gone for part in self.parts)
 
     @property
@@ -124,7 +135,7 @@ class Generation:
         found = [part.state.remains for part in left if part.state.remains is not None]
         if self.late_s >= _SHIM_DIES_S:  # its shims were killed by then
             since = time.time() - self.late_s
-            heard = [part for part in left if part.over_at is None and part.unheard_s() < UNHEARD_S]
+            heard = [part for part in left if part.over_at == math.inf and part.unheard_s() < UNHEARD_S]
             dying = [part for part in heard if part.state.remains is None]
             found += [Remains(since, ((part.state.pid, "its shim"),)) for part in dying]
         if not found:
@@ -133,11 +144,11 @@ class Generation:
         return Remains(since=min(remains.since for remains in found), processes=processes)
 
     @property
-    def awaits(self) -> str:
-        """The lease whose end it waits for ("waits ..."), or "" if agents report it."""
-        left = {part.node: part.over_at for part in self.parts if part.over_at is not None and not part.state.gone}
+    def awaits(self) -> Reason | None:
+        """Why its end is delayed (``12 s for the lease of node a``), or None."""
+        left = {part.node: part.over_at for part in self.parts if part.over_at < math.inf and not part.state.gone}
         if not left:
-            return ""
+            return None
         name, until = max(left.items(), key=lambda one: one[1])
         return f"{max(0.0, until - self._loop.time()):.0f} s for the lease of node {name}"
 
@@ -146,20 +157,12 @@ class Generation:
         """The nodes of living parts that are silent."""
         return [part.node for part in self.parts if not part.state.gone and part.unheard_s() > UNHEARD_S]
 
-    @property
-    def stopped_before(self) -> bool:
-        """True if a part is stopping, by this supervisor or an earlier one."""
-        return any(part.stopping for part in self.parts)
-
-    def silent(self, timeout_s: float) -> list[int]:
-        """Return the parts whose shim has been silent for longer than ``timeout_s``."""
-        return [index for index, part in enumerate(self.parts) if part.state.silent_s > timeout_s]
-
-    def introduce(self) -> None:
+    def send_rendezvous(self) -> None:
+        """Send the rendezvous of part 0 to the others, if part 0 has one."""
         meeting = self.parts[0].state.rendezvous if self.parts else None
         if meeting is not None:
             for part in self.parts[1:]:
-                part.meet(*meeting)
+                part.send_rendezvous(*meeting)
 
     def stop(self, timeout_s: float, *, stacks: bool = False) -> None:
         """Send SIGTERM now, SIGKILL after ``timeout_s``; ``stacks``: dump first."""
@@ -169,40 +172,45 @@ class Generation:
             part.stop(timeout_s, stacks=stacks)
 
     def be_gone_within(self, seconds: float) -> None:
+        """Set when remaining shims are late, in seconds from now, or advance that."""
         deadline = self._loop.time() + seconds
-        if self._gone_by is None or deadline < self._gone_by:
-            self._gone_by, self._kill_time = deadline, time.time() + seconds - STUCK_S
+        if deadline < self._gone_by:
+            self._gone_by = self.look_at = deadline
+            self._kill_time = time.time() + seconds - STUCK_S
 
     @property
     def kill_at(self) -> float:
-        """When its processes get SIGKILL, by the loop's clock, or 0 if unknown."""
-        return 0.0 if self._gone_by is None or self.remains is not None else self._gone_by - STUCK_S
+        """When its processes get SIGKILL, by the loop's clock; 0 if unknown or gone."""
+        return 0.0 if self._gone_by == math.inf or self.gone or self.remains is not None else self._gone_by - STUCK_S
 
     @property
     def ending(self) -> str:
-        """The time of its SIGKILL ("waits ..."), or "" if it is not being ended."""
+        """The text after "waits" while its processes end, or "" if it is not ending.
+
+        An example: ``for the old processes to end; any left at 12:00:00 get SIGKILL``.
+        """
         clock = time.strftime("%H:%M:%S", time.localtime(self._kill_time))
-        return f"for its processes to end, until SIGKILL at {clock}" if self.kill_at > self._loop.time() else ""
+        return (
+            f"for the old processes to end; any left at {clock} get SIGKILL" if self.kill_at > self._loop.time() else ""
+        )
 
-    @property
-    def look_at(self) -> float | None:
-        return self._gone_by if self._pressed_at is None else self._pressed_at + PRESS_INTERVAL_S
-
-    def press(self) -> None:
+    def kill_late_shims(self) -> None:
         """Kill late shims that report no reason; agents then sweep their processes."""
         now = self._loop.time()
-        if self.look_at is None or now < self.look_at:
+        if now < self.look_at:
             return
-        self._pressed_at = now
+        self.look_at = now + PRESS_INTERVAL_S
         for part in self.parts:
             if not part.state.gone and part.state.remains is None:
                 part.kill()
 
     @property
     def late_s(self) -> float:
-        return 0.0 if self._gone_by is None else max(0.0, self._loop.time() - self._gone_by)
+        """How long the shims are late, in seconds; 0 if they are not."""
+        return max(0.0, self._loop.time() - self._gone_by)
 
     def abandon(self) -> None:
+        """Stop following the parts that are not gone; end no process."""
         for part in self.parts:
             if not part.state.gone:
                 part.abandon()
@@ -220,13 +228,13 @@ class Generation:
         return found
 
 
-def save_start(context: FleetContext, generation: int) -> str:
+def save_start(context: FleetContext, generation: int) -> Reason | None:
     """Save that a generation of this number is about to start.
 
     Without that, the next supervisor would not know of the start, and could use its
     number again.
 
-    :return: the problem of the disk, in words, or "".
+    :return: the problem of the disk, in words, or None.
     """
     leases = context.state.leases
     try:
@@ -238,26 +246,11 @@ def save_start(context: FleetContext, generation: int) -> str:
         leases.write_starts()
     except OSError as error:
         return f"{leases.path}: {error.strerror or error}"
-    return ""
-
-
-def rank_environment(
-    group: GroupConfig, replica: int, generation: int, *, replicas: int, shared: Mapping[str, str]
-) -> dict[str, str]:
-    """Return the environment variables of a replica's processes, beside the node's.
-
-    The group's variables, those ``shared`` in the run, and the replica's identity.
-    """
-    identity = {
-        environ.GROUP: group.name,
-        environ.REPLICA: str(replica),
-        environ.REPLICAS: str(replicas),
-        environ.GENERATION: str(generation),
-    }
-    return {"PYTHONFAULTHANDLER": "1", **group.env, **shared, **identity}
+    return None
 
 
 def wants_tee(logs: LogsConfig) -> bool:
+    """Return True if lines of ranks are to be shown on stderr."""
     return logs.tee == "always" or (logs.tee == "auto" and os.isatty(2))
 
 
@@ -275,9 +268,14 @@ def _part_spec(
     """Return the spec of the part on node ``node``, with a new mark."""
     nonce = secrets.token_hex(16)
     folder = str(context.state.log_dir(group.name, index, generation))
-    shared = {**context.environment(), environ.LOG_DIR: folder, MARK: nonce}
-    shared |= context.resources.environment(group, index, node)
-    env = rank_environment(group, index, generation, replicas=replicas, shared=shared)
+    env = {"PYTHONFAULTHANDLER": "1", **group.env, **context.environment(), environ.LOG_DIR: folder, MARK: nonce}
+    env |= context.resources.environment(group, index, node)
+    env |= {
+        environ.GROUP: group.name,
+        environ.REPLICA: str(index),
+        environ.REPLICAS: str(replicas),
+        environ.GENERATION: str(generation),
+    }
     return PartSpec(
         run=context.config.run.name,
         group=group.name,

@@ -9,33 +9,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
+import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from replicas.common.table import StateMachine
+from replicas.config.diff import digest_of_start
 from replicas.config.structs import GroupConfig
 from replicas.core.lives.ending import GENERATION, GENERATION_ACTIONS, Asked, CourseInput, CourseState
 from replicas.core.lives.lifecycle import Lifecycle
 from replicas.supervisor.cleanup.still_held import StartObstacles
-from replicas.supervisor.fleet.causes import STOPPED, Cause, dropped, exited, verdict
+from replicas.supervisor.fleet.causes import STOPPED, Health, dropped, exited, verdict
 from replicas.supervisor.fleet.context import FleetContext
 from replicas.supervisor.fleet.generation import STUCK_S, Generation
 from replicas.supervisor.fleet.handle import ShimHandle
+from replicas.supervisor.state.run_state import Cause, ShimRecord
 from replicas.telemetry.events import StacksSaved
 
 TURN_S = 2.0
 DISK_AGAIN_S = 1.0
-_TURNS_FOR_EACH_CORE = 2
-
-
-def new_turns() -> asyncio.Semaphore:
-    """Return a limit of concurrent starts, which load the event loop and the cores."""
-    return asyncio.Semaphore(_TURNS_FOR_EACH_CORE * len(os.sched_getaffinity(0)))
 
 
 async def _turn(turns: asyncio.Semaphore) -> Callable[[], None]:
-    """Wait for a turn. Calling the result ends it, as does ``TURN_S``."""
+    """Wait for one of the limited turns to start processes.
+
+    :returns: a function that ends the turn, which also ends after ``TURN_S``.
+    """
     await turns.acquire()
     once = contextlib.ExitStack()
     once.callback(turns.release)
@@ -44,63 +43,102 @@ async def _turn(turns: asyncio.Semaphore) -> Callable[[], None]:
 
 
 class GenerationOwner(Protocol):
-    """The replica of a generation, as the course uses it."""
+    """The replica of a generation, as :class:`GenerationLifecycle` uses it."""
 
     group: GroupConfig
     life: Lifecycle
-    last_exit: str
-    cause: Cause | None
-    cut: bool
 
     @property
-    def asked(self) -> Asked: ...
+    def asked(self) -> Asked:
+        """The present request, such as ``nothing``, ``restart`` or ``end_run``."""
+
     @property
-    def members_generation(self) -> int: ...
+    def members_generation(self) -> int:
+        """The greatest generation that its members may have."""
+
     @property
-    def group_size(self) -> int: ...
-    def poke(self) -> None: ...
-    async def poked(self, until: float | None = None) -> None: ...
-    def fall(self, cause: Cause) -> None: ...
-    def held_up(self) -> None: ...
+    def group_size(self) -> int:
+        """The wanted number of replicas of its group."""
+
+    def wake(self) -> None:
+        """Wake the replica's task."""
+
+    async def wait_for_wake(self, until: float = math.inf) -> None:
+        """Wait for :meth:`wake`, or until this time of the loop's clock."""
+
+    def end_for_failure(self, cause: Cause) -> None:
+        """Note why the generation ends, and report it to the fleet."""
+
+    def held_up(self) -> None:
+        """Report that processes of the generation take long to die."""
 
 
 class GenerationLifecycle:
-    """One generation of ``owner`` and its state in the table.
+    """One start of the replica ``owner``: its state in a table, and its processes.
 
     :param before: parts of the previous generation, which may still hold resources.
+    :ivar health: as the coordinator and its shims show it.
+    :ivar cause: why it ends, or None while there is no reason.
+    :ivar last_exit: how it ended, in words.
+    :ivar cut: True if it did not end in time at the end of the run.
+    :ivar started_with: digest of the config with which its processes start, or "" if
+        unknown.
     :ivar busy_with: the sync that it is finishing, in words.
     :ivar ran_s: seconds from its start until its main processes ended.
     """
 
-    def __init__(self, owner: GenerationOwner, context: FleetContext, before: Sequence[ShimHandle]) -> None:
-        self.generation = Generation(context, owner.poke)
+    def __init__(self, owner: GenerationOwner, context: FleetContext, before: Sequence[ShimHandle] = ()) -> None:
+        self.generation = Generation(context, owner.wake)
         self.hold_ups = StartObstacles(context.emit, owner.life.group, owner.life.replica, owner.life.generation)
-        self.busy_with = ""
+        self.health = Health()
+        self.cause: Cause | None = None
+        self.last_exit = self.busy_with = ""
+        self.cut = False
+        self.started_with = digest_of_start(owner.group)
         self.ran_s = 0.0
         self._owner, self._context = owner, context
         self._key = owner.life.group, owner.life.replica
+        self._mark: object = context.coordinator.progress(*self._key)
+        """How far the replica had come at its start, or None if it was adopted."""
         self._held = [part.state.belongings for part in before if part.local]
         self._machine = StateMachine(GENERATION, GENERATION_ACTIONS)
         self._drain_by = 0.0
         self._now = asyncio.get_running_loop().time
 
+    def adopt(self, records: list[ShimRecord], nodes: list[ShimHandle]) -> None:
+        """Continue with processes that an earlier supervisor started."""
+        self.started_with, self._mark = "", None
+        self.generation.adopt(records, nodes)
+        self.apply_event("launched")
+
+    @property
+    def progressed(self) -> bool | None:
+        """True if it made a new step or version, None if unknown."""
+        if self._mark is None or not self._context.on_channel(self._key[0]):
+            return None
+        return self._context.coordinator.progress(*self._key) != self._mark
+
     @property
     def state(self) -> CourseState:
+        """The state in the table, such as ``running``, ``syncing`` or ``over``."""
         return self._machine.now
 
-    async def run(self, turns: asyncio.Semaphore) -> None:
-        """Start the processes, unless they run already; return when all are gone."""
+    async def run(self) -> None:
+        """Start the processes, unless they run already, and follow them to their end.
+
+        Return when all are gone, or left behind at the end of the run.
+        """
         generation, owner = self.generation, self._owner
         await self.hold_ups.wait_until_clear(self._held, self._pause)
-        turn_over = await self._launch(turns)
+        turn_over = await self._launch()
         try:
             self._follow()
             while self.state not in ("over", "left_behind"):
-                await owner.poked(generation.look_at)
+                await owner.wait_for_wake(generation.look_at)
                 self._follow()
                 if generation.started or generation.reports:
                     turn_over()
-                generation.press()
+                generation.kill_late_shims()
                 if self.hold_ups.report_remains(generation.remains) or (
                     generation.awaits and owner.life.state != "draining"
                 ):
@@ -109,15 +147,19 @@ class GenerationLifecycle:
             turn_over()
 
     async def _pause(self, seconds: float) -> bool:
-        await self._owner.poked(self._now() + seconds)
+        """Wait up to ``seconds`` or for a wake. Return False to give up the start."""
+        await self._owner.wait_for_wake(self._now() + seconds)
         return self.state == "waiting"
 
-    async def _launch(self, turns: asyncio.Semaphore) -> Callable[[], None]:
-        """Start the processes, unless it was asked to end. The result ends the turn."""
+    async def _launch(self) -> Callable[[], None]:
+        """Start the processes, unless it was asked to end.
+
+        :returns: a function that ends the turn of this start (:func:`_turn`).
+        """
         if self.generation.parts:
             return lambda: None
         self.hold_ups.waits = "for other replicas to start"
-        owner, turn_over = self._owner, await _turn(turns)
+        owner, turn_over = self._owner, await _turn(self._context.turns)
         owner.life.launched(self._now())
         while self.state == "waiting":
             problem = self.generation.prepare(
@@ -135,12 +177,12 @@ class GenerationLifecycle:
             self.generation.start()
             self.apply_event("launched")
         except OSError as error:
-            owner.fall(Cause("lost", f"a shim cannot be started: {error}"))
+            owner.end_for_failure(Cause("lost", f"a shim cannot be started: {error}"))
             self.apply_event("not_launched")
         return turn_over
 
     def apply_event(self, event: CourseInput, timeout_s: float = 0.0, *, stacks: bool = False) -> None:
-        """Step the table, and carry out its actions.
+        """Step the state table by an event, and carry out the resulting actions.
 
         :param timeout_s: from SIGTERM to SIGKILL. :param stacks: save stacks first.
         """
@@ -150,22 +192,23 @@ class GenerationLifecycle:
                     self._finish_sync()
                 case "stop_nodes":
                     self.generation.stop(timeout_s, stacks=stacks)
-                    self._owner.poke()  # to watch the new deadline: a frozen shim does not wake the task
+                    self._owner.wake()  # to watch the new deadline: a frozen shim does not wake the task
                 case "limit":
                     self.generation.be_gone_within(STUCK_S)
                 case "note_end":
                     self._note_end()
                 case "tell_coordinator":
-                    reason = self._owner.last_exit or "finished"
+                    reason = self.last_exit or "finished"
                     self._context.coordinator.replica_ended(*self._key, self._owner.life.generation, reason)
 
     def _finish_sync(self) -> None:
+        """Let the replica finish its sync; stop the processes if there is none."""
         owner = self._owner
         if not self._context.on_channel(owner.group.name):
             self.apply_event("sync_over", owner.group.stop_timeout_s)
             return
+        self._drain_by = self._now() + owner.group.drain_timeout_s  # first: a channel that is idle calls check_sync
         self._context.coordinator.set_draining(*self._key, owner.members_generation)
-        self._drain_by = self._now() + owner.group.drain_timeout_s
         self.check_sync(self._now())
         if self.state == "syncing":
             limit = f"{owner.group.drain_timeout_s:g} s at most"
@@ -184,17 +227,18 @@ class GenerationLifecycle:
 
     @property
     def kill_at(self) -> float:
-        """When its processes get SIGKILL at the latest, or 0 if unknown."""
+        """When its processes get SIGKILL, by the loop's clock, or 0 if unknown."""
         late = self._drain_by + self._owner.group.stop_timeout_s
         return late if self.state == "syncing" else self.generation.kill_at
 
     def forgive(self, pause_s: float) -> None:
+        """Extend the limit of the sync by ``pause_s``."""
         self._drain_by += pause_s
 
     def _follow(self) -> None:
-        """Feed the states of its parts to the table."""
+        """Step the table by the states of the parts; emit their lost log lines."""
         generation, owner = self.generation, self._owner
-        generation.introduce()
+        generation.send_rendezvous()
         for part in generation.parts:
             losses, part.losses = part.losses, []
             for loss in losses:
@@ -215,23 +259,25 @@ class GenerationLifecycle:
             self.apply_event("give_up")
 
     def _note_end(self) -> None:
-        """Note why the main processes ended, unless a reason is known."""
+        """Note why the main processes ended, unless a reason is known, and emit it."""
         owner, generation, reports = self._owner, self.generation, self.generation.reports
         self.ran_s = owner.life.starting_s(self._now())
         own = verdict(reports)
-        if generation.stopped_before and all(report.outcome in ("ok", "stopped") for report in reports):
+        if any(part.stopping for part in generation.parts) and all(
+            report.outcome in ("ok", "stopped") for report in reports
+        ):
             own = Cause("requested", "it was being ended")  # by an earlier supervisor
         if own is not None and owner.asked == "nothing":
-            owner.fall(own)
-        number, cause = owner.life.generation, owner.cause
-        owner.last_exit = cause.text if cause is not None else "finished" if owner.asked == "nothing" else STOPPED
+            owner.end_for_failure(own)
+        number, cause = owner.life.generation, self.cause
+        self.last_exit = cause.text if cause is not None else "finished" if owner.asked == "nothing" else STOPPED
         if owner.asked not in ("nothing", "fault") and (cut_s := max((one.cut_s for one in reports), default=0.0)):
-            owner.last_exit += f": killed {cut_s:g} s after SIGTERM"
-            owner.cut = owner.asked == "end_run"
+            self.last_exit += f": killed {cut_s:g} s after SIGTERM"
+            self.cut = owner.asked == "end_run"
         stuck = cause is not None and cause.reason.endswith("timeout")
         if stuck and any(part.last_stacks for part in generation.parts):
-            (group, replica), reason = self._key, owner.last_exit
+            (group, replica), reason = self._key, self.last_exit
             path = str(self._context.state.log_dir(group, replica, number))
             self._context.emit(StacksSaved(group=group, replica=replica, generation=number, reason=reason, path=path))
         if reports:
-            self._context.emit(exited(*self._key, number, reports, reason=owner.last_exit))
+            self._context.emit(exited(*self._key, number, reports, reason=self.last_exit))

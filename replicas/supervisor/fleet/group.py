@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Container
 from typing import Literal
 
 import msgspec
 
-from replicas.config.diff import digest_of_start
+from replicas.common.reason import Reason
 from replicas.config.structs import GroupConfig
 from replicas.core.lives.ordering import is_done, is_good, is_lost, is_over, needed_replicas
 from replicas.core.lives.restarts import Restarts
 from replicas.status import GroupStatus, ReplicaState
 from replicas.supervisor.fleet.replica import Replica
-from replicas.supervisor.state.run_state import SavedCause, SavedGroup, SavedReplica, SavedRestart
+from replicas.supervisor.state.run_state import SavedGroup, SavedReplica, SavedRestart
 
 
 class Group:
@@ -32,7 +31,6 @@ class Group:
         saved: SavedGroup | None = None,
         now: float = 0.0,
         wall: float = 0.0,
-        rng: random.Random | None = None,
     ) -> None:
         self.config = config
         self.size = self.configured = config.replicas
@@ -41,7 +39,7 @@ class Group:
         A reload sets both only after its rolling restart.
         """
         self.replicas: dict[int, Replica] = {}
-        self.rules = Restarts(config.restart, rng=rng)
+        self.rules = Restarts(config.restart)
         self._retired: dict[int, SavedReplica] = {}
         """State of removed replicas, for the next replica of the same index."""
         if saved is not None:
@@ -53,24 +51,18 @@ class Group:
             self.rules.restore(spent=spent, cycles=cycles, now=now)
 
     def saved(self, now: float, wall: float) -> SavedGroup:
-        """Return the state that survives a kill. ``now``, ``wall``: see the class."""
+        """Return the state that survives a kill.
+
+        :param now: seconds of the loop's clock. :param wall: seconds since 1970.
+        """
         cycles = self.rules.cycles
-        known = self._retired | {index: _kept(replica) for index, replica in self.replicas.items()}
-        known |= {index: SavedReplica() for index in cycles.keys() - known.keys()}
-        halted = {index for index, replica in self.replicas.items() if replica.halted}
-        rest: dict[int, Literal["finished", "failed"]] = {
-            index: state
-            for index, replica in self.replicas.items()
-            if (state := replica.life.state) == "finished" or state == "failed"
-        }
+        known = {index: SavedReplica() for index in cycles} | self._retired
+        known |= {index: _kept(replica) for index, replica in self.replicas.items()}
         return SavedGroup(
             size=self.size,
             configured=self.configured,
             replicas={
-                index: msgspec.structs.replace(
-                    one, cycles=cycles.get(index, 0), halted=index in halted, settled=rest.get(index, "")
-                )
-                for index, one in sorted(known.items())
+                index: msgspec.structs.replace(one, cycles=cycles.get(index, 0)) for index, one in sorted(known.items())
             },
             spent=tuple(SavedRestart(wall - age, replica) for age, replica in self.rules.ages(now)),
         )
@@ -82,10 +74,6 @@ class Group:
         for replica in self.replicas.values():
             replica.group = config
 
-    def generation(self, index: int) -> int:
-        """Return the last generation of earlier replicas of this index."""
-        return self._retired[index].generation if index in self._retired else 0
-
     def enter(self, replica: Replica, *, settled: bool = False) -> None:
         """Add a replica, with the state of an earlier one of its index.
 
@@ -94,25 +82,22 @@ class Group:
         self.replicas[replica.index] = replica
         before = self._retired.pop(replica.index, None)
         if before is not None:
+            replica.life.generation = max(replica.life.generation, before.generation)
             replica.life.restarts = dict(before.restarts)
-            replica.last_exit = before.last_exit
+            replica.current.last_exit = before.last_exit
             if settled and before.settled:
                 replica.life.restore(before.settled, before.last_exit)
             elif before.halted:
                 replica.halt()
             elif replica.life.alive:
-                replica.started_with = before.start
-                replica.end_as(before.ending)
-
-    @property
-    def outdated(self) -> list[Replica]:
-        """Replicas whose processes were started with another config."""
-        now = digest_of_start(self.config)
-        return [one for one in self.replicas.values() if one.life.alive and one.started_with not in ("", now)]
+                replica.current.started_with = before.start
+                if before.ending is not None:
+                    replica.end_as(before.ending)
 
     def retire(self, replica: Replica) -> None:
+        """Remove a replica, and keep its state for the next one of its index."""
         del self.replicas[replica.index]
-        self._retired[replica.index] = _kept(replica)
+        self._retired[replica.index] = msgspec.structs.replace(_kept(replica), halted=False, settled="")
         self.rules.remove_replica(replica.index)
 
     def retire_surplus(self, joined: Container[int]) -> None:
@@ -121,14 +106,14 @@ class Group:
             if replica.over.is_set():
                 self.retire(replica)
             elif replica.life.state == "pending":
-                replica.stop()
+                replica.stop(why="not expected any more")
 
     def restarts_by_reason(self) -> dict[str, int]:
+        """Return the number of restarts by reason, of removed replicas too."""
         totals: Counter[str] = Counter()
-        for one in self._retired.values():
-            totals.update(one.restarts)
-        for replica in self.replicas.values():
-            totals.update(replica.life.restarts)
+        retired = (one.restarts for one in self._retired.values())
+        for restarts in (*retired, *(replica.life.restarts for replica in self.replicas.values())):
+            totals.update(restarts)
         return dict(totals)
 
     @property
@@ -137,14 +122,17 @@ class Group:
 
     @property
     def staying(self) -> list[ReplicaState]:
+        """States of the replicas that are not being stopped for good."""
         return [replica.life.state for replica in self.replicas.values() if not replica.leaving]
 
     @property
     def finished(self) -> bool:
+        """True if enough replicas have finished, and the rest has failed."""
         return is_done(self.staying, self.config.min_ready)
 
     @property
     def over(self) -> bool:
+        """True if all replicas have finished or failed."""
         return is_over(self.staying)
 
     @property
@@ -158,19 +146,21 @@ class Group:
 
     @property
     def good(self) -> bool:
+        """True if enough replicas are ready or have finished."""
         return is_good(list(self.states.values()), self.needed)
 
     @property
     def failed(self) -> Replica | None:
+        """One failed replica, or None if no replica has failed."""
         return next((one for one in self.replicas.values() if one.life.state == "failed"), None)
 
-    def failure(self, least: int) -> str:
-        """Return why failures of this group end the run, or "".
+    def failure(self, least: int) -> Reason | None:
+        """Return why failures of this group end the run, or None.
 
         :param least: how many replicas must be left.
         """
         ends = self.config.on_failure == "run" or is_lost(self.staying, least)
-        return self.words_of_failure() if ends and self.failed is not None else ""
+        return self.words_of_failure() if ends and self.failed is not None else None
 
     @property
     def hopeless(self) -> bool:
@@ -179,14 +169,11 @@ class Group:
         return is_lost(states, needed_replicas(self.config.min_ready, len(states)))
 
     def words_of_failure(self) -> str:
+        """Return in words which replica has failed, and why; only after a failure."""
         assert self.failed is not None
         left = len(self.staying) - self.staying.count("failed")
         kept = f" ({left} of {len(self.staying)} replicas are left)" if self.config.on_failure != "run" else ""
         return f"group {self.config.name} failed{kept}: replica {self.failed.name}: {self.failed.life.reason}"
-
-    @property
-    def falling(self) -> bool:
-        return any(replica.falling for replica in self.replicas.values())
 
     def status(self, now: float) -> GroupStatus:
         """Return a snapshot. ``now``: seconds of the loop's clock."""
@@ -208,12 +195,18 @@ class Group:
 
 
 def _kept(replica: Replica) -> SavedReplica:
-    life, cause = replica.life, replica.cause
-    again = life.alive and cause is not None and replica.asked in ("restart", "fault")
+    """Return the state of a replica that the next one of its index continues."""
+    life = replica.life
+    settled: Literal["", "finished", "failed"] = (
+        life.state if life.state == "finished" or life.state == "failed" else ""
+    )
+    again = life.alive and replica.asked in ("restart", "fault")
     return SavedReplica(
         generation=life.generation,
         restarts=dict(life.restarts),
-        last_exit=replica.last_exit,
-        start=replica.started_with,
-        ending=SavedCause(cause.reason, cause.text) if again and cause is not None else None,
+        last_exit=replica.current.last_exit,
+        start=replica.current.started_with,
+        ending=replica.current.cause if again else None,
+        halted=replica.halted,
+        settled=settled,
     )

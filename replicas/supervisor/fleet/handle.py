@@ -1,47 +1,139 @@
-"""The supervisor's proxy of one shim on a node: its last state, and orders to it.
+"""A node of a run, and its shims, as the supervisor knows them from the node's agent.
 
-The state is the last one that its agent sent. Orders go to the agent, and are repeated
-when the agent reconnects, so the handle keeps the last order of each kind. While the
-agent is away the state does not change: only the loss of the node, or a report of the
-agent, ends the shim
+A :class:`ShimHandle` is the proxy of one shim: its last state, as its agent sent it,
+and orders to it. Orders go to the agent, and are repeated when the agent reconnects, so
+the handle keeps the last order of each kind. While the agent is away the state does not
+change: only the loss of the node, or a report of the agent, ends the shim
 (:mod:`replicas.supervisor.fleet.cluster`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 
-from replicas.supervisor.agent.messages import AskStacks, Kill, Meet, Order, ShimLeft, Start, Stop
+from replicas.common.logs import Log
+from replicas.coordinator.sessions import OUTBOX_NBYTES
+from replicas.coordinator.websocket import WebSocket
+from replicas.core.lives.node_life import NodeLife
+from replicas.supervisor.agent.machine import Machine
+from replicas.supervisor.agent.messages import (
+    AskStacks,
+    Hello,
+    Kill,
+    Meet,
+    Order,
+    ShimLeft,
+    Start,
+    Stop,
+    encode,
+)
 from replicas.supervisor.wire.part_state import UNKNOWN, ExitReport, LogLoss, PartState
+
+log = Log("replicas.supervisor")
 
 _STACKS_S = 5.0
 
 
+class AgentLink:
+    """A connection to an agent. With too much unread data, one more message ends it.
+
+    :param refused: called with the reason in that case.
+    """
+
+    def __init__(self, connection: WebSocket, refused: Callable[[str], None]) -> None:
+        self._connection, self._refused = connection, refused
+        self.over = asyncio.Event()
+
+    def send(self, data: bytes) -> None:
+        """Send without waiting; does nothing after the end of the connection."""
+        if self.over.is_set():
+            return
+        if self._connection.unread_nbytes > OUTBOX_NBYTES:
+            log.error("disconnecting an agent that does not read its messages")
+            self._refused("overflow")
+            self.close()
+            self._connection.cut()
+            return
+        self._connection.write((data,))
+
+    def close(self) -> None:
+        """Set ``over``, at which the route closes the connection."""
+        self.over.set()
+
+
+class NodeEntry:
+    """One node, its agent, and its shims.
+
+    :ivar hello: the last Hello of its agent, with the node's address and machine; or
+        what an earlier supervisor has saved of it.
+    """
+
+    def __init__(self, hello: Hello, *, local: bool, now: float) -> None:
+        self.hello = hello
+        self.life = NodeLife(now, leased=not local)
+        self.link: AgentLink | None = None
+        self.handles: dict[str, ShimHandle] = {}
+        self.cleaning: dict[str, ShimHandle] = {}
+        """Shims of an earlier agent of the node, until the present agent ended them."""
+        self.elsewhere: dict[str, ShimHandle] = {}
+        """Shims of earlier agents of that name elsewhere, until their lease ends."""
+
+    @property
+    def name(self) -> str:
+        return self.hello.node
+
+    @property
+    def local(self) -> bool:
+        """True for the supervisor's own machine, whose agent has no lease."""
+        return not self.life.leased
+
+    @property
+    def machine(self) -> Machine:
+        """Its resources; none before its agent has joined."""
+        return self.hello.machine or Machine()
+
+    def send(self, order: Order) -> None:
+        """Send an order to the node's agent; do nothing while the agent is away."""
+        if self.link is not None:
+            self.link.send(encode(order))
+
+    def unheard_s(self) -> float:
+        """Return for how long its shims are unheard: inf while messages may be late."""
+        if self.local:
+            return 0.0
+        return asyncio.get_running_loop().time() - self.life.heard_at if self.life.state == "up" else math.inf
+
+    @property
+    def living(self) -> list[ShimHandle]:
+        """Handles of shims with processes left, also of earlier agents of the node."""
+        known = self.handles | self.cleaning | self.elsewhere
+        return [one for one in known.values() if not one.state.gone]
+
+    @property
+    def died(self) -> ExitReport:
+        """The end of the shims of an agent that has died."""
+        return ExitReport("node", text=f"the agent of node {self.name} died")
+
+
 class ShimHandle:
-    """One shim on ``node``, until its processes are gone. For the loop's thread only.
+    """The supervisor's proxy of one shim: the process on ``node`` that owns a part.
+
+    It lasts until the part's processes are gone. For the loop's thread only.
 
     :ivar state: of its part, as sent last, or as ended by the loss of the node.
-    :param send: sends an order to its agent; does nothing while the agent is away.
+    :ivar unheard_s: returns for how long its node has been silent.
     :param changed: called after each change of its state.
     :param start: the order to start it, or None if an earlier supervisor gave it.
-    :param unheard_s: returns for how long its node has been silent.
     """
 
     def __init__(
-        self,
-        nonce: str,
-        node: str,
-        send: Callable[[Order], None],
-        changed: Callable[[], None] = lambda: None,
-        *,
-        start: Start | None = None,
-        local: bool = False,
-        unheard_s: Callable[[], float] = lambda: 0.0,
+        self, nonce: str, node: NodeEntry, changed: Callable[[], None] = lambda: None, *, start: Start | None = None
     ) -> None:
-        self.nonce, self.node, self.local = nonce, node, local
-        self.unheard_s = unheard_s
+        self.nonce, self.node, self.local = nonce, node.name, node.local
+        self.unheard_s, self._send = node.unheard_s, node.send
         self.start = start
         """The order to start it, or None when it was carried out."""
         self._expected = start is None
@@ -51,18 +143,17 @@ class ShimHandle:
         """Stacks by ``group/replica/rank``, as last saved."""
         self.losses: list[LogLoss] = []
         """Lost log lines that are not reported yet; the reader removes them."""
-        self.over_at: float | None = None
-        """When its lease is over, on the loop's clock; None if its agent reports."""
+        self.over_at = math.inf
+        """When its lease is over, on the loop's clock; inf if its agent reports."""
         self._lost: dict[tuple[str, str], int] = {}
         self._kill_at: float | None = None
         """When SIGKILL is due, on the monotonic clock; None if it was not stopped."""
         self._meet: Meet | None = None
-        self._send = send
         self._asking: asyncio.Future[dict[str, str]] | None = None
 
     # ------------------------------------------------------------ orders
 
-    def meet(self, host: str, port: int) -> None:
+    def send_rendezvous(self, host: str, port: int) -> None:
         """Send the rendezvous of the replica's parts, unless the shim has it."""
         if self._meet is None and self.state.rendezvous is None:
             self._meet = Meet(nonce=self.nonce, host=host, port=port)
@@ -76,12 +167,26 @@ class ShimHandle:
         self._kill_at = time.monotonic() + timeout_s
         self._send(Stop(nonce=self.nonce, timeout_s=timeout_s, stacks=stacks))
 
+    def stop_alone(self, then: Callable[[], None]) -> None:
+        """End a shim of no replica now; call ``then`` when its processes are gone."""
+
+        def changed() -> None:
+            if self.state.gone:
+                then()
+
+        self.changed = changed
+        self.stop(0.0)
+
     def kill(self) -> None:
         """Kill the shim; its agent then sweeps its processes by their mark."""
         self._send(Kill(self.nonce))
 
-    async def stacks(self, timeout_s: float = _STACKS_S) -> dict[str, str]:
-        """Return stacks by ``group/replica/rank``, none if it ends; or TimeoutError."""
+    async def stacks(self) -> dict[str, str]:
+        """Ask for stacks of its ranks, and return them by ``group/replica/rank``.
+
+        :returns: nothing ({}) if its main process has ended.
+        :raises TimeoutError: the agent has not answered within 5 s.
+        """
         if self.state.report is not None:
             return {}
         if self._asking is None:
@@ -89,14 +194,14 @@ class ShimHandle:
             self._send(AskStacks(self.nonce))
         asked = self._asking
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(_STACKS_S):
                 return await asyncio.shield(asked)
         except TimeoutError:
             if self._asking is asked:
                 self._asking = None  # the order or the answer is lost: the next call sends it again
             raise
 
-    def again(self, *, known: bool) -> list[Order]:
+    def orders_to_repeat(self, *, known: bool) -> list[Order]:
         """Return the orders to repeat to a reconnected agent.
 
         :param known: the agent has this shim.
@@ -113,7 +218,7 @@ class ShimHandle:
     # ------------------------------------------------------------ its state
 
     def update_state(self, state: PartState) -> None:
-        """Handle a state that the agent sent."""
+        """Take a state that the agent sent; note new log losses; call ``changed``."""
         if self._expected:  # an earlier supervisor reported these losses
             self._expected = False
             self._lost = {(loss.where, loss.reason): loss.lines for loss in state.known_losses}
@@ -128,24 +233,25 @@ class ShimHandle:
             self._answer({})
         self.changed()
 
-    def found(self, stacks: dict[str, str]) -> None:
-        """Handle the stacks that were requested, or saved at its end."""
+    def take_stacks(self, stacks: dict[str, str]) -> None:
+        """Keep the stacks that were requested or saved at its end; call ``changed``."""
         self.last_stacks = stacks
         self._answer(stacks)
         self.changed()
 
     def lose(self, report: ExitReport) -> None:
-        """Note that its processes are ending; some may be left."""
+        """Note that its processes are ending (some may live), and call ``changed``."""
         self.state = self.state._replace(report=self.state.report or report)
         self._answer({})
         self.changed()
 
     def end(self, report: ExitReport) -> None:
-        """Note that its processes are gone."""
+        """Note that its processes are gone, and call ``changed``; send nothing."""
         self.state = self.state._replace(remains=None, gone=True)
         self.lose(report)
 
     def _answer(self, stacks: dict[str, str]) -> None:
+        """Answer the request for stacks that waits, if there is one."""
         asked, self._asking = self._asking, None
         if asked is not None and not asked.done():
             asked.set_result(stacks)
@@ -157,6 +263,7 @@ class ShimHandle:
 
     @property
     def left(self) -> ShimLeft:
+        """The shim as a leftover, for an agent that ends its processes."""
         state = self.state
         return ShimLeft(nonce=self.nonce, pid=state.pid, start_time=state.start_time, cgroup=state.cgroup)
 

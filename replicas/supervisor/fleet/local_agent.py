@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -23,9 +24,9 @@ from replicas.common.backoff import Backoff
 from replicas.common.child import ChildLife
 from replicas.common.logs import Log
 from replicas.common.patience import Patience, PauseClock
-from replicas.common.tasks import is_set_within, telling
+from replicas.common.tasks import is_set_within, say_if_slow
 from replicas.core.lives.lease_times import BEAT_S, FROZEN_S
-from replicas.linux.helpers import apart, python_module
+from replicas.linux.helpers import popen_arguments, python_module
 from replicas.linux.processes import send_signal
 from replicas.linux.scarce import naming_limits
 from replicas.supervisor.fleet.cluster import Cluster
@@ -47,18 +48,9 @@ class LocalAgent:
 
     :param arguments: of its command line.
     :param keep: descriptors that it inherits.
-    :param known: the living agent of an earlier supervisor, or None to start one.
     """
 
-    def __init__(
-        self,
-        node: str,
-        cluster: Cluster,
-        arguments: Sequence[str],
-        *,
-        keep: tuple[int, ...] = (),
-        known: ProcessRecord | None = None,
-    ) -> None:
+    def __init__(self, node: str, cluster: Cluster, arguments: Sequence[str], *, keep: tuple[int, ...] = ()) -> None:
         self._node, self._cluster, self._arguments, self._keep = node, cluster, tuple(arguments), keep
         self._loop = asyncio.get_running_loop()
         self._life = ChildLife(AGAIN, steady_s=_STEADY_S)
@@ -66,27 +58,27 @@ class LocalAgent:
         self._popen: subprocess.Popen[bytes] | None = None
         self._pidfd = -1
         self.pid: int | None = None
-        self._known = known
         self._began = 0.0
         self._again: asyncio.TimerHandle | None = None
         self._ended = asyncio.Event()
 
-    def start(self) -> None:
-        """Start the agent, or watch the known one. OSError if the start fails."""
+    def start(self, known: ProcessRecord | None = None) -> None:
+        """Start the agent, unless that of an earlier supervisor (``known``) lives.
+
+        :raises OSError: the start fails.
+        """
         self._again = None
         self._began = self._loop.time()
         self._life.start(self._began)
         try:
-            if not self._find_known():
+            if known is None or not self._watch_known(known):
                 self._spawn()
         except OSError:
             self._life.ended(self._loop.time())
             raise
 
-    def _find_known(self) -> bool:
-        known, self._known = self._known, None
-        if known is None:
-            return False
+    def _watch_known(self, known: ProcessRecord) -> bool:
+        """Watch the known agent if it lives. Return True if so."""
         with contextlib.suppress(ProcessLookupError):
             pidfd = os.pidfd_open(known.pid)
             if known.alive():
@@ -97,31 +89,33 @@ class LocalAgent:
 
     @naming_limits()
     def _spawn(self) -> None:
+        """Start the process of the agent, and watch it."""
         self._popen = subprocess.Popen(
             python_module(AGENT, "--parent", str(os.getpid()), *self._arguments),
             pass_fds=self._keep,
-            **apart(os.environ),
+            **popen_arguments(os.environ),
         )
         self._watch(self._popen.pid, os.pidfd_open(self._popen.pid))
 
     def _watch(self, pid: int, pidfd: int) -> None:
+        """Note the process, and call :meth:`_on_exit` at its end."""
         self.pid, self._pidfd = pid, pidfd
         self._ended.clear()
         self._loop.add_reader(pidfd, self._on_exit)
 
     async def joined(self) -> None:
-        """Wait until it has joined. WorldError if it does not within 60 s.
+        """Wait until the agent has joined. WorldError if it does not within 60 s.
 
         An agent that was found alive, and has not joined after 10 s, is replaced.
         """
         unheard = Patience(self._loop.time(), _LOOK_S)
         try:
             text = f"waiting up to {JOIN_S:g} s for the agent of this machine to join"
-            with telling(log.warning, text):
+            with say_if_slow(log.warning, text):
                 async with asyncio.timeout(JOIN_S):
                     while not await is_set_within(self._cluster.joined, _LOOK_S):
                         found_alive = self._popen is None and self._life.state == "starting"
-                        if unheard.update_duration(self._loop.time(), found_alive) > FROZEN_S:
+                        if unheard.measure_duration(self._loop.time(), found_alive) > FROZEN_S:
                             self._replace()
         except TimeoutError:
             hint = "its standard error says why"
@@ -131,6 +125,7 @@ class LocalAgent:
         self._life.ready()
 
     def _on_exit(self) -> None:
+        """Handle the end of the agent, and schedule a new one."""
         ended = "ended" if self._popen is None else f"ended with code {self._popen.wait()}"
         self._clear_process()
         self._ended.set()
@@ -139,20 +134,25 @@ class LocalAgent:
         self._schedule(now, ended)
 
     def _schedule(self, now: float, problem: str) -> None:
-        for due in self._life.wakes:  # empty when it must not be started again
-            log.warning("the agent of this machine %s; a new one starts in %.2g s", problem, due - now)
-            self._again = self._loop.call_at(due, self._start_again)
+        """Schedule a new agent, unless :meth:`_stop` was called; log ``problem``."""
+        if self._life.due < math.inf:  # it may be started again
+            log.warning("the agent of this machine %s; a new one starts in %.2g s", problem, self._life.due - now)
+            self._again = self._loop.call_at(self._life.due, self._start_again)
 
     def _start_again(self) -> None:
+        """Start a new agent, or schedule the next try."""
         try:
             self.start()
         except OSError as error:
             self._schedule(self._loop.time(), f"cannot be started: {error}")
 
     def tick(self) -> None:
-        """Kill it if it is silent for 10 s. Call it every second."""
+        """Kill an agent that is silent for 10 s; its end starts a new one.
+
+        To be called every second.
+        """
         now = self._loop.time()
-        pause_s = self._clock.pause_at(now)
+        pause_s = self._clock.measure_pause(now)
         self._clock.due = now + BEAT_S
         self._began += pause_s
         if pause_s or self._life.state not in ("starting", "up") or not self._cluster.joined.is_set():
@@ -164,12 +164,13 @@ class LocalAgent:
             self._replace()
 
     def _replace(self) -> None:
+        """Kill an agent that does not respond; its end starts a new one."""
         log.warning("the agent of this machine does not respond; replacing it")
         self._life.give_up()
         send_signal(self._pidfd, signal.SIGKILL)
 
     async def aclose(self) -> None:
-        """Wait until the agent has ended, as ordered.
+        """Wait until the agent has ended, as ordered; start no other.
 
         Leave it if it has processes left, or survives SIGKILL for 5 s.
         """
@@ -178,7 +179,7 @@ class LocalAgent:
             return
         if not self._cluster.joined.is_set():
             send_signal(self._pidfd, signal.SIGKILL)
-        with telling(log.warning, f"waiting up to {_END_S:g} s for the agent of this machine to end"):
+        with say_if_slow(log.warning, f"waiting up to {_END_S:g} s for the agent of this machine to end"):
             if await is_set_within(self._ended, _END_S if self._cluster.is_empty(self._node) else 0.0):
                 return
         if self._cluster.is_empty(self._node):
@@ -189,22 +190,25 @@ class LocalAgent:
         self._let_go()
 
     def leave(self) -> None:
-        """Leave the agent to the next supervisor."""
+        """Leave the agent, which lives on, to the next supervisor."""
         self._stop()
         if self.pid is not None:
             self._let_go()
 
     def _stop(self) -> None:
+        """Start no agent from now on."""
         self._life.stop()
         if self._again is not None:
             self._again.cancel()
 
     def _let_go(self) -> None:
+        """Forget the process, which lives on."""
         if self._popen is not None:
             self._popen.returncode = 0  # this process does not wait for it
         self._clear_process()
 
     def _clear_process(self) -> None:
+        """Close the pidfd, and forget the process."""
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
         self.pid, self._popen, self._pidfd = None, None, -1

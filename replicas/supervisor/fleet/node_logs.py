@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -32,9 +32,11 @@ class _NodeReader:
 
     @property
     def many(self) -> bool:
+        """True if lines of more than one rank were read."""
         return len(self._seen) > 1
 
     async def poll(self) -> list[LogLine]:
+        """Return the node's next lines, none while the node is away."""
         try:
             lines = await self._ask(msgspec.structs.asdict(self._selection))
         except TimeoutError:
@@ -44,6 +46,7 @@ class _NodeReader:
         return lines
 
     async def aclose(self) -> list[LogLine]:
+        """Return the node's last lines, and let its agent close the files."""
         if not self._begun:
             return []
         self._begun = False
@@ -56,6 +59,7 @@ class _NodeReader:
         return found
 
     async def _ask(self, selection: dict[str, object] | None) -> list[LogLine]:
+        """Return the agent's reply to a query; ``selection`` None: the last lines."""
         reply = await self._cluster.ask(self._node, LogQuery(number=self._number, selection=selection), LogReply)
         if reply.error:
             raise errors.UsageError(reply.error, hint=reply.hint)
@@ -65,11 +69,13 @@ class _NodeReader:
 class NodesReader:
     """The logs of this machine and of all others that are up when it is created.
 
-    :param newest: returns the present generation of a replica, by name. Older ones are
-        left out unless one is selected, even if they are the newest of their node.
+    :param newest: returns the present generation of each replica, by name. Older ones
+        are left out unless one is selected, even if they are the newest of their node.
     """
 
-    def __init__(self, folder: Path, cluster: Cluster, selection: Selection, newest: Callable[[str], int]) -> None:
+    def __init__(
+        self, folder: Path, cluster: Cluster, selection: Selection, newest: Callable[[], Mapping[str, int]]
+    ) -> None:
         self._older = selection.generation is not None
         self._newest = newest
         self._readers: list[LogReader] = [FolderReader(folder, selection)]
@@ -80,6 +86,7 @@ class NodesReader:
 
     @property
     def many(self) -> bool:
+        """True if lines may be of more than one rank or node."""
         return any(reader.many for reader in self._readers) or len(self._readers) > 1
 
     async def poll(self) -> list[LogLine]:
@@ -117,9 +124,12 @@ class NodesReader:
         return found
 
     def _wanted(self, lines: list[LogLine]) -> list[LogLine]:
-        return [line for line in lines if self._older or line.generation >= self._newest(line.replica)]
+        """Return the lines, without older generations unless one is selected."""
+        newest = {} if self._older else self._newest()
+        return [line for line in lines if line.generation >= newest.get(line.replica, 0)]
 
     async def aclose(self) -> list[LogLine]:
+        """End the readers of all nodes, and return their last lines."""
         polls, self._polls = self._polls, {}
         await cancelled(*polls.values())
         found = await asyncio.gather(*(reader.aclose() for reader in self._readers))

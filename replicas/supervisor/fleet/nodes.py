@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 import itertools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
@@ -29,17 +29,14 @@ import replicas
 from replicas import errors
 from replicas.config.structs import Config
 from replicas.control.log_files import FolderReader, LogReader, Selection
-from replicas.coordinator.websocket import SocketRoute
-from replicas.core.lives.lease_times import BEAT_S, outlives_s
-from replicas.core.lives.placement import Share
+from replicas.core.lives.lease_times import BEAT_S
 from replicas.linux import cgroups
 from replicas.linux.cgroups import LIMITS
 from replicas.messages.bounds import CONTROL_PORT
 from replicas.status import NodeStatus
 from replicas.supervisor.agent.checks import Demand, Finding
 from replicas.supervisor.agent.messages import Examine, Examined
-from replicas.supervisor.fleet.agent_route import agent_route
-from replicas.supervisor.fleet.cluster import Cluster
+from replicas.supervisor.fleet.cluster import Cluster, lease_of
 from replicas.supervisor.fleet.context import FleetContext
 from replicas.supervisor.fleet.fleet import Adopted, Fleet
 from replicas.supervisor.fleet.handle import ShimHandle
@@ -47,26 +44,18 @@ from replicas.supervisor.fleet.local_agent import LocalAgent
 from replicas.supervisor.fleet.node_logs import NodesReader
 from replicas.supervisor.fleet.plans import may_grow
 from replicas.supervisor.state.leases import Lease
-from replicas.supervisor.state.run_state import ShimRecord, machine
+from replicas.supervisor.state.run_state import Cause, ShimRecord, machine
 from replicas.supervisor.wire.part_state import ExitReport
+from replicas.telemetry.events import Drained, Draining
 
 ANSWER_S = 40.0
 """A GPU driver that hangs takes 25 s of it."""
 _numbers = itertools.count(1)
 
 
-def lease_of(config: Config) -> float:
-    """Return how long a node of another machine may be silent, in seconds.
-
-    A node cannot distinguish a dead supervisor from a broken link, so the lease is at
-    least the time of adoption.
-    """
-    return max(config.cluster.lease_s, config.run.adopt_s)
-
-
 def longest_lease_of(config: Config) -> float:
     """Return the longest lease of any node in seconds, or 0 without leases."""
-    return max(outlives_s(config.run.adopt_s), lease_of(config) if may_grow(config) else 0.0)
+    return max(lease_of(config, local=True), lease_of(config) if may_grow(config) else 0.0)
 
 
 class Nodes:
@@ -79,8 +68,7 @@ class Nodes:
         self._context, self._fleet = context, fleet
         self._cluster: Cluster | None = None
         self._local: LocalAgent | None = None
-        self._expected: dict[str, ShimHandle] = {}
-        self._records: tuple[ShimRecord, ...] = ()
+        self._expected: list[tuple[ShimRecord, ShimHandle]] = []
         self._draining: set[str] = set()
         self._started = False
         self._left = False
@@ -96,13 +84,13 @@ class Nodes:
 
     @property
     def agent_pid(self) -> int | None:
-        """Pid of the agent of this machine."""
+        """Pid of the agent of this machine, or None while there is none."""
         return self._local.pid if self._local is not None else None
 
     @property
     def kept(self) -> frozenset[str]:
-        """Marks of shims that continue."""
-        return frozenset(nonce for nonce, handle in self._expected.items() if not handle.state.gone)
+        """Marks (``nonce``) of an earlier supervisor's shims that continue."""
+        return frozenset(record.nonce for record, handle in self._expected if not handle.state.gone)
 
     # ------------------------------------------------------------ start and end
 
@@ -114,31 +102,23 @@ class Nodes:
         context, config, left = self._context, self._context.config, self._context.state.heritage
         self._cluster = cluster = Cluster(
             context,
-            lease_s=lease_of(config),
-            outlives_s=outlives_s(config.run.adopt_s),
             is_own=lambda hello: hello.scope == machine() and hello.pid == self.agent_pid,
             leaving=self._leaving,
         )
-        context.start_shim = cluster.start_shim
-        cluster.awaited.inherit(left.leases, left.unseen, asyncio.get_running_loop().time())
-        self._records = left.shims
+        context.awaited.inherit(left.leases, left.unseen, asyncio.get_running_loop().time())
         self._expected = cluster.expect(left.agents, left.shims, machine())
         self.adopting = bool(left.agents)
         if config.cluster.local:
-            self._local = LocalAgent(
-                context.resources.local,
-                cluster,
-                self._arguments(),
-                keep=() if config.run.adopt_s else (context.state.lock,),
-                known=left.known,
-            )
+            keep = () if config.run.adopt_s else (context.state.lock,)
+            self._local = LocalAgent(context.resources.local, cluster, self._arguments(), keep=keep)
             try:
-                self._local.start()
+                self._local.start(left.known)
             except OSError as error:
                 raise errors.WorldError(f"the agent of this machine cannot be started: {error}") from error
         return self
 
     def _arguments(self) -> list[str]:
+        """Return the command line of this machine's agent."""
         context, config = self._context, self._context.config
         limited = self._limited
         words = ["--run", config.run.name, "--node", context.resources.local]
@@ -151,6 +131,7 @@ class Nodes:
 
     @property
     def _limited(self) -> bool:
+        """True if a group limits its memory or processes."""
         limits = [group.resources for group in self._context.config.groups.values()]
         return any(getattr(one, field) is not None for one in limits for field in LIMITS.values())
 
@@ -159,7 +140,7 @@ class Nodes:
         if self._local is None:
             return
         await self._local.joined()
-        refused = self.cluster.limits_refused(self._context.resources.local)
+        refused = self.cluster.members[self._context.resources.local].hello.limits_refused
         if self._limited and refused:
             raise errors.WorldError(
                 f"limits of memory and processes cannot be set: {refused}",
@@ -169,7 +150,7 @@ class Nodes:
     @property
     def left(self) -> tuple[Lease, ...]:
         """Leases under which processes may be left at the end of the run."""
-        return self._cluster.awaited.left(self._cluster.living()) if self._cluster is not None else ()
+        return self._context.awaited.left([name for name, one in self.cluster.members.items() if one.living])
 
     def leave(self) -> None:
         """Leave the agents and their processes to the next supervisor."""
@@ -182,7 +163,7 @@ class Nodes:
         """Order all agents to end their processes; wait for this machine's agent."""
         if self._left:
             return
-        self.cluster.over()
+        self.cluster.order_all_to_end()
         with anyio.CancelScope(shield=True):
             if self._local is not None:
                 await self._local.aclose()
@@ -206,26 +187,19 @@ class Nodes:
 
     def adopted(self, config: Config) -> Adopted | None:
         """Return the generations that continue, or None without adoption; end the
-        shims of other generations."""
+        shims of groups that are no longer started here."""
         if not self.adopting:
             return None
-        found: dict[tuple[str, int], tuple[int, list[ShimRecord], list[ShimHandle]]] = {}
-        newest: dict[tuple[str, int], int] = {}
-        for record in self._records:
-            key = (record.group, record.replica)
-            newest[key] = max(newest.get(key, 0), record.generation)
-        for record in sorted(self._records, key=lambda one: one.node):
-            handle, key = self._expected.get(record.nonce), (record.group, record.replica)
-            if handle is None:
-                continue
+        found: dict[tuple[str, int], tuple[list[ShimRecord], list[ShimHandle]]] = {}
+        for record, handle in sorted(self._expected, key=lambda one: one[0].node):
             wanted = config.groups.get(record.group)
-            if wanted is None or wanted.external or record.generation != newest[key]:
+            if wanted is None or wanted.external:
                 self._end(record, handle)
                 continue
-            _, records, nodes = found.setdefault(key, (record.generation, [], []))
+            records, nodes = found.setdefault((record.group, record.replica), ([], []))
             records.append(record)
             nodes.append(handle)
-        for (group, _), (_, _, nodes) in found.items():
+        for (group, _), (_, nodes) in found.items():
             if len(nodes) != config.groups[group].nnodes:  # others of its nodes were lost with the supervisor
                 for handle in nodes:
                     handle.lose(ExitReport("node", text="another node of it was lost"))
@@ -234,27 +208,18 @@ class Nodes:
 
     def _end(self, record: ShimRecord, handle: ShimHandle) -> None:
         """End a shim without a present replica; hold its share until it is gone."""
-        share = Share(group=record.group, node=record.agent, gpus=record.gpus, memory_nbytes=record.memory_nbytes)
-        let_go = self._context.resources.hold(record.nonce, share)
+        let_go = self._context.resources.hold(record.nonce, record.share)
 
-        def changed() -> None:
-            if handle.state.gone:
-                let_go()
-                self._context.wake_monitor()
-                self._context.save()
+        def gone() -> None:
+            let_go()
+            self._context.wake_monitor()
+            self._context.save()
 
-        handle.changed = changed
-        handle.stop(0.0)
-
-    # ------------------------------------------------------------ the route
-
-    def route(self, access: Callable[[Mapping[str, str]], str] | None, refused: Callable[[str], None]) -> SocketRoute:
-        """Return the route at which agents join (``access`` None: the own socket)."""
-        return agent_route(self.cluster, refused, access, lambda: self._context.coordinator.tokens)
+        handle.stop_alone(gone)
 
     # ------------------------------------------------------------ while it runs
 
-    async def tend(self) -> None:
+    async def tick_forever(self) -> None:
         """Check the nodes regularly until cancelled."""
         while True:
             await anyio.sleep(BEAT_S / 2)
@@ -263,22 +228,33 @@ class Nodes:
                 self._local.tick()
 
     async def drain(self, node: str, *, undo: bool = False) -> None:
-        """See :meth:`replicas.Supervisor.drain_node`."""
-        cluster, fleet = self.cluster, self._fleet()
+        """Move a node's replicas elsewhere; then end its agent, unless it is our own.
+
+        :param undo: let replicas start there again instead.
+        """
+        cluster, fleet, context = self.cluster, self._fleet(), self._context
         self._refuse_unknown(node)
-        self._context.save(order=True)
+        context.save(order=True)
+        cluster.drain(node, undo=undo)
         if undo:
-            cluster.undrain(node)
             return
-        number = cluster.drain(node)
-        await fleet.drain_node(node, lambda: cluster.is_empty(node), lambda: cluster.drains(node, number))
-        if node != self._context.resources.local:
+        target, began = f"node {node}", asyncio.get_running_loop().time()
+        context.emit(Draining(target=target, reason="node"))
+        for replica in (fleet.replica(*key) for key in context.resources.on(node)):
+            if replica is not None and not replica.leaving and replica.life.alive:
+                replica.restart(Cause("node", f"node {node} is being drained"))
+        await fleet.until(lambda: cluster.is_empty(node) or cluster.is_open(node) or fleet.over.is_set())
+        if cluster.is_open(node):
+            raise errors.WorldError(f"node {node} takes replicas again: its drain was undone, or its agent replaced")
+        context.emit(Drained(target=target, seconds=asyncio.get_running_loop().time() - began))
+        if node != context.resources.local:
             cluster.release(node)
 
     def _refuse_unknown(self, node: str) -> None:
-        known = self.cluster.names()
-        if node not in known:
-            raise errors.UsageError(f'no node "{node[:80]}"', hint=f"nodes: {', '.join(known) or 'none'}")
+        """Raise UsageError if the run has no node of this name."""
+        if node not in self.cluster.members:
+            known = ", ".join(self.cluster.members) or "none"
+            raise errors.UsageError(f'no node "{node[:80]}"', hint=f"nodes: {known}")
 
     def refuse_while_away(self) -> None:
         """Raise UsageError if a node that is away may know only the old token."""
@@ -291,13 +267,34 @@ class Nodes:
             )
 
     async def examine(self, node: str | None) -> tuple[Finding, ...]:
-        """See :meth:`replicas.Supervisor.doctor`."""
+        """Return the findings of ``replicas doctor`` for this node, or for all."""
         if node is not None:
             self._refuse_unknown(node)
-        nodes = sorted(self.cluster.names()) if node is None else [node]
-        return await examine(self.cluster, {one: self._demand(one) for one in nodes})
+        asked = sorted(self.cluster.members) if node is None else [node]
+        known = {one.name: one for one in self.cluster.status()}
+        found = await asyncio.gather(*(self._examine(known[name]) for name in asked))
+        return tuple(replace(one, node=name) for name, each in zip(asked, found, strict=True) for one in each)
+
+    async def _examine(self, node: NodeStatus) -> tuple[Finding, ...]:
+        """Return the findings of a node's agent, and one about the node."""
+        if node.state in ("away", "lost"):
+            text = f"{node.state}: its agent has been silent for {node.heard_age_s:.0f} s"
+            remedy = f"check its machine, or remove it with: replicas drain --node {node.name}"
+            return (Finding("node", "problem", text, remedy),)
+        demand, supervisor = self._demand(node.name), os.getpid() if node.local else 0
+        order = Examine(number=next(_numbers), demand=demand, supervisor=supervisor)
+        try:
+            answer = await self.cluster.ask(node.name, order, Examined, ANSWER_S)
+        except TimeoutError:
+            text = f"its agent does not answer within {ANSWER_S:.0f} s"
+            return (Finding("node", "problem", text, "see the agent's log, and check that it has this release"),)
+        release = f"release {node.release}"
+        if node.release == replicas.__version__:
+            return (Finding("node", "ok", f"{node.state}, {release}"), *answer.findings)
+        return (Finding("node", "note", f"{release}, and the supervisor's is {replicas.__version__}"), *answer.findings)
 
     def _demand(self, node: str) -> Demand:
+        """Return the numbers of processes and log bytes that the run needs there."""
         groups, resources = self._context.config.groups, self._context.resources
         parts = [
             groups[group].nproc_per_node
@@ -311,15 +308,15 @@ class Nodes:
     def read_logs(self, folder: Path, selection: Selection) -> LogReader:
         """Return a reader of the logs of all nodes. ``folder``: of this machine."""
         if self.cluster.others():
-            return NodesReader(folder, self.cluster, selection, self._generation)
+            return NodesReader(folder, self.cluster, selection, self._newest)
         return FolderReader(folder, selection)
 
-    def _generation(self, name: str) -> int:
-        group, _, index = name.partition("/")
-        replica = self._fleet().replica(group, int(index)) if index.isdecimal() else None
-        return replica.life.generation if replica is not None else 0
+    def _newest(self) -> dict[str, int]:
+        """Return the present generation of each replica, by name."""
+        return {one.name: one.life.generation for one in self._fleet().all()}
 
     def _leaving(self, node: str, reason: str) -> None:
+        """Drain a node that is about to be taken away."""
         self._context.say(f"node {node} is leaving: {reason}")
         self.cluster.drain(node)
         if self._started:
@@ -329,11 +326,12 @@ class Nodes:
         """Continue node drains that an earlier supervisor began, or that were ordered
         during the start."""
         self._started = True
-        for node in self.cluster.draining():
-            if node != self._context.resources.local or not self.cluster.is_empty(node):
+        for node, member in [*self.cluster.members.items()]:
+            if member.life.duty != "open" and (node != self._context.resources.local or member.living):
                 self._drain_on(node)
 
     def _drain_on(self, node: str) -> None:
+        """Drain a node in a task, unless a task does."""
         if node in self._draining:
             return
         self._draining.add(node)
@@ -347,27 +345,3 @@ class Nodes:
                 self._draining.discard(node)
 
         self._context.spawn(drain)
-
-
-async def examine(cluster: Cluster, demands: Mapping[str, Demand]) -> tuple[Finding, ...]:
-    """Return the findings of these nodes, given the run's demand on each."""
-    known = {node.name: node for node in cluster.status()}
-    found = await asyncio.gather(*(_examine(cluster, known[name], demand) for name, demand in demands.items()))
-    return tuple(replace(one, node=name) for name, each in zip(demands, found, strict=True) for one in each)
-
-
-async def _examine(cluster: Cluster, node: NodeStatus, demand: Demand) -> tuple[Finding, ...]:
-    if node.state in ("away", "lost"):
-        text = f"{node.state}: its agent has been silent for {node.heard_age_s:.0f} s"
-        remedy = f"check its machine, or remove it with: replicas drain --node {node.name}"
-        return (Finding("node", "problem", text, remedy),)
-    order = Examine(number=next(_numbers), demand=demand, supervisor=os.getpid() if node.local else 0)
-    try:
-        answer = await cluster.ask(node.name, order, Examined, ANSWER_S)
-    except TimeoutError:
-        text = f"its agent does not answer within {ANSWER_S:.0f} s"
-        return (Finding("node", "problem", text, "see the agent's log, and check that it has this release"),)
-    release = f"release {node.release}"
-    if node.release == replicas.__version__:
-        return (Finding("node", "ok", f"{node.state}, {release}"), *answer.findings)
-    return (Finding("node", "note", f"{release}, and the supervisor's is {replicas.__version__}"), *answer.findings)

@@ -32,8 +32,8 @@ def oddities(config: Config) -> list[str]:
     return found + (alone if channels else [])
 
 
-def outlook(config: Config, nodes: Iterable[NodeStatus]) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
-    """Return, by name of the replica, its nodes, and the reason if it would wait.
+def predict_placement(config: Config, nodes: Iterable[NodeStatus]) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
+    """Return two dicts by replica: nodes of those placed, why the others would wait.
 
     The supervisor's own machine has the labels of the config. External groups are not
     placed.

@@ -25,12 +25,12 @@ _Graph = Mapping[str, set[str]]
 
 
 def machine_for(config: Config) -> Machine:
-    """Return this machine, with GPUs (which takes seconds) only if any are needed."""
+    """Return this machine's resources; look for GPUs, for seconds, only if needed."""
     return inspect_machine(gpus=any(group.resources.gpus for group in config.groups.values()))
 
 
 def refuse_unfit(config: Config, machine: Machine) -> None:
-    """:raises replicas.errors.BadConfig: the plan does not fit this machine.
+    """Raise BadConfig if the plan does not fit this machine.
 
     If other machines may join, replicas wait for them instead.
     """
@@ -45,8 +45,10 @@ def may_grow(config: Config) -> bool:
 
 
 def problems(config: Config, machine: Machine) -> list[str]:
+    """Return why the plan does not fit the machine, in words; none if it fits."""
     found: list[str] = []
-    total, names = _peak(config, {group.name: group.replicas * _gpus_of(group) for group in config.groups.values()})
+    gpus = {one.name: one.replicas * one.world_size * (one.resources.gpus or 0) for one in config.groups.values()}
+    total, names = _peak(config, gpus)
     if total > len(machine.gpus):
         shares = ", ".join(f"{name}: {_product(config.groups[name])}" for name in names)
         has = f"this machine has {len(machine.gpus)}" + (f" ({machine.gpus_from})" if machine.gpus_from else "")
@@ -54,7 +56,7 @@ def problems(config: Config, machine: Machine) -> list[str]:
     memory = {group.name: group.replicas * (group.resources.memory_nbytes or 0) for group in config.groups.values()}
     total, names = _peak(config, memory)
     if total > machine.memory_nbytes:
-        asked, has = f"{size_text(total)} at once ({', '.join(names)})", size_text(machine.memory_nbytes)
+        asked, has = f"{size_text(total)} for all replicas of {', '.join(names)}", size_text(machine.memory_nbytes)
         found.append(f"groups.{names[0]}.resources.memory: {asked}, but this machine has {has}")
     for group in config.groups.values():
         place = f"groups.{group.name}.resources"
@@ -68,6 +70,7 @@ def problems(config: Config, machine: Machine) -> list[str]:
 
 
 def notes(config: Config, machine: Machine) -> list[str]:
+    """Return remarks on a plan that is not refused, in words."""
     if may_grow(config):
         found = [*problems(config, machine), *_too_large_parts(config, machine)]
         return [f"{problem}; it waits for agents on other machines" for problem in found]
@@ -78,7 +81,7 @@ def notes(config: Config, machine: Machine) -> list[str]:
     total, names = _peak(config, threads)
     if total <= machine.cpus:
         return []
-    return [f"{total} CPU threads at once ({', '.join(names)}) share {machine.cpus} CPUs"]
+    return [f"all replicas of {', '.join(names)} together have {total} CPU threads, which share {machine.cpus} CPUs"]
 
 
 def _too_large_parts(config: Config, machine: Machine) -> Iterator[str]:
@@ -91,16 +94,14 @@ def _too_large_parts(config: Config, machine: Machine) -> Iterator[str]:
 
 
 def _product(group: GroupConfig) -> str:
+    """Return how the group's number of GPUs is computed, in words."""
     parts = (group.replicas, group.world_size, group.resources.gpus or 0)
     words = (f"{parts[0]} replicas", f"{parts[1]} ranks", str(parts[2]))
     return " x ".join(word for part, word in zip(parts, words, strict=True) if part != 1 or word == str(part))
 
 
-def _gpus_of(group: GroupConfig) -> int:
-    return (group.resources.gpus or 0) * group.world_size
-
-
 def with_sizes(config: Config, sizes: Mapping[str, int]) -> Config:
+    """Return the config with these sizes of groups; other groups keep theirs."""
     groups = {
         name: msgspec.structs.replace(group, replicas=sizes.get(name, group.replicas))
         for name, group in config.groups.items()

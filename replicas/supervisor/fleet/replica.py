@@ -8,19 +8,19 @@ in ``backoff``, and rests in ``finished`` or ``failed`` until a request.
 Requests to the replica are a table (:data:`replicas.core.lives.ending.ASKED`), and so
 is a generation, from its start to its end
 (:mod:`replicas.supervisor.fleet.generation_lifecycle`). When its last process is gone,
-the lifecycle gets the end event, and only then the next generation starts, however long
-that takes: a process that survives SIGKILL is reported, and killed again and again.
-Only the end of the run leaves it behind. Requests change the state immediately and
-never wait.
+the lifecycle gets the end event, and only then the next generation starts: a process
+that survives SIGKILL is reported, and killed again and again. Only the end of the run
+leaves it behind. Requests change the state at once and never wait.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import math
 from typing import Any
 
 from replicas import errors
+from replicas.common.reason import Reason
 from replicas.common.table import StateMachine
 from replicas.common.tasks import is_set_within
 from replicas.config.diff import digest_of_start
@@ -30,11 +30,12 @@ from replicas.core.lives.lease_times import UNHEARD_S
 from replicas.core.lives.lifecycle import RUNNING, Lifecycle, ReplicaEvent, after_exit
 from replicas.core.lives.restarts import Restarts, RestartVerdict
 from replicas.status import ReplicaStatus
-from replicas.supervisor.fleet.causes import Cause, Health, lacks
+from replicas.supervisor.fleet.causes import lacks
 from replicas.supervisor.fleet.context import FleetContext, Neighbours
-from replicas.supervisor.fleet.generation_lifecycle import GenerationLifecycle, new_turns
+from replicas.supervisor.fleet.generation import Generation
+from replicas.supervisor.fleet.generation_lifecycle import GenerationLifecycle
 from replicas.supervisor.fleet.handle import ShimHandle
-from replicas.supervisor.state.run_state import SavedCause, ShimRecord
+from replicas.supervisor.state.run_state import Cause, ShimRecord
 
 REQUESTED = Cause("requested", "restart requested")
 
@@ -44,58 +45,34 @@ class Replica:
 
     :param group: the group's config; a reload may replace it.
     :param restarts: the group's restart rules, shared by its replicas.
-    :param generation: the last number that earlier objects of this replica used.
     """
 
     def __init__(
-        self,
-        context: FleetContext,
-        group: GroupConfig,
-        index: int,
-        fleet: Neighbours,
-        restarts: Restarts,
-        *,
-        generation: int = 0,
-        turns: asyncio.Semaphore | None = None,
+        self, context: FleetContext, group: GroupConfig, index: int, fleet: Neighbours, restarts: Restarts
     ) -> None:
         self.group = group
         self.index = index
         self._now = asyncio.get_running_loop().time
         self.life = Lifecycle(group.name, index, now=self._now())
-        self.life.generation = generation
         self.name = self.life.name
         self.over = asyncio.Event()
-        """Set when :meth:`run` has returned.
-
-        The replica was stopped for good, and its processes are gone.
-        """
+        """Set when :meth:`run` has returned: stopped for good, with no process left."""
         self._context, self._fleet = context, fleet
         self._restarts = restarts
-        self._turns = turns or new_turns()
         self._poke = asyncio.Event()
         self._asked = StateMachine(ASKED, ASKED_ACTIONS)
         self._resume_at = 0.0
-        self._waits_for = ""
-        self._new_generation()
-
-    def _new_generation(self, before: Sequence[ShimHandle] = ()) -> None:
-        """Create the state of a generation. ``before``: shims of the previous one."""
-        self._lifecycle = GenerationLifecycle(self, self._context, before)
-        self._generation = self._lifecycle.generation
-        self._health = Health()
-        self._mark = self._context.coordinator.progress(*self._key)
-        self.cause: Cause | None = None
-        """Why the generation ends, or None while there is no reason."""
-        self.last_exit = ""
-        self.cut = False
-        """True if it did not end in time at the end of the run."""
-        self.started_with = digest_of_start(self.group)
-        """Digest of the config with which its processes start, or "" if unknown."""
-        self._adopted = False
+        self._waits_for: Reason | None = None
+        self.current = GenerationLifecycle(self, context)
+        """Its present generation, or the last one."""
 
     @property
     def _key(self) -> tuple[str, int]:
         return self.group.name, self.index
+
+    @property
+    def _generation(self) -> Generation:
+        return self.current.generation
 
     @property
     def group_size(self) -> int:
@@ -113,7 +90,7 @@ class Replica:
 
     @property
     def asked(self) -> Asked:
-        """The present request, a state of :data:`replicas.core.lives.ending.ASKED`."""
+        """The present request: ``nothing``, ``restart``, ``halt``, ``leave`` etc."""
         return self._asked.now
 
     @property
@@ -134,7 +111,12 @@ class Replica:
         """
         if self.life.state != "starting" and (unheard := self._generation.unheard):
             return f"no message from node {', '.join(unheard)}", UNHEARD_S
-        return self._health.silence(self.group.health)
+        return self.current.health.silence(self.group.health)
+
+    @property
+    def outdated(self) -> bool:
+        """True if its processes were started with another config."""
+        return self.life.alive and self.current.started_with not in ("", digest_of_start(self.group))
 
     @property
     def stuck(self) -> bool:
@@ -158,31 +140,28 @@ class Replica:
 
     @property
     def resting(self) -> bool:
+        """True if it has settled, and waits for a request."""
         return self.life.settled and self.asked not in UNWANTED
 
     # ------------------------------------------------------------ requests
 
-    def adopt(self, number: int, records: list[ShimRecord], nodes: list[ShimHandle]) -> None:
+    def adopt(self, records: list[ShimRecord], nodes: list[ShimHandle]) -> None:
         """Continue a generation that an earlier supervisor started."""
-        self.life.generation = number
-        self._new_generation()
-        self.started_with, self._adopted = "", True
-        self._generation.adopt(records, nodes)
-        self._lifecycle.apply_event("launched")
+        self._context.resources.keep(*self._key, tuple(one.share for one in records))
+        self.life.generation = records[0].generation
+        self.current = GenerationLifecycle(self, self._context)
+        self.current.adopt(records, nodes)
         self._apply(ReplicaEvent.ADOPT)
 
-    def end_as(self, saved: SavedCause | None) -> None:
-        """End an adopted generation for the saved reason, if there is one."""
-        if saved is None:
-            return
-        cause = Cause(saved.reason, saved.text)
-        if request_of(saved.reason) == "fault":
-            self.fall(cause)
+    def end_as(self, cause: Cause) -> None:
+        """End an adopted generation for the reason that was saved."""
+        if request_of(cause.reason) == "fault":
+            self.end_for_failure(cause)
             self._end_processes(self.group.stop_timeout_s)
         else:
-            self.restart(cause, drain=saved.reason != "group")
+            self.restart(cause, drain=cause.reason != "group")
 
-    def stop(self, hurry_s: float | None = None, *, run_over: bool = False) -> None:
+    def stop(self, hurry_s: float | None = None, *, run_over: bool = False, why: str = "stop requested") -> None:
         """Stop the replica for good.
 
         :param hurry_s: skip the sync: SIGTERM now, SIGKILL after this time, which later
@@ -190,35 +169,36 @@ class Replica:
         :param run_over: leave processes behind that do not die in time.
         """
         if self.asked != "over":
-            self._request("end_run" if run_over else "leave", hurry_s)
+            self._request("end_run" if run_over else "leave", hurry_s, None, "the run ends" if run_over else why)
 
     def halt(self, hurry_s: float | None = None) -> None:
         """Stop the replica until a restart, as :meth:`stop`, if it is not settled."""
         if not self.life.settled:
-            self._request("halt", hurry_s)
+            self._request("halt", hurry_s, None, "drain requested")
 
     def fail(self, reason: str) -> None:
         """End the replica because its group has failed, until a reset or restart."""
         if not self.life.settled:
-            self._request("fail", cause=Cause("group", reason))
+            self._request("fail", None, Cause("group", reason))
 
-    def _request(self, request: Request, hurry_s: float | None = None, cause: Cause | None = None) -> None:
+    def _request(self, request: Request, hurry_s: float | None, cause: Cause | None, why: str = "") -> None:
+        """Note a request, step the lifecycle, and end processes if that is required."""
         if self._ask(request, cause) and not self.life.settled:
             event = ReplicaEvent.GROUP_FAILED if request == "fail" else ReplicaEvent.STOP
-            self._apply(event, reason=cause.text if cause is not None else "stop requested")
+            self._apply(event, reason=cause.text if cause is not None else why)
             if self.life.alive and hurry_s is None:
-                self._lifecycle.apply_event("drain", self.group.stop_timeout_s)
+                self.current.apply_event("drain", self.group.stop_timeout_s)
         if self.life.alive and hurry_s is not None:
             self._end_processes(hurry_s)
         if self.life.settled:
             self._ask("done")
-        self.poke()
+        self.wake()
 
     def _ask(self, request: Request, cause: Cause | None = None) -> bool:
         """Note a request. Return True if the replica must be ended for it."""
         actions = self._asked.step(request)
         if "note_cause" in actions:
-            self.cause = cause
+            self.current.cause = cause
         return "end" in actions
 
     def restart(self, cause: Cause = REQUESTED, *, drain: bool = True) -> None:
@@ -233,39 +213,40 @@ class Replica:
             self._ask(request_of(cause.reason), cause)
         self._apply(ReplicaEvent.RESTART, reason=cause.text)
         if running and drain:
-            self._lifecycle.apply_event("drain", self.group.stop_timeout_s)
+            self.current.apply_event("drain", self.group.stop_timeout_s)
         elif running:
             self._end_processes(self.group.stop_timeout_s)
-        self.poke()
+        self.wake()
 
     def reset(self) -> bool:
         """Start again now. Return False if it has not failed and is not in backoff."""
         if self.unwanted or self.life.state not in ("failed", "backoff"):
             return False
         self._apply(ReplicaEvent.RESET)
-        self.poke()
+        self.wake()
         return True
 
-    def poke(self) -> None:
+    def wake(self) -> None:
         self._poke.set()
 
     def forgive(self, pause_s: float) -> None:
         """Extend all timeouts by ``pause_s``, in which this process was suspended."""
-        self._health.unready_at += pause_s
+        self.current.health.unready_at += pause_s
         self.life.skip_pause(pause_s)
-        self._lifecycle.forgive(pause_s)
+        self.current.forgive(pause_s)
 
     # ------------------------------------------------------------ while it runs
 
     def check(self, now: float) -> None:
         """Update the replica's health, from the coordinator and the clock."""
         if self.life.state in ("pending", "backoff"):
-            self.poke()
-        self._lifecycle.check_sync(now)
-        generation, health, config = self._generation, self._health, self.group.health
+            self.wake()
+        self.current.check_sync(now)
+        generation, health, config = self._generation, self.current.health, self.group.health
         if not self._lives:
             return  # it is ending, or waits for its turn or for resources of the previous generation
-        if frozen := generation.silent(config.heartbeat_timeout_s):
+        silences = [part.state.silent_s for part in generation.parts]
+        if frozen := [index for index, silent_s in enumerate(silences) if silent_s > config.heartbeat_timeout_s]:
             text = f"no answer from the shim of node {', '.join(map(str, frozen))} for {config.heartbeat_timeout_s:g} s"
             self._end_unhealthy(ReplicaEvent.HEARTBEAT_TIMEOUT, Cause("lost", text))
             for index in frozen:  # agents sweep their processes by their mark
@@ -284,7 +265,7 @@ class Replica:
 
     def _follow(self, *, ready: bool, now: float) -> None:
         """Step the lifecycle to the observed state, if it differs."""
-        health, (silence, silent_s) = self._health, self._silence
+        health, (silence, silent_s) = self.current.health, self._silence
         event = health.step(self.life.state, ready=ready, silent=bool(silence), now=now)
         if event is not None:
             heard = f"heard after {self.life.state_age_s(now):.1f} s" if self.life.state == "silent" else ""
@@ -304,52 +285,46 @@ class Replica:
         is reported by its process.
         """
         if reason == "left":
-            self._health.left = True
+            self.current.health.left = True
         elif reason == "exited":
-            self._health.lost_at = self._now()
+            self.current.health.lost_at = self._now()
         elif self._lives and reason in ("lease", "overflow"):
             silent = f"sent no heartbeat for {self.group.health.heartbeat_timeout_s:g} s"
             text = f"rank {rank} {silent if reason == 'lease' else 'does not read its messages'}"
             self._end_silent(Cause("heartbeat_timeout", text), rank // self.group.nproc_per_node)
 
     def _end_silent(self, cause: Cause, part: int | None = None) -> None:
-        """End it for ``cause``, or for a silent node (of ``part``, if given)."""
+        """End it for ``cause``, or for its silent node (of ``part``, or of any)."""
         for one in self._generation.parts if part is None else self._generation.parts[part : part + 1]:
             if one.unheard_s() > UNHEARD_S:
                 cause = Cause("node", f"no message from node {one.node}")
         self._end_unhealthy(ReplicaEvent.HEARTBEAT_TIMEOUT, cause)
 
-    @property
-    def progressed(self) -> bool | None:
-        """True if this generation made a new step or version; None if it is on no
-        channel, or was adopted."""
-        if self._adopted or not self._context.on_channel(self.group.name):
-            return None
-        return self._context.coordinator.progress(*self._key) != self._mark
-
     # ------------------------------------------------------------ ending a generation
 
     def _end_unhealthy(self, event: ReplicaEvent, cause: Cause) -> None:
+        """End the generation after saving its stacks; report the cause to the fleet."""
         self._ask(request_of(cause.reason), cause)
         self._apply(event, reason=cause.text)
         self._end_processes(self.group.stop_timeout_s, stacks=True)
-        self._fleet.fell(*self._key, cause.text)
+        self._fleet.restart_group_with(*self._key, cause.text)
 
-    def fall(self, cause: Cause) -> None:
+    def end_for_failure(self, cause: Cause) -> None:
         """Note why the generation ends, and report it to the fleet."""
         self._ask(request_of(cause.reason), cause)
-        self._fleet.fell(*self._key, cause.text)
+        self._fleet.restart_group_with(*self._key, cause.text)
 
-    def idle(self) -> None:
+    def on_sync_over(self) -> None:
         """Handle the end of a sync, as reported by the coordinator."""
-        self._lifecycle.check_sync(self._now())
+        self.current.check_sync(self._now())
 
     def _end_processes(self, timeout_s: float, *, stacks: bool = False) -> None:
         """Send SIGTERM now, SIGKILL after ``timeout_s``; ``stacks``: save first."""
-        self._lifecycle.apply_event("stop", timeout_s, stacks=stacks)
+        self.current.apply_event("stop", timeout_s, stacks=stacks)
 
     def _apply(self, event: ReplicaEvent, **about: Any) -> None:
-        self._fleet.moved(self.life.apply(event, now=self._now(), **about))
+        """Step the lifecycle, and report the transition to the fleet."""
+        self._fleet.on_transition(self.life.apply(event, now=self._now(), **about))
 
     # ------------------------------------------------------------ the task
 
@@ -361,25 +336,26 @@ class Replica:
                     await self._run_generation()
                 elif not self._start_if_due():
                     waits = self.life.state == "backoff" and self._resume_at > self._now()
-                    await self.poked(self._resume_at if waits else None)
+                    await self.wait_for_wake(self._resume_at if waits else math.inf)
         finally:
             self._generation.abandon()
             self.over.set()
 
     def _start_if_due(self) -> bool:
+        """Begin a generation if its start is due and allowed. Return True if so."""
         first = self.life.state == "pending"
         due = first or (self.life.state == "backoff" and self._now() >= self._resume_at)
-        self._waits_for = self._fleet.waits_for(*self._key, first=first) if due else ""
+        self._waits_for = self._fleet.waits_for(*self._key, first=first) if due else None
         if due := due and not self._waits_for:
             self._restarts.resumed()
             self.life.generation = max(self.life.generation, self._context.awaited.generation(*self._key))
             self._apply(ReplicaEvent.START if first else ReplicaEvent.BACKOFF_ELAPSED)
-            self._new_generation(self._generation.parts)
+            self.current = GenerationLifecycle(self, self._context, self._generation.parts)
         return due
 
-    async def poked(self, until: float | None = None) -> None:
-        """Wait for :meth:`poke`, or until this time."""
-        if await is_set_within(self._poke, None if until is None else max(0.0, until - self._now())):
+    async def wait_for_wake(self, until: float = math.inf) -> None:
+        """Wait for :meth:`wake`, or until this time of the loop's clock."""
+        if await is_set_within(self._poke, None if until == math.inf else max(0.0, until - self._now())):
             self._poke.clear()
 
     def held_up(self) -> None:
@@ -388,20 +364,21 @@ class Replica:
 
     def _with_hold_ups(self, reason: str = "") -> str:
         """Return why the generation ends, and the reason for a delay."""
-        reason = reason or (self.cause.text if self.cause else "stop requested" if self.unwanted else "")
-        return "; ".join(filter(None, (reason, self._lifecycle.hold_ups.text)))
+        cause = self.current.cause
+        reason = reason or (cause.text if cause else "stop requested" if self.unwanted else "")
+        return "; ".join(filter(None, (reason, self.current.hold_ups.text)))
 
     async def _run_generation(self) -> None:
         """Follow the generation until it has ended or was left behind."""
-        await self._lifecycle.run(self._turns)
+        await self.current.run()
         generation = self._generation
-        if self._lifecycle.state == "left_behind":
+        if self.current.state == "left_behind":
             generation.abandon()
-            self._lifecycle.hold_ups.report_remains(generation.remains, gave_up=True)
-            self.cut = True
+            self.current.hold_ups.report_remains(generation.remains, gave_up=True)
+            self.current.cut = True
             self._apply(ReplicaEvent.GIVE_UP, reason=self._with_hold_ups("left behind at the end of the run"))
         else:
-            generation.settled()
+            generation.drop_records()
             self._go_on()
         self._ask("done")
 
@@ -409,9 +386,9 @@ class Replica:
         """Start again or settle, as requested, or by the restart rules."""
         if self.asked in UNWANTED:
             event = ReplicaEvent.GIVE_UP if self.asked == "fail" else ReplicaEvent.STOPPED
-            self._apply(event, reason=self.last_exit)
+            self._apply(event, reason=self.current.last_exit)
             return
-        cause, found = self.cause, self._judge_end()
+        cause, last_exit, found = self.current.cause, self.current.last_exit, self._judge_end()
         event = after_exit(
             ok=self.asked == "nothing",
             policy=self.group.restart.policy,
@@ -421,18 +398,18 @@ class Replica:
         if event is ReplicaEvent.RETRY:
             self._resume_at = self._now() + (found.delay_s or 0.0)
             why = cause.reason if cause else "exit"
-            self._apply(event, reason=self.last_exit, restart_reason=why, seconds=found.delay_s or 0.0)
+            self._apply(event, reason=last_exit, restart_reason=why, seconds=found.delay_s or 0.0)
         else:
-            text = self.last_exit if event is ReplicaEvent.FINISHED else f"{self.last_exit}; {found.rule}"
+            text = last_exit if event is ReplicaEvent.FINISHED else f"{last_exit}; {found.rule}"
             self._apply(event, reason=text)
 
     def _judge_end(self) -> RestartVerdict:
         """Return the verdict of the restart rules; a request has only their delay."""
-        now, cause = self._now(), self.cause
+        now, cause = self._now(), self.current.cause
         if self.asked == "restart":
             return RestartVerdict(self._restarts.resume_in_s(now) if cause and cause.reason == "group" else 0.0)
         progressed = self._fleet.progressed(*self._key)
-        ok, ran_s = cause is None, self._lifecycle.ran_s  # without the time that its last process took to die
+        ok, ran_s = cause is None, self.current.ran_s  # without the time that its last process took to die
         return self._restarts.ended(self.index, ok=ok, progressed=progressed, ran_s=ran_s, now=now)
 
     async def stacks(self) -> dict[str, str]:
@@ -447,37 +424,37 @@ class Replica:
 
     @property
     def waits(self) -> str:
-        """The cause of a delayed start or end ("waits ..."), or ""."""
-        generation, lives = self._generation, self.life.state not in ("pending", "backoff")
-        return generation.awaits or self._lifecycle.hold_ups.waits or generation.ending if lives else self._waits_for
+        """The reason of a delayed start or end: the text after "waits", or ""."""
+        if self.life.state in ("pending", "backoff"):
+            return self._waits_for or ""
+        return self._generation.awaits or self.current.hold_ups.waits or self._generation.ending
 
     def status(self, now: float) -> ReplicaStatus:
         life, parts = self.life, self._generation.parts
-        view = self._health.view if life.state in RUNNING else None
+        view = self.current.health.view if life.state in RUNNING else None
         reason = life.reason if view is None else self._silence[0] or view.reason
         if waits := self.waits:
-            reason = "; ".join(filter(None, (reason * (life.state in ("backoff", "draining")), f"waits {waits}")))
-        elif self._lifecycle.hold_ups.text and life.alive:
+            reason = "; ".join(filter(None, (reason * (view is None and life.state != "pending"), f"waits {waits}")))
+        elif self.current.hold_ups.text and life.alive:
             reason = self._with_hold_ups()
-        elif self._lifecycle.state == "syncing":
-            reason = f"{reason}; {self._lifecycle.busy_with}"
-        start_by = self._health.until(self.group.health, life, now)
-        until = {"starting": start_by, "backoff": self._resume_at, "draining": self._lifecycle.kill_at}.get(
-            life.state, 0
-        )
+        elif self.current.state == "syncing":
+            reason = f"{reason}; {self.current.busy_with}"
+        start_by = self.current.health.until(self.group.health, life, now)
+        ends = {"starting": start_by, "backoff": self._resume_at, "draining": self.current.kill_at}
+        until = ends.get(life.state, 0)
         return ReplicaStatus(
             name=life.name,
             group=life.group,
             replica=life.replica,
             state=life.state,
             generation=life.generation,
-            reason=lacks(view) if life.state == "ready" else reason,
+            reason=(lacks(view) or "") if life.state == "ready" else reason,
             pid=parts[0].state.main_pid if parts and life.alive else None,
             restarts=sum(life.restarts.values()),
             state_age_s=life.state_age_s(now),
             heartbeat_age_s=view.heartbeat_age_s if view is not None else None,
             versions=dict(view.versions) if view is not None else {},
-            last_exit=self.last_exit,
+            last_exit=self.current.last_exit,
             cycles=self._cycles,
             nodes=tuple(share.node for share in self._context.resources.shares(*self._key)),
             pids=view.pids if view is not None else {},

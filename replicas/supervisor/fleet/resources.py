@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-import msgspec
 from msgspec.structs import replace
 
 from replicas import errors
-from replicas.common.sizes import some
+from replicas.common.reason import Reason
+from replicas.common.sizes import list_text
 from replicas.config.structs import Config, GroupConfig
 from replicas.core.lives.lifecycle import RUNNING, Transition
 from replicas.core.lives.placement import Need, Offer, Share, place
@@ -29,7 +29,9 @@ _LISTED = 8
 
 
 class Resources:
-    """The ledger of a run's nodes and GPUs.
+    """The ledger of a run's nodes, and of the shares that replicas hold of them.
+
+    A *share* is what one part of a replica holds on one node: GPUs and memory.
 
     :param local: node name of this machine, which is offered unless the config excludes
         it.
@@ -57,7 +59,7 @@ class Resources:
         """Use a config that fits; replicas keep their shares until a release."""
         self.machine, self._grows = machine, may_grow(config)
         self._managed = any(group.resources.gpus for group in config.groups.values())
-        self._min_nodes = 0 if self._taken else config.cluster.min_nodes
+        self._min_nodes = config.cluster.min_nodes
         if config.cluster.local:
             there = self._offers.get(self.local)
             self.offer(self.local, machine, config.cluster.labels, open=there is None or there.open)
@@ -81,24 +83,10 @@ class Resources:
             open=open,
         )
 
-    def open(self, node: str, is_open: bool) -> None:
-        """Set whether a node takes new replicas, if it is offered."""
-        if (there := self._offers.get(node)) is not None:
-            self._offers[node] = msgspec.structs.replace(there, open=is_open)
-
-    def labels(self, node: str) -> Mapping[str, str]:
-        """Return the labels of a node, none if it is not offered."""
-        there = self._offers.get(node)
-        return there.labels if there is not None else {}
-
     def withdraw(self, node: str) -> None:
         """Remove a node; replicas keep their shares of it until a release."""
         self._offers.pop(node, None)
         self._machines.pop(node, None)
-
-    def node(self, group: str, index: int, part: int) -> str:
-        """Return the node of this part of a replica; KeyError without a share."""
-        return self._held[group, index][part].node
 
     def on(self, node: str) -> list[tuple[str, int]]:
         """Return group and index of the replicas with a part on the node."""
@@ -110,68 +98,74 @@ class Resources:
         """Return the GPUs of a node that no replica holds."""
         shares = [share for share in self._taken_shares() if share.node == node]
         taken = {gpu for share in shares for gpu in share.gpus}
-        machine = self._machines.get(node)
-        return tuple(gpu for gpu in machine.gpus if gpu not in taken) if machine is not None else ()
+        offer = self._offers.get(node)
+        return tuple(gpu for gpu in offer.gpus if gpu not in taken) if offer is not None else ()
 
     def _taken_shares(self) -> list[Share]:
+        """Return all shares that are held, also by ending processes."""
         return [*(share for held in self._held.values() for share in held), *self._ending.values()]
 
     @property
     def short(self) -> bool:
         """True if replicas wait for the nodes of the first start."""
-        return self._asked and len(self._offers) < self._min_nodes
+        return self._asked and not self._taken and len(self._offers) < self._min_nodes
 
-    def assign_nodes(self, group: GroupConfig, index: int) -> str:
-        """Give the replica a place for each part. Return the lack, in words, or "".
+    def assign_nodes(self, group: GroupConfig, index: int) -> Reason | None:
+        """Give each part of the replica a share of a node; return None, or what lacks.
 
-        It keeps its places while their nodes are there, open and suitable.
+        It keeps its shares while their nodes are there, open and suitable.
         """
         if group.external:
-            return ""
+            return None
         self._asked = True
         if self.short:
             return f"{self._min_nodes} nodes ({len(self._offers)} there)"
-        self._taken, self._min_nodes = True, 0
+        self._taken = True
         need, key = need_of(group), (group.name, index)
         held = self._held.pop(key, ())
-        if held and self._still_good(need, held):
-            self._held[key] = held
-            return ""
-        found = place(need, list(self._offers.values()), self._taken_shares())
+        kept = held and self._still_good(need, held)
+        found = held if kept else place(need, list(self._offers.values()), self._taken_shares())
         if isinstance(found, str):
             return found
         self._held[key] = found
-        return ""
+        return None
 
     def too_few(self, within_s: float) -> errors.WorldError:
         """Return the error for nodes that have not joined in time."""
         there = sorted(self._offers)
         missing = [one for one in self.expected if not any(f"{node}-".startswith(f"{one}-") for node in there)]
-        which = f", without {some(missing, _LISTED)}" if missing else f": {some(there, _LISTED)}" if there else ""
+        named = list_text(missing or there, _LISTED)
+        which = f", without {named}" if missing else f": {named}" if there else ""
         return errors.WorldError(
             f"{len(there)} of {self._min_nodes} nodes (cluster.min_nodes) joined within {within_s:g} s{which}",
             hint="see the logs of the other agents; lower cluster.min_nodes, or raise cluster.join_timeout",
         )
 
-    def keep(self, group: GroupConfig, index: int, shares: tuple[Share, ...]) -> None:
+    def keep(self, group: str, index: int, shares: tuple[Share, ...]) -> None:
         """Note the shares of a replica that an earlier supervisor started."""
-        self._taken, self._min_nodes = True, 0
-        self._held[group.name, index] = shares
+        self._taken = True
+        self._held[group, index] = shares
 
     def hold(self, name: str, share: Share) -> Callable[[], object]:
-        """Hold a share for ending processes without a replica. The result frees it."""
+        """Hold a share for ending processes without a replica.
+
+        :returns: a function that frees the share.
+        """
         self._ending[name] = share
         return lambda: self._ending.pop(name, None)
 
     def shares(self, group: str, index: int) -> tuple[Share, ...]:
+        """Return the shares of a replica's parts, in order; none if it holds none."""
         return self._held.get((group, index), ())
 
     def placed(self, step: Transition) -> Transition:
-        """Return the event, with the replica's nodes if a generation begins."""
+        """Return the event, with the replica's nodes added if a generation begins."""
         nodes = tuple(share.node for share in self.shares(step.group, step.replica))
         return replace(step, nodes=nodes) if step.after == "starting" and step.before not in RUNNING else step
 
     def _still_good(self, need: Need, held: tuple[Share, ...]) -> bool:
+        """Return True if these shares suit the need, and their nodes are open."""
+
         def good(share: Share) -> bool:
             offer = self._offers.get(share.node)
             fits = len(share.gpus) == need.gpus and share.memory_nbytes == (need.memory_nbytes or 0)
@@ -180,7 +174,7 @@ class Resources:
         return len(held) == need.parts and all(good(share) for share in held)
 
     def misplaced(self, group: GroupConfig, index: int) -> bool:
-        """Return True if the replica holds a place that no longer suits it."""
+        """Return True if the replica holds a share whose node no longer suits it."""
         need, offers = need_of(group), (self._offers.get(share.node) for share in self.shares(group.name, index))
         return any(offer is not None and not need.accepts(offer) for offer in offers)
 

@@ -13,6 +13,7 @@ byte, whatever their encoding. Output that a terminal would have overwritten is 
 
 from __future__ import annotations
 
+import math
 import re
 from typing import NamedTuple
 
@@ -35,14 +36,14 @@ class Folder:
         self._frame = b""
         self._frame_at = float("-inf")
         self._bar = b""
-        self._bar_at: float | None = None
+        self._bar_at = math.inf
         self._shown = b""
 
     @property
-    def due(self) -> float | None:
-        times = [self._frame_at + BAR_INTERVAL_S] if self._frame else []
-        times += [] if self._bar_at is None or not self._bar else [self._bar_at + BAR_INTERVAL_S]
-        return min(times, default=None)
+    def due(self) -> float:
+        """When :meth:`take_due_lines` has lines to return; inf for never."""
+        frame_at = self._frame_at if self._frame else math.inf
+        return min(frame_at, self._bar_at if self._bar else math.inf) + BAR_INTERVAL_S
 
     def fold(self, data: bytes, now: float) -> Folded:
         """Fold all complete lines; leave an unfinished line at the end unused."""
@@ -51,10 +52,11 @@ class Folder:
         if b"\r" in lines or self._frame or _UP.search(lines):
             lines = b"".join(self._line(line, now) for line in lines.split(b"\n")[:-1])
         if end:
-            self._bar, self._bar_at, self._shown = b"", None, b""
+            self._bar, self._bar_at, self._shown = b"", math.inf, b""
         return Folded(lines, end + self._look_at_bar(data, end, now))
 
     def _line(self, line: bytes, now: float) -> bytes:
+        """Return the log's text for a complete line, or b"" for a frame to skip."""
         is_frame = _UP.search(line) is not None
         shown, self._shown = self._shown, b""
         text = _last_state(line)
@@ -80,8 +82,7 @@ class Folder:
             return 0
         begin = data.rfind(b"\r", start, last) + 1 or start
         self._bar = data[begin:last]
-        if self._bar_at is None:
-            self._bar_at = now
+        self._bar_at = min(self._bar_at, now)
         return begin - start
 
     def take_due_lines(self, now: float) -> bytes:
@@ -89,7 +90,7 @@ class Folder:
         lines = b""
         if self._frame and now >= self._frame_at + BAR_INTERVAL_S:
             lines, self._frame, self._frame_at = self._frame, b"", now
-        if self._bar and self._bar_at is not None and now >= self._bar_at + BAR_INTERVAL_S:
+        if self._bar and now >= self._bar_at + BAR_INTERVAL_S:
             self._bar_at = now
             if self._bar != self._shown:
                 self._shown = self._bar
@@ -101,11 +102,12 @@ class Folder:
         frame, self._frame = self._frame, b""
         shown, self._shown = self._shown, b""
         text = _last_state(data)
-        self._bar, self._bar_at = b"", None
+        self._bar, self._bar_at = b"", math.inf
         return frame + (text + b"\n" if text and text != shown else b"")
 
 
 def _last_state(line: bytes) -> bytes:
+    """Return the last state of a redrawn line: its text after the last ``\\r``."""
     if b"\r" in line:
         line = line.rstrip(b"\r")
         return line[line.rfind(b"\r") + 1 :]

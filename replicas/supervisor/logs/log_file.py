@@ -1,10 +1,10 @@
 """One log file, rotated by size, with an index of times. Standard library only.
 
 ``rank-0.log`` is the newest part; a full part becomes ``rank-0.log.1``, which becomes
-``rank-0.log.2``, and so on up to ``keep``. A rank's log has an index
+``rank-0.log.2``, and so on up to ``keep``. Each part has an index
 ``rank-0.log.times``: a line ``OFFSET TIME`` (seconds since 1970) about every second
-with output, so that readers find the lines since a time. The index is optional: if it
-cannot be written, it is skipped until the next part.
+with output, so that readers find the lines since a time. The index is optional: a line
+of it that cannot be written is left out.
 """
 
 from __future__ import annotations
@@ -22,13 +22,11 @@ _TIMES_INTERVAL_S = 1.0
 class RotatedFile:
     """A rotated file with ``keep`` older parts. This object must be its only writer."""
 
-    def __init__(self, path: Path, max_nbytes: int, keep: int, *, times: bool) -> None:
+    def __init__(self, path: Path, max_nbytes: int, keep: int) -> None:
         self.path = path
         self._max_nbytes = max_nbytes
         self._keep = keep
-        self._with_times = times
         self._file: int | None = None
-        self._times: int | None = None
         self._noted_at = 0.0
 
     def append(self, lines: bytes) -> None:
@@ -49,9 +47,6 @@ class RotatedFile:
         if self._file is not None:
             return os.fstat(self._file).st_size
         self._file = _append_to(self.path)
-        if self._with_times:
-            with contextlib.suppress(OSError):  # the index is optional
-                self._times = _append_to(_times_of(self.path))
         size = os.fstat(self._file).st_size
         if size and os.pread(self._file, 1, size - 1) != b"\n":
             self._write(b"\n", size)
@@ -59,6 +54,7 @@ class RotatedFile:
         return size
 
     def _write(self, lines: bytes, size: int) -> None:
+        """Append the lines. After an OSError the file has its ``size`` again."""
         assert self._file is not None
         rest = memoryview(lines)
         try:
@@ -87,42 +83,38 @@ class RotatedFile:
                 private.remove(path)
 
     def _part(self, number: int) -> Path:
+        """Return the path of an older part, or that of the newest for 0."""
         return self.path.with_name(f"{self.path.name}.{number}") if number else self.path
 
     def _note(self, size: int) -> None:
+        """Write this offset and the time to the index, at most once a second."""
         now = time.time()
-        if self._times is not None and not 0 <= now - self._noted_at < _TIMES_INTERVAL_S:
-            self._noted_at = now
-            try:
-                os.write(self._times, f"{size} {now:.3f}\n".encode())
-            except OSError:
-                times, self._times = self._times, None
-                _close(times)
+        if 0 <= now - self._noted_at < _TIMES_INTERVAL_S:
+            return
+        self._noted_at = now
+        with contextlib.suppress(OSError), os.fdopen(_append_to(_times_of(self.path)), "ab", 0) as index:
+            index.write(f"\n{size} {now:.3f}".encode())  # the line break first: it also ends a torn line
 
     def close(self) -> None:
-        for descriptor in (self._file, self._times):
-            if descriptor is not None:
-                _close(descriptor)
-        self._file = self._times = None
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # on NFS, of earlier writes: it is closed anyway
+                os.close(self._file)
+        self._file = None
         self._noted_at = 0.0
 
 
-def _close(descriptor: int) -> None:
-    """Close; ignore errors (on NFS, of earlier writes): it is closed anyway."""
-    with contextlib.suppress(OSError):
-        os.close(descriptor)
-
-
 def _append_to(path: Path) -> int:
+    """Open a file for appending, made if missing. Return its descriptor."""
     return private.open_file(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, make_folder=True)
 
 
 def _times_of(path: Path) -> Path:
+    """Return the path of the index of times of a log."""
     return path.with_name(f"{path.name}.times")
 
 
 def remove_old_generations(folder: Path, keep: int) -> None:
-    """Keep the logs of ``keep`` generations; ``folder`` (``gen-<n>``) is the newest."""
+    """Remove logs of all but ``keep`` generations. ``folder``: ``gen-<newest>``."""
     newest = _generation(folder)
     for other in folder.parent.glob("gen-*"):
         if _generation(other) > newest - keep:

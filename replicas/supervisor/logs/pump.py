@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import mmap
 import os
 import select
@@ -51,9 +52,8 @@ from pathlib import Path
 from replicas.supervisor.logs.folding import Folder
 from replicas.supervisor.logs.log_file import RotatedFile
 from replicas.supervisor.logs.tee import Tee
-from replicas.supervisor.wire import orders
 from replicas.supervisor.wire.guard import RANK_MARK
-from replicas.supervisor.wire.orders import note
+from replicas.supervisor.wire.orders import Message, MessageSocket, plain
 from replicas.supervisor.wire.part_state import LogLoss
 
 ALONE_S = 2.0
@@ -73,6 +73,7 @@ _RANK_NDIGITS = 10
 
 
 def waiting_nbytes(pipe: int) -> int:
+    """Return the number of unread bytes in a pipe."""
     count: int = struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, b"\0\0\0\0"))[0]
     return count
 
@@ -102,20 +103,24 @@ class LogSource:
 
     :param name: name of the file, without ``.log``; empty for ``rank-<r>``, with the
         rank that the guard reports.
-    :param pipes: the ends to read from.
-    :param shown: True for the log of a rank, which is shown on the terminal if wanted,
-        and has an index of times.
+    :param pipes: the ends to read from. :param writers: the ends to write to, which
+        only the shim has.
+    :param shown: True for the log of a rank, which is shown on the terminal if wanted.
     """
 
-    def __init__(self, name: str, pipes: tuple[int, ...], shown: bool = False) -> None:
+    def __init__(
+        self, name: str, pipes: tuple[int, ...], writers: tuple[int, ...] = (), *, shown: bool = False
+    ) -> None:
         self.name = name
         self.pipes = pipes
+        self.writers = writers
         self.shown = shown
         self._map = mmap.mmap(-1, _TAIL_AT + TAIL_NBYTES)
         self._numbers = memoryview(self._map)[:_TAIL_AT].cast("Q")  # reads, 1 + rank, length of the tail
 
     @property
     def reads(self) -> int:
+        """Number of reads from the pipes so far, by which the shim sees progress."""
         return self._numbers[0]
 
     @reads.setter
@@ -141,27 +146,25 @@ class LogSource:
         return self._map[_TAIL_AT : _TAIL_AT + self._numbers[2]]
 
     def keep(self, lines: bytes) -> None:
+        """Append lines to the tail in shared memory."""
         tail = (self.tail() + lines)[-TAIL_NBYTES:]
         self._map[_TAIL_AT : _TAIL_AT + len(tail)] = tail
         self._numbers[2] = len(tail)
 
 
 class OutputLog:
-    """One log of ``group/replica``.
+    """One log of a replica.
 
     :param replaces: True if this pump replaces a killed one.
     """
 
-    def __init__(
-        self, source: LogSource, folder: Path, max_nbytes: int, keep: int, replica: str, *, replaces: bool = False
-    ) -> None:
+    def __init__(self, source: LogSource, folder: Path, max_nbytes: int, keep: int, *, replaces: bool = False) -> None:
         self.source = source
         self.trouble = ""
         """Why lines are being dropped; empty if they are not."""
         self._folder = folder
         self._limits = (max_nbytes, keep)
         self._read_nbytes = max(4096, min(READ_NBYTES, max_nbytes // 4))
-        self._replica = replica
         self._gap = _GAP if replaces else b""
         self._unread = [b"" for _ in source.pipes]
         self._begun = [bool(source.name) for _ in source.pipes]
@@ -178,17 +181,13 @@ class OutputLog:
             self._write(b"", time.monotonic())
 
     @property
-    def prefix(self) -> str:
-        return f"{self._replica}/{self.source.title.removeprefix('rank-')}"
-
-    @property
-    def due(self) -> float | None:
-        times = [folder.due for folder in self._folders if folder.due is not None]
-        times += [self._retry_at] if self.trouble and self._lost_lines else []
-        return min(times, default=None)
+    def due(self) -> float:
+        """When :meth:`log_due_lines` must be called; inf for never."""
+        retry_at = self._retry_at if self.trouble and self._lost_lines else math.inf
+        return min(retry_at, *(folder.due for folder in self._folders))
 
     def read(self, index: int, now: float) -> bytes | None:
-        """Read one stream; return completed lines, or None at the end of the stream."""
+        """Read one stream, log its completed lines and return them; None at its end."""
         pipe = self.source.pipes[index]
         self.taken = 0
         nbytes = waiting_nbytes(pipe)
@@ -228,6 +227,7 @@ class OutputLog:
         return lines
 
     def retry(self, now: float) -> None:
+        """Try again now to write, if lines are being dropped."""
         self._retry_at = now
         if self.trouble:
             self._write(b"", now)
@@ -272,7 +272,7 @@ class OutputLog:
             missing += f"replicas: {what}\n".encode()
         if self._file is None:
             path = self._folder / f"{self.source.title or f'unknown-{self.source.pipes[0]}'}.log"
-            self._file = RotatedFile(path, *self._limits, times=self.source.shown)
+            self._file = RotatedFile(path, *self._limits)
         try:
             self._file.append(missing + lines)
         except OSError as error:
@@ -295,15 +295,14 @@ class Pump:
 
     def __init__(self, logs: list[OutputLog], control: socket.socket, tee: int | None, replica: str) -> None:
         self._logs = logs
-        self._control = control
         self._selector = selectors.EpollSelector()
         self._selector.register(control, selectors.EVENT_READ, None)
+        self._shim = MessageSocket(control, "the shim", self._take, self._selector.unregister)
         self._open: dict[int, tuple[OutputLog, int]] = {}
         self._told = {"file": 0, "tee": 0}
-        self._tell_at: float | None = None
+        self._tell_at = self._leave_at = math.inf
         self._tee: Tee | None = None
         self._tee_waits = False
-        self._leave_at: float | None = None
         if tee is not None:
             with contextlib.suppress(OSError):  # the terminal is already gone
                 self._tee = Tee(tee, replica)
@@ -313,11 +312,12 @@ class Pump:
                 self._selector.register(pipe, selectors.EVENT_READ, pipe)
 
     def run(self) -> None:
-        while self._open and (self._leave_at is None or time.monotonic() < self._leave_at):
-            events = self._selector.select(self._timeout())
+        while self._open and time.monotonic() < self._leave_at:
+            due = min(self._leave_at, self._tell_at, *(log.due for log in self._logs))
+            events = self._selector.select(max(0.0, due - time.monotonic()) if due < math.inf else None)
             now = time.monotonic()
-            if self._tell_at is not None and now >= self._tell_at:
-                self._tell_at = None
+            if now >= self._tell_at:
+                self._tell_at = math.inf
             for pipe in sorted(key.data for key, _ in events if type(key.data) is int):
                 log, index = self._open[pipe]
                 lines = log.read(index, now)
@@ -327,12 +327,12 @@ class Pump:
                 self._selector.unregister(pipe)
                 del self._open[pipe]
             for log in self._logs:
-                if log.due is not None and now >= log.due:
+                if now >= log.due:
                     self._show(log, log.log_due_lines(now))
             self._tell_dropped(now)
             for key, _ in events:
-                if key.data is None:
-                    self._on_order()
+                if key.data is None and not self._shim.read():  # the shim is dead; its processes will end too
+                    self._leave_at = time.monotonic() + ALONE_S
                 elif key.data is self._tee:
                     self._on_tee(lambda tee: tee.write())
         now = time.monotonic()
@@ -343,24 +343,11 @@ class Pump:
             self._on_tee(lambda tee: tee.finish(_SHOW_S))
         self._tell_dropped(now, at_once=True)
 
-    def _timeout(self) -> float | None:
-        times = [log.due for log in self._logs if log.due is not None]
-        times += [] if self._leave_at is None else [self._leave_at]
-        times += [] if self._tell_at is None else [self._tell_at]
-        return max(0.0, min(times) - time.monotonic()) if times else None
-
-    def _on_order(self) -> None:
-        try:
-            message = orders.receive(self._control)
-        except orders.Malformed as error:
-            note(f"ignoring a malformed order of the shim: {error}")
-            return
-        if message is None:  # the shim is dead; its processes will end too
-            self._selector.unregister(self._control)
-            self._leave_at = time.monotonic() + ALONE_S
-        elif message["type"] == "drain":
+    def _take(self, message: Message) -> None:
+        """Carry out an order of the shim."""
+        if message["type"] == "drain":
             self._drain()
-            orders.send(self._control, {"type": "drained", "number": message.get("number")})
+            self._shim.send({"type": "drained", "number": message.get("number")})
 
     def _drain(self) -> None:
         """Log all output up to now, including unfinished lines."""
@@ -378,7 +365,7 @@ class Pump:
 
     def _tell_dropped(self, now: float, *, at_once: bool = False) -> None:
         """Report newly lost lines to the shim, at most once a second."""
-        if self._tell_at is not None and now < self._tell_at and not at_once:
+        if now < self._tell_at < math.inf and not at_once:
             return
         counting: dict[str, Sequence[OutputLog | Tee]] = {"file": self._logs, "tee": [self._tee] if self._tee else []}
         for where, counters in counting.items():
@@ -387,11 +374,12 @@ class Pump:
                 self._told[where] += new
                 self._tell_at = now + _TELL_INTERVAL_S
                 reason = next((one.why_dropped for one in counters if one.why_dropped), "")
-                orders.send(self._control, {"type": "dropped", "loss": orders.plain(LogLoss(new, where, reason))})
+                self._shim.send({"type": "dropped", "loss": plain(LogLoss(new, where, reason))})
 
     def _show(self, log: OutputLog, lines: bytes) -> None:
+        """Show lines on the terminal, if they are of a rank and wanted there."""
         if lines and self._tee is not None and log.source.shown:
-            self._on_tee(lambda tee: tee.show(lines, log.prefix))
+            self._on_tee(lambda tee: tee.show(lines, log.source.title.removeprefix("rank-")))
 
     def _on_tee(self, use: Callable[[Tee], None]) -> None:
         """Call ``use`` on the tee, and poll the tee while it has unwritten lines."""

@@ -28,7 +28,10 @@ _SLOW = "its reader is too slow"
 
 
 class Tee:
-    """Output to the supervisor's stderr. Raises OSError if its reader is gone."""
+    """Output to the supervisor's stderr. Raises OSError if its reader is gone.
+
+    :param name: of the replica, which all lines begin with.
+    """
 
     def __init__(self, descriptor: int, name: str) -> None:
         self._name = name
@@ -55,22 +58,25 @@ class Tee:
 
     @property
     def waiting(self) -> bool:
+        """True if lines are queued."""
         return bool(self._blocks)
 
-    def show(self, lines: bytes, prefix: str) -> None:
-        """Queue complete lines, and write as many as possible."""
+    def show(self, lines: bytes, rank: str) -> None:
+        """Queue complete lines, each after its rank; write as many as possible."""
         if self._queued >= _QUEUE_NBYTES:
             self._drop(lines.count(b"\n"))
         else:
             self._say_dropped()
-            self._queue(readable(lines, f"{prefix}| ".encode(), _BLOCK_NBYTES))
+            self._queue(readable(lines, f"{self._name}/{rank}| ".encode(), _BLOCK_NBYTES))
         self.write()
 
     def _drop(self, count: int) -> None:
+        """Count lines as dropped."""
         self._dropped += count
         self.dropped += count
 
     def _say_dropped(self) -> None:
+        """Queue a note about the lines dropped since the last note, if any."""
         dropped, self._dropped = self._dropped, 0
         if dropped:
             note = f"{self._name}| ({dropped} lines are only in the log: {self.why_dropped})\n"
@@ -78,6 +84,7 @@ class Tee:
             self._queue([self._note[0]])
 
     def _queue(self, lines: list[bytes]) -> None:
+        """Queue lines in blocks; drop those for which the queue has no room."""
         block = b""
         for number, line in enumerate(lines):
             if self._queued >= _QUEUE_NBYTES:
@@ -92,6 +99,7 @@ class Tee:
             self._blocks.append(block)
 
     def write(self) -> None:
+        """Write as many queued blocks as are accepted without waiting."""
         while self._blocks:
             block = self._blocks[0]
             try:
@@ -115,6 +123,7 @@ class Tee:
                 self._say_dropped()
 
     def finish(self, timeout_s: float) -> None:
+        """Write queued blocks for up to ``timeout_s``; drop the rest."""
         deadline = time.monotonic() + timeout_s
         poll = select.poll()
         poll.register(self, select.POLLOUT)
@@ -124,6 +133,7 @@ class Tee:
         self._drop_all()
 
     def _drop_all(self) -> None:
+        """Drop all queued lines, and count them."""
         note, dropped = self._note
         if note in self._blocks:
             self._blocks.remove(note)
@@ -133,6 +143,7 @@ class Tee:
         self._queued = 0
 
     def _put(self, block: bytes) -> int:
+        """Write a block. Return the number of bytes that were accepted."""
         if self._socket is not None:
             return self._socket.send(block, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         return os.write(self._file, block)

@@ -17,6 +17,7 @@ import contextlib
 import fcntl
 import functools
 import itertools
+import math
 import os
 import re
 import selectors
@@ -27,6 +28,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from replicas.common.patience import Patience
 from replicas.linux.processes import Child, has_zombie, is_below, is_stopped, signal_name, stat_fields
 from replicas.supervisor.wire.orders import PartSpec
 from replicas.supervisor.wire.part_state import ExitReport, RankExit
@@ -63,91 +65,92 @@ class Death(NamedTuple):
         return f"its process {self.pid} ({self.name}) was killed by {signal_name(self.signum)}"
 
 
-class DeathWatch:
+class _PidWatch:
+    """Wakes a loop at the ends of processes that need not be children of this one."""
+
+    def __init__(self, selector: selectors.BaseSelector) -> None:
+        self._selector = selector
+        self._watched: dict[int, int] = {}
+        """The pidfds, by pid."""
+
+    def _watch(self, pid: int) -> bool:
+        """Begin to watch a process. Return False if that is impossible."""
+        try:
+            pidfd = self._watched[pid] = os.pidfd_open(pid)
+        except OSError:  # it has ended, is not visible from here, or there is no descriptor left
+            return False
+        self._selector.register(pidfd, selectors.EVENT_READ, functools.partial(self._on_end, pid))
+        return True
+
+    def _on_end(self, pid: int) -> None:
+        """Stop watching a process that has ended."""
+        pidfd = self._watched.pop(pid)
+        self._selector.unregister(pidfd)
+        self._note_end(pid, pidfd)
+        os.close(pidfd)
+
+    def _note_end(self, pid: int, pidfd: int) -> None:
+        """Note the end of a watched process, whose pidfd is still open."""
+
+
+class DeathWatch(_PidWatch):
     """Records the ends of those processes in ``pids()`` that are below this one."""
 
-    def __init__(
-        self,
-        selector: selectors.BaseSelector,
-        pids: Callable[[], Iterable[int]],
-        now: Callable[[], float],
-    ) -> None:
-        self._selector = selector
+    def __init__(self, selector: selectors.BaseSelector, pids: Callable[[], Iterable[int]]) -> None:
+        super().__init__(selector)
         self._pids = pids
-        self._now = now
-        self._watched: dict[int, int] = {}
         self._names: dict[int, str] = {}
         self._deaths: list[Death] = []
 
     def watch_new_processes(self) -> None:
+        """Begin to watch processes that are not watched yet."""
         for pid in self._pids():
             known = pid in self._names or len(self._watched) >= _MAX_WATCHED
-            if not known and is_below(pid, os.getpid()):  # skips sidecars
-                self._watch(pid)
+            if not known and is_below(pid, os.getpid()) and self._watch(pid):  # skips sidecars
+                self._names[pid] = _name_of(pid)
 
-    def _watch(self, pid: int) -> None:
-        try:
-            pidfd = os.pidfd_open(pid)
-            name = Path(f"/proc/{pid}/comm").read_bytes().decode(errors="replace").strip()
-        except OSError:
-            return  # it has ended
-        # messages show the name, which programs choose freely
-        self._names[pid] = "".join(one if one.isalnum() or one in "._:/-" else "_" for one in name)
-        self._watched[pid] = pidfd
-        self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._ended(pid))
-
-    def _ended(self, pid: int) -> None:
-        pidfd = self._watched.pop(pid)
-        self._selector.unregister(pidfd)
-        signum = _killed_by(pid, pidfd)
-        os.close(pidfd)
-        self._deaths.append(Death(pid, self._names.pop(pid), signum, self._now()))
+    def _note_end(self, pid: int, pidfd: int) -> None:
+        """Record the death of a watched process."""
+        self._deaths.append(Death(pid, self._names.pop(pid), _killed_by(pid, pidfd), time.monotonic()))
         del self._deaths[:-_MAX_WATCHED]
 
     def first(self, before: Iterable[int]) -> Death | None:
         """Return the first recent crash before the end of any process in ``before``."""
-        since, those = self._now() - RECENT_S, frozenset(before)
+        since, those = time.monotonic() - RECENT_S, frozenset(before)
         recent = itertools.takewhile(lambda one: one.pid not in those, (d for d in self._deaths if d.at >= since))
         return next((one for one in recent if one.signum in _CRASHES), None)
 
 
-class EndWatch:
+class EndWatch(_PidWatch):
     """Wakes a loop when processes end that are not children of this one.
 
-    :ivar blind: True if some could not be watched; the caller polls them.
+    :ivar has_unwatched: True if some could not be watched; the caller polls them.
     """
 
-    def __init__(self, selector: selectors.BaseSelector) -> None:
-        self._selector = selector
-        self._awaited: dict[int, int] = {}
-        self.has_unwatched = False
+    has_unwatched = False
 
     def watch_all(self, look: Callable[[], Iterable[int]]) -> bool:
-        """Return True if ``look`` finds no process; else watch the end of each.
+        """Return True if ``look`` finds no process; else watch each, return False.
 
         A process that ends before it is watched would not wake the loop. A second look
         finds that it is gone, or finds the processes that it started.
         """
         for _ in range(_LOOKS):
             there = frozenset(look())
-            unseen = {pid for pid in there - self._awaited.keys() if not self._await(pid)}
+            unseen = {pid for pid in there - self._watched.keys() if not self._watch(pid)}
             self.has_unwatched = bool(unseen)
             if not unseen:
                 return not there
         return False
 
-    def _await(self, pid: int) -> bool:
-        try:
-            pidfd = self._awaited[pid] = os.pidfd_open(pid)
-        except OSError:  # it has ended, is not visible from here, or there is no descriptor left
-            return False
-        self._selector.register(pidfd, selectors.EVENT_READ, functools.partial(self._close_pidfd, pid))
-        return True
 
-    def _close_pidfd(self, pid: int) -> None:
-        pidfd = self._awaited.pop(pid)
-        self._selector.unregister(pidfd)
-        os.close(pidfd)
+def _name_of(pid: int) -> str:
+    """Return the name of a process, without characters that are odd in a message."""
+    try:
+        name = Path(f"/proc/{pid}/comm").read_bytes().decode(errors="replace").strip()
+    except OSError:
+        return "?"  # it has ended
+    return "".join(one if one.isalnum() or one in "._:/-" else "_" for one in name)
 
 
 def _killed_by(pid: int, pidfd: int) -> int:
@@ -167,26 +170,19 @@ def _killed_by(pid: int, pidfd: int) -> int:
 
 
 class StoppedWatch:
-    """Detects that torchrun is stopped (SIGCHLD) and has a dead child (polled)."""
+    """Detects a torchrun that is stopped (SIGSTOP) while a child of it is dead."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        self._blind_since: float | None = None
-        self._look_at: float | None = None
-
-    @property
-    def wakes(self) -> list[float]:
-        return [] if self._look_at is None else [self._look_at]
+        self._blind = Patience(0.0, _LOOK_INTERVAL_S)
+        self.due = math.inf
+        """When :meth:`is_stuck` must be called; inf for never."""
 
     def is_stuck(self, now: float) -> bool:
-        """Return True if it is stopped with a dead child for :data:`STOPPED_S`."""
+        """Return True if torchrun is stopped with a dead child for 5 s or more."""
         stopped = is_stopped(self._pid)
-        self._look_at = now + _LOOK_INTERVAL_S if stopped else None
-        if not stopped or not has_zombie(self._pid):
-            self._blind_since = None
-            return False
-        self._blind_since = now if self._blind_since is None else self._blind_since
-        return now - self._blind_since > STOPPED_S
+        self.due = now + _LOOK_INTERVAL_S if stopped else math.inf
+        return self._blind.measure_duration(now, stopped and has_zombie(self._pid)) > STOPPED_S
 
 
 def exit_report(
@@ -208,35 +204,22 @@ def exit_report(
     """
     code = main.code
     assert code is not None
-    if told is not None:
-        if told.outcome == "stopped" and not stopping:
-            return ExitReport("lost", text=f"torchrun of node {spec.node} was stopped from outside")
-        return told._replace(ranks=_explained(told.ranks, main, last_lines, first_death))
-    if spec.launcher == "exec":
-        if code == 0:
-            return ExitReport("ok")
-        rank = RankExit(rank=0, code=code, pid=main.pid, at=time.time())
-        if stopping:
-            return ExitReport("stopped", ranks=_with_last_words((rank,), last_lines))
-        return ExitReport("failed", ranks=_explained((rank,), main, last_lines, first_death))
-    if stopping:
+    if told is None and spec.launcher == "exec":
+        ranks: tuple[RankExit, ...] = (RankExit(rank=0, code=code, pid=main.pid, at=time.time()),) if code else ()
+        told = ExitReport("ok" if not code else "stopped" if stopping else "failed", ranks=ranks)
+    if told is None and stopping:
         return ExitReport("stopped")
-    ended = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
-    words = _last(last_lines("torchrun")) if code > 0 else ""
-    return ExitReport("lost", text=f"torchrun of node {spec.node} {ended}{': ' if words else ''}{words}")
-
-
-def _explained(
-    ranks: tuple[RankExit, ...],
-    main: Child,
-    last_lines: Callable[[str], tuple[str, ...]],
-    first_death: Callable[[Iterable[int]], object],
-) -> tuple[RankExit, ...]:
-    """Add last lines to the ranks, and an earlier crash to the first rank."""
-    found = _with_last_words(ranks, last_lines)
-    if not found or found[0].code < 0:  # the signal is the cause
-        return found
-    return (found[0]._replace(after=str(first_death({main.pid, *(rank.pid for rank in ranks)}) or "")), *found[1:])
+    if told is None:
+        ended = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
+        words = _last(last_lines("torchrun")) if code > 0 else ""
+        return ExitReport("lost", text=f"torchrun of node {spec.node} {ended}{': ' if words else ''}{words}")
+    if told.outcome == "stopped" and not stopping:
+        return ExitReport("lost", text=f"torchrun of node {spec.node} was stopped from outside")
+    ranks = _with_last_words(told.ranks, last_lines)
+    if ranks and ranks[0].code >= 0:  # a signal is a cause by itself
+        after = first_death({main.pid, *(rank.pid for rank in ranks)}) or ""
+        ranks = (ranks[0]._replace(after=str(after)), *ranks[1:])
+    return told._replace(ranks=ranks)
 
 
 def _with_last_words(ranks: tuple[RankExit, ...], last_lines: Callable[[str], tuple[str, ...]]) -> tuple[RankExit, ...]:

@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from replicas.linux import private, stacks
-from replicas.linux.processes import catches, children, is_below, signal_each, start_time
+from replicas.linux.processes import Child, catches, children, is_below, signal_each, start_time
 from replicas.linux.stacks import Asked
-from replicas.supervisor.wire.orders import note
+from replicas.supervisor.shim.log_pipes import LogPipes
+from replicas.supervisor.wire.orders import MessageSocket, PartSpec, note
 
 ANSWER_S = 2.0
 """How long a rank may take to write its stacks, in seconds."""
@@ -32,16 +34,19 @@ _MAX_NBYTES = 256 << 10
 
 
 class Stack(NamedTuple):
+    """The stacks of one rank, or why there are none."""
+
     rank: int
     pid: int
     text: str
 
     def entry(self) -> str:
+        """Return the stacks as lines for the log of the rank."""
         return f"replicas: stacks of rank {self.rank}, process {self.pid}:\n{self.text.rstrip()}\nreplicas: end of stacks\n"
 
 
 def short(found: list[Stack]) -> list[Stack]:
-    """Cut the stacks to fit into one message; the logs have all of them."""
+    """Return the stacks cut to fit into one message; the logs have all of them."""
     share = _MESSAGE_NBYTES // max(1, len(found))
     return [stack._replace(text=_cut(stack.text, share)) for stack in found]
 
@@ -64,7 +69,7 @@ class StackDump:
     """
 
     def __init__(self, root: int, log_dir: Path, ranks: Mapping[int, int], now: float) -> None:
-        self._found: dict[int, tuple[int, str]] = {}
+        self._found: list[Stack] = []
         self._sizes: dict[int, tuple[int, float]] = {}
         self._asked: dict[int, Asked] = {}
         self._until = now + ANSWER_S
@@ -76,23 +81,25 @@ class StackDump:
                     self._asked[asked.pid] = asked
         for pid, rank in ranks.items():
             if pid not in self._asked:
-                hint = f"py-spy dump --pid {pid} shows what it does"
-                self._found[pid] = (rank, f"it has not joined a channel, {_state(pid)}; {hint}\n")
+                hint = f"while it runs, py-spy dump --pid {pid} shows what it does"
+                text = f"process {pid} has not joined a channel, {_state(pid)}; {hint}\n"
+                self._found.append(Stack(rank, pid, text))
 
     def collect_stacks(self, now: float, *, last: bool = False) -> list[Stack] | None:
         """Return the stacks, by rank, or None if some are missing and not ``last``."""
         self.look_at = now + _LOOK_INTERVAL_S
         for pid in [pid for pid in self._asked if self._answered(pid, now)]:
             asked = self._asked.pop(pid)
-            self._found[pid] = (asked.rank, _read_and_truncate(asked.path))
+            self._found.append(Stack(asked.rank, pid, _read_and_truncate(asked.path)))
         if self._asked and now < self._until and not last:
             return None
         for pid, asked in self._asked.items():
             text = f"it did not show its stacks within {ANSWER_S:g} s, {_state(pid)}\n"
-            self._found[pid] = (asked.rank, f"{_read_and_truncate(asked.path)}{text}")
-        return sorted(Stack(rank, pid, text) for pid, (rank, text) in self._found.items())
+            self._found.append(Stack(asked.rank, pid, f"{_read_and_truncate(asked.path)}{text}"))
+        return sorted(self._found)
 
     def _answered(self, pid: int, now: float) -> bool:
+        """Return True if the file of the rank is complete, or removed."""
         try:
             size = self._asked[pid].path.stat().st_size
         except FileNotFoundError:
@@ -105,22 +112,29 @@ class StackDump:
 
 
 class Stacks:
-    """The shim's stack dumps, one at a time; calls ``show`` with the stacks."""
+    """The shim's stack dumps, one at a time: to the ranks' logs, and to the agent."""
 
-    def __init__(self, log_dir: Path, show: Callable[[list[Stack]], None]) -> None:
-        self._log_dir = log_dir
-        self._show = show
+    def __init__(self, spec: PartSpec, pipes: LogPipes, agent: MessageSocket) -> None:
+        self._spec, self._pipes, self._agent = spec, pipes, agent
         self._dump: StackDump | None = None
         self._then: Callable[[], None] | None = None
 
     @property
-    def wakes(self) -> list[float]:
-        return [] if self._dump is None else [self._dump.look_at]
+    def due(self) -> float:
+        """When :meth:`on_time` must be called; inf for never."""
+        return math.inf if self._dump is None else self._dump.look_at
 
-    def ask(self, ranks: Mapping[int, int], now: float, then: Callable[[], None] | None = None) -> None:
-        """Start a dump, unless a dump is running; call ``then`` when it is complete."""
+    def ask(self, main: Child | None, now: float, then: Callable[[], None] | None = None) -> None:
+        """Start a dump, unless a dump is running; call ``then`` when it is complete.
+
+        :param main: the main process of the part, which may have ended.
+        """
+        if main is None or main.code is not None:
+            self._agent.send({"type": "stacks", "found": {}})
+            return
         if self._dump is None:
-            self._dump = StackDump(os.getpid(), self._log_dir, ranks, now)
+            ranks = ranks_below(main.pid, torchrun=self._spec.launcher == "torchrun")
+            self._dump = StackDump(os.getpid(), Path(self._spec.log_dir), ranks, now)
         self._then = then or self._then
 
     def on_time(self, now: float) -> None:
@@ -139,6 +153,14 @@ class Stacks:
         if dump is not None:
             self._show(dump.collect_stacks(now, last=True) or [])
 
+    def _show(self, found: list[Stack]) -> None:
+        """Write stacks into the ranks' logs, and send them to the agent."""
+        for stack in found:
+            self._pipes.write_lines(stack.rank, stack.entry())
+        name = f"{self._spec.group}/{self._spec.replica}"
+        texts = {f"{name}/{stack.rank}": f"process {stack.pid}\n{stack.text}" for stack in short(found)}
+        self._agent.send({"type": "stacks", "found": texts})
+
 
 def ranks_below(main: int, *, torchrun: bool) -> dict[int, int]:
     """Return ranks by pid: those of torchrun's children, or 0 for the program."""
@@ -154,7 +176,7 @@ def ranks_below(main: int, *, torchrun: bool) -> dict[int, int]:
 
 
 def _ask(asked: Asked, root: int) -> bool:
-    """Signal the process that made this file, if it is alive and handles the signal."""
+    """Signal the process that made this file, if it handles that. Return True if so."""
 
     def still(pid: int) -> bool:
         return start_time(pid) == asked.start and catches(pid, stacks.SIGNUM) and is_below(pid, root)
@@ -170,6 +192,7 @@ def _ask(asked: Asked, root: int) -> bool:
 
 
 def _read_and_truncate(path: Path) -> str:
+    """Return the text of a file, which is then emptied, or "" if that fails."""
     try:
         with os.fdopen(private.open_file(path, os.O_RDWR), "rb") as file:
             text = file.read(_MAX_NBYTES).decode(errors="replace")
@@ -181,6 +204,7 @@ def _read_and_truncate(path: Path) -> str:
 
 
 def _state(pid: int) -> str:
+    """Return the state of a process in words."""
     status = dict(line.partition(":")[::2] for line in _read(Path(f"/proc/{pid}/status")).splitlines())
     return f"state {status['State'].strip()}" if "State" in status else "it is gone"
 

@@ -116,6 +116,7 @@ class _Rendezvous(RendezvousHandler):
         self._store: Store = HashStore() if spec.nnodes == 1 else PrefixStore("replicas/nodes", store)
 
     def next_rendezvous(self) -> RendezvousInfo:
+        """Wait until all nodes are up; return the store and this node's rank."""
         spec = self._spec
         self._store.set(str(spec.node), "")
         deadline = time.monotonic() + spec.rendezvous_timeout_s
@@ -160,6 +161,7 @@ class _Agent(LocalElasticAgent):
         self._are_over = False  # the workers have ended, or had their time to end
 
     def _assign_worker_ranks(self, *arguments: Any, **named: Any) -> Any:
+        """Compute the ranks without an exchange between the nodes."""
         os.environ[_ALIKE] = "1"  # all nodes have as many workers: ranks are computed, not exchanged in the store
         try:
             return super()._assign_worker_ranks(*arguments, **named)
@@ -167,6 +169,7 @@ class _Agent(LocalElasticAgent):
             del os.environ[_ALIKE]
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Wait up to 1 s for the end of a worker. Return the state of the workers."""
         if self._watched is not self._pcontext and self._pcontext is not None:
             self._watched, self._ends = self._pcontext, select.poll()
             for pid in self._pcontext.pids().values():  # not reaped yet, so the pids are valid
@@ -232,6 +235,7 @@ def _bound_close(timeout_s: float) -> None:
 
 
 def _rank_exit(rank: int, failure: ProcessFailure) -> RankExit:
+    """Return how a rank ended, from torchrun's record of the failure."""
     message = failure.error_file_data.get("message", {}) if failure.error_file_data else {}
     if not isinstance(message, dict):
         message = {"message": str(message)}
@@ -249,7 +253,7 @@ def _rank_exit(rank: int, failure: ProcessFailure) -> RankExit:
 
 
 def _failed(error: ChildFailedError) -> ExitReport:
-    """Report the failed ranks; ranks that torchrun then ended by SIGTERM come last."""
+    """Return a report of the failed ranks; those that torchrun then ended come last."""
     exits = [_rank_exit(rank, failure) for rank, failure in error.failures.items()]
     exits.sort(key=lambda rank: (rank.code == -signal.SIGTERM, rank.at, rank.rank))
     first, *others = exits[:64]  # thousands would not fit into a message
@@ -257,6 +261,7 @@ def _failed(error: ChildFailedError) -> ExitReport:
 
 
 def launch(spec: PartSpec, control: socket.socket) -> ExitReport:
+    """Run torchrun until its workers have ended, and return the exit report."""
     _bound_close(spec.stop_timeout_s)
     launcher_api.LocalElasticAgent = _Agent  # type: ignore[attr-defined]  # torch has no other way to set the agent class
     try:
@@ -280,6 +285,7 @@ def launch(spec: PartSpec, control: socket.socket) -> ExitReport:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Receive the spec, run torchrun, and send the report. Return the exit code."""
     parser = argparse.ArgumentParser(prog="replicas.supervisor.shim.launcher", description="started by the shim")
     parser.add_argument("--control", type=int, required=True, help="descriptor of the control socket")
     parser.add_argument("--parent", type=int, required=True, help="pid of the shim")
@@ -296,7 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     if spec is None:
         return 1
-    own_code.without(os.environ, spec.env)
+    own_code.restore_path(os.environ, spec.env)
     report = launch(spec, control)
     orders.send(control, {"type": "report", "report": plain(report)})
     return 0 if report.outcome == "ok" else 1

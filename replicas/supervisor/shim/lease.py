@@ -33,15 +33,18 @@ class ShimLease:
         self._last = False
 
     @property
-    def wakes(self) -> float:
+    def due(self) -> float:
         """When :meth:`has_expired` must be called."""
         return min(self._until, self._clock.due)
 
     def has_expired(self, now: float) -> bool:
-        """Return True, once, when the shim is to end."""
-        if now < self.wakes:
+        """Return True, once, when the shim is to end.
+
+        A shim that was paused past its patience gets ``LAST_S`` more for a ping.
+        """
+        if now < self.due:
             return False
-        if now < self._until and (not self._last or self._clock.pause_at(now)):
+        if now < self._until and (not self._last or self._clock.measure_pause(now)):
             self._last, self._clock.due = True, now + LAST_S
             return False
         self._until = self._clock.due = math.inf

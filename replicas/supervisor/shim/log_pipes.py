@@ -8,6 +8,7 @@ library only.
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import time
@@ -25,13 +26,12 @@ _SPEAK_INTERVAL_S = 0.01
 class LogPipes:
     """The pipes of one part, by ``rank <LOCAL RANK>``, and of ``torchrun``.
 
-    :ivar speak_at: when to write again to a pipe that was full.
+    :ivar flush_at: when to write again to a pipe that was full; inf for never.
     """
 
     def __init__(self, spec: PartSpec) -> None:
         self.sources: dict[str, LogSource] = {}
-        self.flush_at: float | None = None
-        self._writers: dict[str, tuple[int, ...]] = {}
+        self.flush_at = math.inf
         self._words: deque[tuple[str, bytes]] = deque()
         self._closed = False
         for local in range(spec.nproc_per_node if spec.launcher == "torchrun" else 1):
@@ -41,17 +41,18 @@ class LogPipes:
             self._add("torchrun", f"torchrun-{spec.node}", 1)
 
     def _add(self, key: str, name: str, count: int, *, shown: bool = False) -> None:
+        """Make ``count`` pipes for one log, kept under ``key``."""
         pipes = [os.pipe2(os.O_CLOEXEC) for _ in range(count)]
-        self.sources[key] = LogSource(name, tuple(reader for reader, _ in pipes), shown)
-        self._writers[key] = tuple(writer for _, writer in pipes)
+        readers, writers = zip(*pipes, strict=True)
+        self.sources[key] = LogSource(name, readers, writers, shown=shown)
 
     def of_ranks(self) -> tuple[tuple[int, int], ...]:
         """Return this process's descriptors of each local rank's stdout and stderr."""
-        return tuple((self._writers[key][0], self._writers[key][1]) for key in self._writers if key.startswith("rank "))
+        return tuple((one.writers[0], one.writers[1]) for one in self.sources.values() if one.shown)
 
     def streams(self, name: str) -> tuple[int, int]:
         """Return descriptors of stdout and stderr for ``rank 0`` or ``torchrun``."""
-        writers = self._writers[name]
+        writers = self.sources[name].writers
         return writers[0], writers[-1]
 
     def write_lines(self, rank: int, text: str) -> None:
@@ -71,8 +72,8 @@ class LogPipes:
         self.flush_lines(time.monotonic())
 
     def flush_lines(self, now: float) -> None:
-        """Write queued blocks; set :attr:`speak_at` if a pipe is full."""
-        self.flush_at = None
+        """Write queued blocks; set :attr:`flush_at` if a pipe is full."""
+        self.flush_at = math.inf
         while self._words:
             key, block = self._words[0]
             # open it again: O_NONBLOCK on the shared description would reach the ranks
@@ -87,6 +88,7 @@ class LogPipes:
             self._words.popleft()
 
     def _key(self, name: str) -> str | None:
+        """Return the key of ``rank <RANK>`` or ``torchrun``, or None if unknown."""
         for key, source in self.sources.items():
             if name == (f"rank {source.rank}" if source.rank >= 0 else key):
                 return key
@@ -94,16 +96,18 @@ class LogPipes:
 
     @property
     def readers(self) -> list[int]:
+        """The read ends of all pipes."""
         return [pipe for source in self.sources.values() for pipe in source.pipes]
 
     def last_lines(self, name: str) -> tuple[str, ...]:
+        """Return the last lines of the log of ``rank <RANK>`` or ``torchrun``."""
         key = self._key(name)
         return () if key is None else last_lines(self.sources[key].tail(), _LAST_LINES, _LINE_NCHARS)
 
     def close(self) -> None:
         """Close the write ends, so that the pump ends after the last line."""
         self._closed = True
-        self.flush_at = None
-        for writers in self._writers.values():
-            for writer in writers:
+        self.flush_at = math.inf
+        for source in self.sources.values():
+            for writer in source.writers:
                 os.close(writer)

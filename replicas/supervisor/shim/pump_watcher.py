@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import selectors
 import signal
@@ -28,8 +29,7 @@ from replicas.linux.scarce import naming_limits
 from replicas.supervisor.logs.log_file import remove_old_generations
 from replicas.supervisor.logs.pump import COMM, OutputLog, Pump, waiting_nbytes
 from replicas.supervisor.shim.log_pipes import LogPipes
-from replicas.supervisor.wire import orders
-from replicas.supervisor.wire.orders import PartSpec, note
+from replicas.supervisor.wire.orders import Message, MessageSocket, PartSpec, note, read
 from replicas.supervisor.wire.part_state import LogLoss
 
 DRAIN_S = 2.0
@@ -45,7 +45,7 @@ _AT_ONCE = Backoff(0.0, 0.0)
 
 
 class PumpWatcher:
-    """Keeps a log pump running for the shim; calls ``dropped`` at lost lines."""
+    """Keeps the process that writes the logs running; ``dropped`` gets lost lines."""
 
     def __init__(
         self, spec: PartSpec, selector: selectors.BaseSelector, tee: int | None, dropped: Callable[[LogLoss], None]
@@ -54,19 +54,19 @@ class PumpWatcher:
         self._selector = selector
         self._tee = tee
         self._tell_dropped = dropped
-        self.pipes: LogPipes = LogPipes(spec)
+        self.pipes = LogPipes(spec)
         self.pid = 0
         self._pidfd: int | None = None
-        self._control: socket.socket | None = None
+        self._control: MessageSocket | None = None
         self._life = ChildLife(AGAIN, steady_s=_STEADY_S)
         self._replaces = False
-        self._kill_at: float | None = None
+        self._kill_at = math.inf
         self._closed = False
         self._reads: tuple[int, ...] = ()
         self._stuck = Patience(0.0, _LOOK_INTERVAL_S)
         self._drains = 0
         self._on_drained: Callable[[], None] | None = None
-        self._drained_by: float | None = None
+        self._drained_by = math.inf
 
     @property
     def over(self) -> bool:
@@ -74,11 +74,9 @@ class PumpWatcher:
         return self._life.state == "over"
 
     @property
-    def wakes(self) -> list[float]:
-        return [
-            *self._life.wakes,
-            *(at for at in (self._kill_at, self._drained_by, self.pipes.flush_at) if at is not None),
-        ]
+    def due(self) -> float:
+        """When :meth:`on_time` must be called; inf for never."""
+        return min(self._life.due, self._kill_at, self._drained_by, self.pipes.flush_at)
 
     def start(self) -> None:
         """Fork a pump; schedule another try if the system refuses."""
@@ -100,12 +98,14 @@ class PumpWatcher:
             self._become_pump(theirs)
         theirs.close()
         self._life.ready()
-        self.pid, self._pidfd, self._control = pid, os.pidfd_open(pid), ours
-        self._selector.register(ours, selectors.EVENT_READ, self._on_message)
+        self.pid, self._pidfd = pid, os.pidfd_open(pid)
+        self._control = MessageSocket(ours, "the log pump", self._take, self._selector.unregister)
+        self._selector.register(ours, selectors.EVENT_READ, self._control.read)
         if self._on_drained is not None:  # the previous pump ended before it answered
             self._ask()
 
     def _become_pump(self, control: socket.socket) -> NoReturn:
+        """Run the pump in this forked process, and exit."""
         code = 1
         try:
             _leave_the_shim(keep=[control.fileno(), *self.pipes.readers, *([] if self._tee is None else [self._tee])])
@@ -114,10 +114,8 @@ class PumpWatcher:
             folder = Path(spec.log_dir)
             _rename(f"replicas log pump of {name}")
             limits = (spec.log_max_nbytes, spec.log_keep)
-            logs = [
-                OutputLog(source, folder, *limits, name, replaces=self._replaces)
-                for source in self.pipes.sources.values()
-            ]
+            sources = self.pipes.sources.values()
+            logs = [OutputLog(source, folder, *limits, replaces=self._replaces) for source in sources]
             remove_old_generations(folder, spec.log_keep_generations)
             Pump(logs, control, self._tee, name).run()
             code = 0
@@ -127,68 +125,53 @@ class PumpWatcher:
             os._exit(code)
 
     def ended(self, code: int) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while self._control is not None:  # read the messages sent before its end
-                self._on_message()
-        self._clear_process()
+        """Handle the end of the pump: replace it, unless all output is logged."""
+        self.pid = 0
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
+        if self._control is not None:
+            self._control.read_rest()
         if self._closed and code == 0:
             self._life.stop()
         now = time.monotonic()
         self._life.ended(now, _AT_ONCE if self._life.starts == 1 else KILLED if code < 0 else AGAIN)
         if self.over:
-            self._kill_at = None
+            self._kill_at = math.inf
             return
         note(f"replacing the log pump, which ended with {code}")
         self._replaces = True
         if self._life.on_time(now):
             self.start()
 
-    def _clear_process(self) -> None:
-        self.pid = 0
-        if self._pidfd is not None:
-            os.close(self._pidfd)
-            self._pidfd = None
-        self._hang_up()
-
-    def _hang_up(self) -> None:
-        if self._control is not None:
-            self._selector.unregister(self._control)
-            self._control.close()
-            self._control = None
-
-    def _on_message(self) -> None:
-        assert self._control is not None
-        try:
-            message = orders.receive(self._control)
-            if message is None:
-                self._hang_up()
-            elif message["type"] == "dropped":
-                self._tell_dropped(orders.read(LogLoss, message.get("loss")))
-            # other numbers answer earlier requests
-            elif message["type"] == "drained" and message.get("number") == self._drains:
-                self._drained()
-        except orders.Malformed as error:
-            note(f"malformed message of the log pump: {error}")
+    def _take(self, message: Message) -> None:
+        """Handle a message of the pump."""
+        if message["type"] == "dropped":
+            self._tell_dropped(read(LogLoss, message.get("loss")))
+        # other numbers answer earlier requests
+        elif message["type"] == "drained" and message.get("number") == self._drains:
+            self._drained()
 
     def kill_if_stuck(self, now: float) -> None:
         """Kill a pump that does not read. To be called every second or two."""
         before, self._reads = self._reads, tuple(source.reads for source in self.pipes.sources.values())
         idle = self._reads == before and any(waiting_nbytes(pipe) for pipe in self.pipes.readers)
-        if self._stuck.update_duration(now, idle) >= STUCK_S and self._life.state == "up" and self._pidfd is not None:
+        if self._stuck.measure_duration(now, idle) >= STUCK_S and self._life.state == "up" and self._pidfd is not None:
             note(f"killing the log pump, which has read nothing for {STUCK_S:g} s")
             self._life.give_up()
             send_signal(self._pidfd, signal.SIGKILL)
 
     def on_time(self, now: float) -> None:
+        """Take the due steps: start or kill the pump, end a drain, write lines."""
         if self._life.on_time(now):
             self.start()
-        if self._drained_by is not None and now >= self._drained_by:
+        if now >= self._drained_by:
             note(f"the log pump has not logged all output within {DRAIN_S:g} s")
             self._drained()
-        if self.pipes.flush_at is not None and now >= self.pipes.flush_at:
+        if now >= self.pipes.flush_at:
             self.pipes.flush_lines(now)
-        if self._kill_at is not None and now >= self._kill_at:
-            self._kill_at = None
+        if now >= self._kill_at:
+            self._kill_at = math.inf
             self._life.stop()
             unread = sum(waiting_nbytes(pipe) for pipe in self.pipes.readers)
             if unread:
@@ -203,12 +186,14 @@ class PumpWatcher:
         self._ask()
 
     def _ask(self) -> None:
+        """Order the pump to log all output up to now."""
         self._drains += 1
         if self._control is not None:
-            orders.send(self._control, {"type": "drain", "number": self._drains})
+            self._control.send({"type": "drain", "number": self._drains})
 
     def _drained(self) -> None:
-        then, self._on_drained, self._drained_by = self._on_drained, None, None
+        """End the drain: call its ``then``."""
+        then, self._on_drained, self._drained_by = self._on_drained, None, math.inf
         if then is not None:
             then()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from replicas.linux import cgroups, private
-from replicas.linux.helpers import apart, interpreter, python_module
+from replicas.linux.helpers import interpreter, popen_arguments, python_module
 from replicas.linux.processes import Child
 from replicas.linux.scarce import naming_limits
 from replicas.supervisor.shim.log_pipes import LogPipes
@@ -22,47 +22,37 @@ from replicas.supervisor.wire.guard import GUARD, pack
 from replicas.supervisor.wire.orders import PartSpec, plain
 
 
-class Starter:
-    """Starts processes in new sessions, in the part's control group, with its logs.
+def start_program(spec: PartSpec, pipes: LogPipes) -> Child:
+    """Start the program behind a guard, and return its process. Raises OSError."""
+    env = {**spec.env, GUARD: where(guard_orders(spec, direct=True))}
+    streams = pipes.streams("rank 0")
+    return _spawn(guard_command(), streams, stdin=subprocess.DEVNULL, start_new_session=True, env=env)
 
-    Each start raises OSError if the system refuses.
 
-    :ivar scratch: folder made for torchrun; empty if there is none.
+def start_launcher(spec: PartSpec, pipes: LogPipes, scratch: Path) -> tuple[Child, socket.socket]:
+    """Start torchrun's launcher, in the part's control group.
+
+    Return it, and this end of its control socket.
+
+    :param scratch: folder in which torchrun may write (:func:`make_scratch_folder`).
+    :raises OSError: the system refuses.
     """
+    ours, theirs = orders.pair()
+    fd = theirs.fileno()
+    command = python_module("replicas.supervisor.shim.launcher", "--control", str(fd), "--parent", str(os.getpid()))
+    with theirs:
+        child = _spawn(command, pipes.streams("torchrun"), pass_fds=(fd,), **popen_arguments(spec.env, spec.cwd))
+    if spec.cgroup:
+        cgroups.enter(Path(spec.cgroup), child.pid)  # before it starts other processes
+    told = spec._replace(shim=os.getpid(), pipes=pipes.of_ranks(), scratch=str(scratch))
+    orders.send(ours, {"type": "start", "spec": plain(told)})
+    return child, ours
 
-    def __init__(self, spec: PartSpec, pipes: LogPipes) -> None:
-        self.scratch = ""
-        self._orders = -1
-        self._spec = spec
-        self._pipes = pipes
 
-    def program(self) -> Child:
-        self._orders = guard_orders(self._spec, direct=True)
-        env = {**self._spec.env, GUARD: where(self._orders)}
-        return self._spawn(guard_command(), "rank 0", stdin=subprocess.DEVNULL, start_new_session=True, env=env)
-
-    def launcher(self) -> tuple[Child, socket.socket]:
-        """Start torchrun's launcher; return it and this end of its control socket."""
-        ours, theirs = orders.pair()
-        fd = theirs.fileno()
-        command = python_module("replicas.supervisor.shim.launcher", "--control", str(fd), "--parent", str(os.getpid()))
-        with theirs:
-            child = self._spawn(command, "torchrun", pass_fds=(fd,), **apart(self._spec.env, self._spec.cwd))
-        self._enclose(child)
-        self.scratch = str(_scratch_folder(self._spec))
-        spec = self._spec._replace(shim=os.getpid(), pipes=self._pipes.of_ranks(), scratch=self.scratch)
-        orders.send(ours, {"type": "start", "spec": plain(spec)})
-        return child, ours
-
-    def _enclose(self, child: Child) -> None:
-        """Move the child into the control group, before it starts other processes."""
-        if self._spec.cgroup:
-            cgroups.enter(Path(self._spec.cgroup), child.pid)
-
-    @naming_limits()
-    def _spawn(self, command: list[str], log: str, **options: Any) -> Child:
-        out, err = self._pipes.streams(log)
-        return Child(subprocess.Popen(command, stdout=out, stderr=err, **options))
+@naming_limits()
+def _spawn(command: list[str], streams: tuple[int, int], **options: Any) -> Child:
+    """Start a process that writes to these descriptors."""
+    return Child(subprocess.Popen(command, stdout=streams[0], stderr=streams[1], **options))
 
 
 def resolve_command(command: Sequence[str]) -> list[str]:
@@ -96,7 +86,7 @@ def where(guard_orders: int) -> str:
     return f"{os.getpid()} {guard_orders}"
 
 
-def _scratch_folder(spec: PartSpec) -> Path:
+def make_scratch_folder(spec: PartSpec) -> Path:
     """Make a folder for torchrun's error files: beside the logs, or in /tmp."""
     folder = Path(spec.log_dir) / f"torchrun-{spec.node}"
     try:

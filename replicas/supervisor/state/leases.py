@@ -60,13 +60,18 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class _Numbers(msgspec.Struct):
+    """The first line of the file: numbers of the run."""
+
     starts: int = 0
     generations: int = 0
     floor: int = 0
 
 
 class Leases:
-    """The file of leases. Hold the run's lock."""
+    """The file of leases: how long agents may run without a supervisor.
+
+    Hold the run's lock.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -80,8 +85,10 @@ class Leases:
         self._generations = 0
 
     def load(self) -> None:
-        """Read the file, if any. :meth:`write_starts` or :meth:`raise_floor` must
-        follow."""
+        """Read the file into the attributes; note whether it is missing or damaged.
+
+        :meth:`write_starts` or :meth:`raise_floor` must follow.
+        """
         try:
             lines = private.read(self.path).splitlines()
             numbers = msgspec.json.decode(lines[0], type=_Numbers)
@@ -101,6 +108,7 @@ class Leases:
             self._write(records)
 
     def _write(self, records: Iterable[Lease], *, generations: int | None = None, floor: int | None = None) -> None:
+        """Replace the file; None keeps a number. An OSError leaves all as before."""
         new = tuple(records)
         numbers = self._generations if generations is None else generations
         lowest = self.floor if floor is None else floor
@@ -131,11 +139,13 @@ class Leases:
             self._write(self.records)
 
     def remove(self) -> None:
+        """Remove the file, and a half-written new one."""
         private.remove(self.path)
         private.remove(self.path.with_name(f"{self.path.name}.new"))
 
 
 def _lease(line: bytes) -> Lease:
+    """Decode a line of the file; return a lease of unknown length if that fails."""
     try:
         return msgspec.json.decode(line, type=Lease)
     except MALFORMED:

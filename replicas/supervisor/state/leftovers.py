@@ -62,12 +62,13 @@ def find(
             shims=tuple(one for one in saved.shims if one.nonce not in kept),
             helpers=tuple(one for one in saved.helpers if one.pid not in spare),
         )
-    records = saved.shims if saved is not None else ()
-    by_nonce = {record.nonce: record for record in records}
-    if saved is not None and saved.supervisor is not None and saved.of_this_machine() and saved.supervisor.alive():
+    by_nonce = {record.nonce: record for record in saved.shims} if saved is not None else {}
+    here = saved if saved is not None and saved.of_this_machine() else None
+    if here is not None and here.supervisor is not None and here.supervisor.alive():
         candidates = _by_environment({}, identity, but={*by_nonce, *kept})
     else:
-        candidates = itertools.chain(_by_record(saved), _by_group(saved), _by_environment(by_nonce, identity, but=kept))
+        recorded = () if here is None else itertools.chain(_by_record(here), _by_group(here))
+        candidates = itertools.chain(recorded, _by_environment(by_nonce, identity, but=kept))
     found: dict[int, LeftoverFound] = {}
     for pid, how, record in candidates:
         started = start_time(pid)
@@ -119,7 +120,7 @@ def sweep(
 
 
 def lock_holders(lock: Path) -> list[int]:
-    """Return the processes that hold the lock, by ``/proc/<pid>/fdinfo``."""
+    """Return the other processes that hold the lock, by ``/proc/<pid>/fdinfo``."""
     there = lock.stat()
     return [pid for pid in processes() if pid != os.getpid() and _holds(pid, there)]
 
@@ -127,17 +128,17 @@ def lock_holders(lock: Path) -> list[int]:
 _Candidate = tuple[int, How, ShimRecord | None]
 
 
-def _by_record(saved: Saved | None) -> Iterator[_Candidate]:
-    if saved is None or not saved.of_this_machine():
-        return
+def _by_record(saved: Saved) -> Iterator[_Candidate]:
+    """Yield living processes of the records, and their descendants."""
     for process, record in [*((one.process, one) for one in saved.shims), *((one, None) for one in saved.helpers)]:
         if process is not None and process.alive():
             for pid in (process.pid, *descendants(process.pid)):
                 yield pid, "record", record
 
 
-def _by_group(saved: Saved | None) -> Iterator[_Candidate]:
-    for record in saved.shims if saved is not None and saved.of_this_machine() else ():
+def _by_group(saved: Saved) -> Iterator[_Candidate]:
+    """Yield the processes in the control groups of the records."""
+    for record in saved.shims:
         if record.cgroup:
             for pid in cgroups.members(Path(record.cgroup)):
                 yield pid, "cgroup", record
@@ -146,9 +147,10 @@ def _by_group(saved: Saved | None) -> Iterator[_Candidate]:
 def _by_environment(
     records: dict[str, ShimRecord], identity: str, *, but: Collection[str] = ()
 ) -> Iterator[_Candidate]:
-    """Yield processes with a record's mark, or another mark and the folder's id.
+    """Yield processes of a recorded shim, or of another shim of this state folder.
 
-    Of the latter, skip marks of shims with a living supervisor.
+    A mark is the environment variable by which processes are known to be a shim's.
+    Other shims are skipped while their supervisor lives.
 
     :param but: marks to skip.
     """
@@ -159,7 +161,7 @@ def _by_environment(
         nonce = next((one.removeprefix(mark).decode(errors="replace") for one in entries if one.startswith(mark)), "")
         if nonce:
             found.append((pid, entries, nonce))
-    supervised = {nonce for pid, _, nonce in found if _has_supervisor(pid)}
+    supervised = {nonce for pid, _, nonce in found if _starter_lives(pid)}
     for pid, entries, nonce in found:
         record = records.get(nonce)
         if record is not None and nonce not in but:
@@ -178,25 +180,20 @@ def _words(pid: int, file: str) -> list[bytes]:
 
 def is_orphan(pid: int) -> bool:
     """Return True for a shim whose starter (supervisor or agent) is dead."""
-    starter = _starter(pid)
-    return starter is not None and parents(pid)[:1] != [starter]
+    return _starter_lives(pid) is False
 
 
-def _has_supervisor(pid: int) -> bool:
-    starter = _starter(pid)
-    return starter is not None and parents(pid)[:1] == [starter]
-
-
-def _starter(pid: int) -> int | None:
-    """Return the pid of this shim's starter, or None if it is not a shim."""
+def _starter_lives(pid: int) -> bool | None:
+    """Return whether this shim's starter lives, or None if it is not a shim."""
     words = _words(pid, "cmdline")
     if SHIM.encode() not in words or b"--parent" not in words[:-1]:
         return None
     told = words[words.index(b"--parent") + 1]
-    return int(told) if told.isdigit() else None
+    return parents(pid)[:1] == [int(told)] if told.isdigit() else None
 
 
 def _holds(pid: int, lock: os.stat_result) -> bool:
+    """Return True if the process holds a lock on this file."""
     try:
         descriptors = list(Path(f"/proc/{pid}/fd").iterdir())
     except OSError:

@@ -12,12 +12,14 @@ they certainly belong to a dead owner: each subclass finds them in its own way.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -38,9 +40,11 @@ class LockedFolder:
     """A state folder, while this process has it.
 
     :cvar patience_s: how long a dead owner's processes may take to die of SIGKILL.
+    :cvar elsewhere: how the user names another folder.
     """
 
     patience_s: ClassVar[float]
+    elsewhere: ClassVar[str]
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -53,6 +57,17 @@ class LockedFolder:
         """Descriptor of the lock. Shims inherit it, and so hold the lock, too."""
         assert self._lock is not None
         return self._lock
+
+    @contextlib.contextmanager
+    def _usable(self) -> Iterator[None]:
+        """Context manager: an OSError in it becomes a UsageError with a remedy."""
+        try:
+            yield
+        except OSError as error:
+            inside = f": {error.filename}" if error.filename not in (None, str(self.path)) else ""
+            text = f"cannot use the state folder {self.path}: {error.strerror or error}{inside}"
+            mend = error.hint if isinstance(error, private.NotPrivate) else "correct that"
+            raise errors.UsageError(text, hint=f"{mend}, or {self.elsewhere}") from error
 
     def _lock_folder(self) -> None:
         """Make the folder if it is missing, and lock it. Blocks.
@@ -70,6 +85,7 @@ class LockedFolder:
         self._lock = lock
 
     def _wait_for(self, lock: int) -> None:
+        """Wait until this descriptor has the lock; kill a dead owner's processes."""
         settled_at = time.monotonic() + SETTLE_S
         while not locks.hold_exclusive(lock):
             owner, late_s = Owner.of(lock), time.monotonic() - settled_at
@@ -135,16 +151,19 @@ class Owner(NamedTuple):
 
     @classmethod
     def this(cls) -> Owner:
+        """Return this process as the owner."""
         return cls(str(os.getpid()), str(start_time(os.getpid())), machine(), socket.gethostname() or "?")
 
     @classmethod
     def of(cls, lock: int) -> Owner:
+        """Read the owner from the lock file, an unknown one if the file names none."""
         words = os.pread(lock, 512, 0).decode(errors="replace").split()
         if len(words) not in (2, 4) or not all(word.isdigit() for word in words[:2]):
             return cls()
         return cls(*words)
 
     def line(self) -> bytes:
+        """Return the owner as the content of the lock file."""
         return " ".join(self).encode()
 
     @property

@@ -11,23 +11,28 @@ import hmac
 from collections.abc import Iterable
 
 from replicas import errors
+from replicas.environ import REPLICA
 from replicas.linux.processes import MARK
 from replicas.messages import Hello
 from replicas.messages.identity import proof_of
 from replicas.supervisor.state.run_state import ShimRecord
 
 
-def check_mark(hello: Hello, shims: Iterable[ShimRecord]) -> None:
+def check_mark(hello: Hello, shims: Iterable[ShimRecord] | None) -> None:
     """Check that the member runs under one of these shims, of its own generation.
 
+    :param shims: None: its group has no such replica.
     :raises replicas.errors.Fenced: it does not.
     """
     own, name = (hello.group, hello.replica, hello.generation), hello.member.name
-    known = [one.nonce for one in shims if (one.group, one.replica, one.generation) == own]
+    known = [one.nonce for one in shims or () if (one.group, one.replica, one.generation) == own]
     shown = hello.proof.encode()
     if any(hmac.compare_digest(proof_of(one, hello.incarnation).encode(), shown) for one in known):
         return
-    if hello.proof:
+    if hello.proof and shims is None:
+        text = f"{name}: group {hello.group} has no replica {hello.replica}"
+        hint = f"join without `replica`, as {REPLICA} has it; replicas scale {hello.group} N starts more"
+    elif hello.proof:
         text = f"{name}: its generation {hello.generation} is over, or was not started by this run's supervisor"
         hint = "end this process: the supervisor starts the replica itself"
     else:

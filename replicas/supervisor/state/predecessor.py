@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import msgspec
+from msgspec.structs import replace
 
 from replicas.linux.processes import boot_id
 from replicas.supervisor.state.leases import Lease, Leases
@@ -30,7 +30,7 @@ class Predecessor(NamedTuple):
     :ivar known: the living agent of this machine.
     :ivar leases: all leases that may still hold.
     :ivar unseen: the part of ``leases`` under which any replica may run.
-    :ivar sure: True if the state is the newest, so that its numbers count.
+    :ivar is_newest: True if the state is the newest, so that its numbers count.
     """
 
     agents: tuple[AgentRecord, ...] = ()
@@ -52,7 +52,7 @@ def find_predecessor(saved: Saved | None, leases: Leases, *, crashed: bool, long
     records: Sequence[Lease] = leases.records
     if not (leases.found or sure) and longest_s:
         records = (Lease(unseen=True),)
-    left = [_with_length(one, longest_s) for one in records if not _is_swept(one)]
+    left = [one if one.lease_s else replace(one, lease_s=longest_s) for one in records if not _is_swept(one)]
     unnoted_s = 0.0 if leases.found else longest_s  # an earlier release has recorded none
     agents = [_with_lease(one, left, unnoted_s) for one in saved.agents] if saved is not None else []
     agents = [one for one in agents if not one.local or (_lives(one.process) if _is_here(one.scope) else one.lease_s)]
@@ -69,12 +69,14 @@ def find_predecessor(saved: Saved | None, leases: Leases, *, crashed: bool, long
 
 
 def _is_newest(saved: Saved, leases: Leases) -> bool:
+    """Return True if no later state of the run can have been lost."""
     if not leases.found:  # an earlier release writes no leases
         return not leases.damaged and not saved.starts
     return saved.starts >= leases.starts and saved.machine.partition("/")[0] == boot_id()
 
 
 def _is_here(scope: str) -> bool:
+    """Return True if pids of this scope are valid for this process."""
     return scope == machine()
 
 
@@ -87,10 +89,7 @@ def _is_swept(lease: Lease) -> bool:
     return lease.local and _is_here(lease.scope) and not _lives(lease.process)
 
 
-def _with_length(lease: Lease, longest_s: float) -> Lease:
-    return lease if lease.lease_s else msgspec.structs.replace(lease, lease_s=longest_s)
-
-
 def _with_lease(agent: AgentRecord, leases: Sequence[Lease], unnoted_s: float) -> AgentRecord:
+    """Return the agent with its longest lease (``unnoted_s``: if local without one)."""
     granted = [one.lease_s for one in leases if one.node == agent.node]
-    return msgspec.structs.replace(agent, lease_s=max(granted, default=unnoted_s if agent.local else agent.lease_s))
+    return replace(agent, lease_s=max(granted, default=unnoted_s if agent.local else agent.lease_s))

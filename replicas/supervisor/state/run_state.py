@@ -28,7 +28,9 @@ import msgspec
 
 from replicas.common.decoding import MALFORMED
 from replicas.common.logs import Log
+from replicas.common.reason import Reason
 from replicas.core.lives.lifecycle import RestartReason
+from replicas.core.lives.placement import Share
 from replicas.linux import private
 from replicas.linux.processes import boot_id, namespace, start_time
 from replicas.telemetry.tally import Tally
@@ -69,6 +71,11 @@ class ShimRecord(msgspec.Struct, frozen=True, kw_only=True):
     gpus: tuple[str, ...] = ()
     memory_nbytes: int = 0
 
+    @property
+    def share(self) -> Share:
+        """The share of its node that the shim holds."""
+        return Share(group=self.group, node=self.agent, gpus=self.gpus, memory_nbytes=self.memory_nbytes)
+
 
 class AgentRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The agent of a node.
@@ -98,7 +105,7 @@ class SavedRestart(msgspec.Struct, frozen=True):
     replica: int
 
 
-class SavedCause(msgspec.Struct, frozen=True):
+class Cause(msgspec.Struct, frozen=True):
     """Why a generation ends; ``reason`` labels the restart that follows."""
 
     reason: RestartReason
@@ -124,7 +131,7 @@ class SavedReplica(msgspec.Struct, frozen=True, kw_only=True):
     halted: bool = False
     settled: Literal["", "finished", "failed"] = ""
     start: str = ""
-    ending: SavedCause | None = None
+    ending: Cause | None = None
 
 
 class SavedGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,7 +149,10 @@ class SavedGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def once_removed(self) -> SavedGroup:
-        """Return only its generations: a later group of its name has new logs."""
+        """The state to keep of a removed group: only its numbers of generations.
+
+        So a later group of its name has new folders of logs.
+        """
         used = {index: SavedReplica(generation=one.generation) for index, one in self.replicas.items()}
         return SavedGroup(size=0, replicas=used)
 
@@ -202,14 +212,12 @@ class RunState:
         self.path = path
         self.set_aside: tuple[Path, str] | None = None
         """New path of an unusable file that :meth:`load` has moved, and the reason."""
-        self.failures = 0
-        """How often the state could not be written."""
         self._problem = ""
 
     @property
-    def problem(self) -> str:
-        """Return why the last write failed, or ""."""
-        return f"{self.path}: {self._problem}" if self._problem else ""
+    def problem(self) -> Reason | None:
+        """Return why the last write failed, or None."""
+        return f"{self.path}: {self._problem}" if self._problem else None
 
     def peek(self) -> Saved | None:
         """Read the state without the run's lock; return None if it is not valid."""
@@ -237,7 +245,6 @@ class RunState:
         try:
             private.replace(self.path, msgspec.json.encode(saved), sync=sync)
         except OSError as error:
-            self.failures += 1
             words = error.strerror or str(error)
             if words != self._problem:
                 self._problem = words
@@ -249,6 +256,7 @@ class RunState:
         return True
 
     def remove(self) -> None:
+        """Remove the file, and a half-written new one."""
         private.remove(self.path)
         private.remove(self.path.with_name(f"{self.path.name}.new"))
 
@@ -279,5 +287,6 @@ def this_process() -> ProcessRecord:
 
 
 def process_record(pid: int) -> ProcessRecord | None:
+    """Return the record of a process, or None if the process is gone."""
     started = start_time(pid)
     return None if started is None else ProcessRecord(pid, started)

@@ -68,6 +68,7 @@ class StateDir(LockedFolder):
     """
 
     patience_s = 8.0
+    elsewhere = "set run.state_dir in the config"
 
     def __init__(self, path: Path, run: str, *, longest_lease_s: float = 0.0) -> None:
         super().__init__(path)
@@ -108,25 +109,23 @@ class StateDir(LockedFolder):
             survive SIGKILL.
         :raises replicas.errors.UsageError: the folder cannot be made or written.
         """
-        try:
+        with self._usable():
             if self.path.is_dir():
                 private.close_to_others(self.path, once_ours="lock")
             self._swept = False
             self._lock_folder()
-            try:
+            with contextlib.ExitStack() as stack:
+                stack.callback(self._unlock)
                 self._open_state(self.lock)
-            except BaseException:
-                self._unlock()
-                raise
-        except OSError as error:
-            elsewhere = error.filename not in (None, str(self.path))
-            what = f"{error.strerror or error}" + (f": {error.filename}" if elsewhere else "")
-            mend = error.hint if isinstance(error, private.NotPrivate) else "correct that"
-            raise errors.UsageError(
-                f"cannot use the state folder {self.path}: {what}", hint=f"{mend}, or set run.state_dir in the config"
-            ) from error
+                stack.pop_all()
+
+    def check(self) -> None:
+        """Raise the UsageError of :meth:`acquire` for this folder; create nothing."""
+        with self._usable():
+            private.check_folder(self.path, once_ours="lock")
 
     def _open_state(self, lock: int) -> None:
+        """Read a dead supervisor's state, and prepare the folder for this process."""
         crashed = bool(Owner.of(lock).start)
         self.leases.load()
         os.ftruncate(lock, 0)
@@ -188,6 +187,7 @@ class StateDir(LockedFolder):
         self.leftovers += leftovers.sweep(saved, "", SWEEP_S)
 
     def _taken(self, owner: Owner) -> AlreadySupervised:
+        """Return the error for a folder that another supervisor has locked."""
         lock = self.path / "lock"
         if owner.alive:
             return AlreadySupervised(f'run "{self.run}" is already supervised by process {owner.pid} ({lock})')
@@ -198,6 +198,7 @@ class StateDir(LockedFolder):
         )
 
     def _not_dying(self, owner: Owner, holders: list[int]) -> AlreadySupervised:
+        """Return the error for a dead supervisor's processes that survive SIGKILL."""
         return AlreadySupervised(
             f'processes of an earlier supervisor of run "{self.run}" (pid {owner.pid}) are still alive: '
             f"{', '.join(map(str, holders)) or 'not visible from here'}",
@@ -247,6 +248,7 @@ class StateDir(LockedFolder):
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
+        """Context manager: raise WorldError with a hint for an OSError."""
         try:
             yield
         except OSError as error:
@@ -280,6 +282,7 @@ class StateDir(LockedFolder):
             self._unlock()
 
     def _write_leases(self, left: tuple[Lease, ...], *, ended: bool) -> None:
+        """Write these leases, or log a warning. ``ended``: raise the floor, too."""
         try:
             if ended:
                 self.leases.raise_floor(left)
@@ -289,4 +292,5 @@ class StateDir(LockedFolder):
             log.warning("leaving old leases in %s: %s", self.leases.path, error.strerror or error)
 
     def log_dir(self, group: str, replica: int, generation: int) -> Path:
+        """Return the path of a generation's folder of logs; it may not exist yet."""
         return self.logs / group / str(replica) / f"gen-{generation}"

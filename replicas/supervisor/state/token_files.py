@@ -60,9 +60,11 @@ class TokenFiles:
         return tokens
 
     def _note(self, change: TokenChange, *roles: Role) -> None:
+        """Add a change of each role to :attr:`changes`."""
         self.changes += [TokenChanged(role=role, change=change) for role in roles]
 
     def _restored(self) -> Tokens | None:
+        """Return the tokens of ``tokens.json``, or None without a valid file."""
         try:
             return Tokens.restored(msgspec.json.decode(private.read(self._path), type=SavedTokens))
         except (FileNotFoundError, *MALFORMED):  # an earlier release wrote no such file
@@ -113,6 +115,7 @@ class TokenFiles:
         tokens.replace_by(changed)
 
     def remove(self) -> None:
+        """Remove all files of tokens that are in the folder."""
         for path in (self._path, *self._files.values()):
             private.remove(path)
 

@@ -29,8 +29,8 @@ import sys
 
 TYPE_CHECKING = False  # typing loads slowly
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from typing import NoReturn
+    from collections.abc import Callable, Iterable
+    from typing import Any, NoReturn
 
 GUARD = "REPLICAS_GUARD"
 """Internal: location of the orders of a rank's guard. The program does not see it."""
@@ -57,53 +57,52 @@ def unpack(text: bytes) -> list[bytes]:
 
 
 def _orders(parent: int, file: int) -> list[bytes]:
-    try:
-        orders = os.open(f"/proc/{parent}/fd/{file}", os.O_RDONLY | os.O_CLOEXEC)
-        text = b""
-        while part := os.pread(orders, 1 << 20, len(text)):
-            text += part
-    except OSError as error:
-        _fail(f"cannot read its orders: {error.strerror}", 126)
+    """Read the orders from a descriptor of the parent, or exit."""
+    failure = "cannot read its orders"
+    orders = _do(failure, os.open, f"/proc/{parent}/fd/{file}", os.O_RDONLY | os.O_CLOEXEC)
+    text = b""
+    while part := _do(failure, os.pread, orders, 1 << 20, len(text)):
+        text += part
     os.close(orders)
     return unpack(text)
 
 
 def _open_log(shim: int, pipes: list[bytes]) -> None:
+    """Make pipes of the shim stdout and stderr; write the rank first. Or exit."""
     null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     os.dup2(null, 0)
     mark = RANK_MARK + os.environ["RANK"].encode() + b"\n"
     first = 2 * int(os.environ["LOCAL_RANK"])
     for stream, pipe in enumerate(pipes[first : first + 2], start=1):
-        try:
-            log = os.open(f"/proc/{shim}/fd/{int(pipe)}", os.O_WRONLY | os.O_CLOEXEC)
-        except OSError as error:
-            _fail(f"cannot reach the log: {error.strerror}", 126)
+        log = _do("cannot reach the log", os.open, f"/proc/{shim}/fd/{int(pipe)}", os.O_WRONLY | os.O_CLOEXEC)
         os.write(log, mark)
         os.dup2(log, stream)
 
 
 def _enter(cgroup: bytes) -> None:
-    try:
-        group = os.open(cgroup + b"/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
-        os.write(group, b"0")
-    except OSError as error:
-        _fail(f"cannot enter the control group {os.fsdecode(cgroup)}: {error.strerror}", 126)
+    """Move this process into a control group, or exit."""
+    failure = f"cannot enter the control group {os.fsdecode(cgroup)}"
+    group = _do(failure, os.open, cgroup + b"/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
+    _do(failure, os.write, group, b"0")
     os.close(group)
 
 
-def _change_to(folder: bytes) -> None:
+def _do(failure: str, call: Callable[..., Any], *arguments: object) -> Any:
+    """Return what a system call returns, or exit with this message."""
     try:
-        os.chdir(folder)
+        return call(*arguments)
     except OSError as error:
-        _fail(f"cannot change into the folder {os.fsdecode(folder)}: {error.strerror}", 126)
+        _fail(f"{failure}: {error.strerror}", 126)
 
 
 def _fail(message: str, code: int) -> NoReturn:
+    """Write the message to stderr, the rank's log, and exit with ``code``."""
     os.write(2, os.fsencode(f"replicas: {message}\n"))
     os._exit(code)
 
 
 def main() -> NoReturn:
+    """Set up this process as ordered, and exec the program."""
     parent, file = map(int, os.environ.pop(GUARD).split())
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
@@ -116,7 +115,7 @@ def main() -> NoReturn:
     if cgroup:
         _enter(cgroup)
     name = os.fsdecode(command[0])
-    _change_to(cwd)
+    _do(f"cannot change into the folder {os.fsdecode(cwd)}", os.chdir, cwd)
     for signum in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these, and exec would inherit that
         signal.signal(signum, signal.SIG_DFL)
     try:

@@ -162,6 +162,7 @@ def decoder(kind: Any) -> Callable[[Any], Any]:
 
 
 def _bounded(read: Callable[[Any], Any], most: float, value: Any) -> Any:
+    """Return the value, decoded by ``read``. ValueError if beyond ``most``."""
     found = read(value)
     if not 0 <= (len(found) if isinstance(found, str) else found) <= most:
         raise ValueError(f"a {type(found).__name__} beyond its bound of {most}")
@@ -169,6 +170,7 @@ def _bounded(read: Callable[[Any], Any], most: float, value: Any) -> Any:
 
 
 def _sequence(read: Callable[[Any], Any] | tuple[Callable[[Any], Any], ...], value: Any) -> Any:
+    """Return a list as a tuple; ``read`` decodes all items, or each decodes its own."""
     if not isinstance(value, (list, tuple)):
         raise TypeError(f"a {type(value).__name__} is not of type list")
     if isinstance(read, tuple):
@@ -177,10 +179,12 @@ def _sequence(read: Callable[[Any], Any] | tuple[Callable[[Any], Any], ...], val
 
 
 def _record(kind: Any, fields: Mapping[str, Callable[[Any], Any]], value: Any) -> Any:
+    """Return a NamedTuple of the decoded fields; ignore unknown names."""
     return kind(**{name: fields[name](one) for name, one in value.items() if name in fields})
 
 
 def _exactly(kind: type, value: Any) -> Any:
+    """Return a value of exactly this type, an int also as float. Raises TypeError."""
     if kind is float and type(value) is int:
         return float(value)
     if type(value) is not kind:
@@ -196,6 +200,7 @@ def read(kind: type[T], value: object) -> T:
 
 
 def _decoded(kind: Any, value: object) -> Any:
+    """Return the value as this type, by :func:`decoder`. Raises MISFITS."""
     return decoder(kind)(value)
 
 
@@ -265,6 +270,76 @@ def receive(connection: socket.socket) -> Message | None:
                 file.seek(0)
                 data = file.read(FILE_MAX_NBYTES)
     return decode(data) if data else None
+
+
+class MessageSocket:
+    """One end of a connection, which its owner's loop watches.
+
+    :param peer: whose messages these are, for reports.
+    :param take: called with each message; may raise Malformed.
+    :param unwatch: removes the socket from the owner's loop; called before its end.
+    :param report: called with a line about a message that is malformed or not sent.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        peer: str,
+        take: Callable[[Message], None],
+        unwatch: Callable[[socket.socket], object],
+        report: Callable[[str], None] | None = None,
+    ) -> None:
+        self._socket: socket.socket | None = connection
+        self._peer, self._take, self._unwatch, self._report = peer, take, unwatch, report or note
+
+    @property
+    def open(self) -> bool:
+        """True until the peer or :meth:`close` has ended the connection."""
+        return self._socket is not None
+
+    def read(self) -> bool:
+        """Take the next message. Return False, closed, at the end of the stream.
+
+        :raises BlockingIOError: the socket does not block, and has no message.
+        """
+        if self._socket is None:
+            return False
+        try:
+            message = receive(self._socket)
+            if message is None:
+                self.close()
+                return False
+            self._take(message)
+        except Malformed as error:
+            self._report(f"ignoring a malformed message of {self._peer}: {error}")
+        return True
+
+    def read_rest(self) -> None:
+        """Take the messages that have arrived, and close, without waiting.
+
+        For a peer that has ended: a child of it may still have its end open.
+        """
+        if self._socket is not None:
+            self._socket.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while self.read():
+                pass
+        self.close()
+
+    def send(self, message: Message) -> bool:
+        """Send without waiting. Return False if the peer is gone or does not read."""
+        try:
+            return self._socket is not None and send(self._socket, message)
+        except OSError as error:  # e.g. this process has no descriptor left
+            self._report(f"cannot send {message['type']!r} to {self._peer}: {error.strerror}")
+            return False
+
+    def close(self) -> None:
+        """Close this end. Idempotent."""
+        connection, self._socket = self._socket, None
+        if connection is not None:
+            self._unwatch(connection)
+            connection.close()
 
 
 def receive_spec(connection: socket.socket) -> PartSpec | None:

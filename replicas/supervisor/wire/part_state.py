@@ -11,13 +11,11 @@ Standard library only.
 from __future__ import annotations
 
 import os
-import socket
 from typing import Annotated, Any, NamedTuple
 
 from replicas import __version__
 from replicas.linux.processes import start_time
-from replicas.supervisor.wire import orders
-from replicas.supervisor.wire.orders import PartSpec, note, plain
+from replicas.supervisor.wire.orders import Message, MessageSocket, PartSpec, plain
 
 Pid = Annotated[int, 1 << 30]
 Number = Annotated[int, 1 << 62]
@@ -147,22 +145,23 @@ def first_state(spec: PartSpec, shim: int) -> PartState:
 class StateSender:
     """Sends the state of a part at each change.
 
-    :ivar state: the present state; :meth:`pong` sends it again if the buffer was full.
-    :ivar control: the connection to the agent; None if the agent is gone.
+    :ivar state: the present state; :meth:`answer_ping` sends it again if the buffer was
+        full.
+    :param agent: the connection to the agent.
     """
 
-    def __init__(self, control: socket.socket, spec: PartSpec) -> None:
-        self.control: socket.socket | None = control
+    def __init__(self, agent: MessageSocket, spec: PartSpec) -> None:
+        self._agent = agent
         self.state = first_state(spec, os.getpid())._replace(release=__version__)
         self._told = False
 
     def update(self, **changes: Any) -> None:
         """Change the state, and send all of it."""
         self.state = self.state._replace(**changes)
-        self._told = self.send(state_message(self.state))
+        self._told = self._agent.send(state_message(self.state))
 
     def count_lost_lines(self, loss: LogLoss) -> None:
-        """Count lines that a log has lost."""
+        """Add lines that a log has lost to the state, and send the state."""
         losses = {(one.where, one.reason): one for one in self.state.losses}
         known = losses.get((loss.where, loss.reason))
         losses[loss.where, loss.reason] = loss._replace(lines=loss.lines + (known.lines if known else 0))
@@ -171,20 +170,10 @@ class StateSender:
     def answer_ping(self) -> None:
         """Answer a ping, with the state if its last change was not sent."""
         if self._told:
-            self.send({"type": "pong"})
+            self._agent.send({"type": "pong"})
         else:
             self.update()
 
-    def send(self, message: orders.Message) -> bool:
-        """Send without waiting. Return False without an agent or room in its buffer."""
-        if self.control is None:
-            return False
-        try:
-            return orders.send(self.control, message)
-        except OSError as error:  # e.g. this process has no descriptor left
-            note(f"cannot send {message['type']!r} to the agent: {error.strerror}")
-            return False
 
-
-def state_message(state: PartState) -> orders.Message:
+def state_message(state: PartState) -> Message:
     return {"type": "state", "state": plain(state)}

@@ -59,12 +59,16 @@ class DeviceMemory:
 
     @property
     def tensor(self) -> torch.Tensor:
+        """The memory as a uint8 tensor; raises ValueError after :meth:`close`."""
         if self._tensor is None:
             raise ValueError("the device memory is closed")
         return self._tensor
 
     def close(self) -> None:
-        """Free or unmap the memory with its last tensor; its work must have ended."""
+        """Drop this reference; the memory is freed or unmapped with its last tensor.
+
+        The device's work on it must have ended.
+        """
         self._tensor = self._owner = None
 
 
@@ -83,7 +87,10 @@ class Event(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Make later work of this thread's current stream wait for it, if recorded."""
+        """Make later work of this thread's current stream wait for the event.
+
+        No effect if it was never recorded. The call does not block.
+        """
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -140,7 +147,7 @@ class Accelerator(ABC):
 
     @abstractmethod
     def select(self, uuid: str) -> None:
-        """Use only this device, in a process that has used none yet.
+        """Use only this device from now on, in a process that has used none yet.
 
         :raises Preflight: the process cannot use it.
         """
@@ -154,6 +161,7 @@ class Accelerator(ABC):
         """Return the UUID of the tensor's device, or "" for host memory."""
 
     def owns(self, tensor: torch.Tensor) -> bool:
+        """Return True if the tensor is in device memory."""
         return bool(self.uuid_of(tensor))
 
     @abstractmethod
@@ -167,7 +175,7 @@ class Accelerator(ABC):
     def open(
         self, handle: bytes, nbytes: int, uuid: str, *, on_free: Callable[[], None] = lambda: None
     ) -> DeviceMemory:
-        """Open memory that another process (or this one) has allocated.
+        """Map memory of another process (or this one) by its ``handle``.
 
         :param on_free: called once, on any thread, when the memory is closed and no
             tensor over it is left.
@@ -207,11 +215,11 @@ class Accelerator(ABC):
 
     @abstractmethod
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Delay reuse of their memory until the current stream's work has ended."""
+        """Delay reuse of the tensors' memory until the current stream is done."""
 
     @abstractmethod
     def on_side_stream(self, uuid: str = "") -> AbstractContextManager[None]:
-        """Run this thread's work within the block on a stream of the library.
+        """Context manager: run this thread's work on the library's own stream.
 
         The stream waits only for its own earlier work. The block makes the device
         current.
@@ -219,11 +227,11 @@ class Accelerator(ABC):
 
     @abstractmethod
     def on_stream(self, stream: object) -> AbstractContextManager[None]:
-        """Run this thread's work in the block on this torch stream, if not None."""
+        """Context manager: make this torch stream current, if not None."""
 
     @abstractmethod
     def synchronize(self, uuid: str = "") -> None:
-        """Wait for this thread's current stream, as :meth:`Event.synchronize` does."""
+        """Block until this thread's current stream is done, without busy-waiting."""
 
 
 _lock = threading.Lock()
@@ -238,6 +246,10 @@ def accelerator() -> Accelerator | None:
 
 
 def _choose(name: str) -> Accelerator | None:
+    """Load the accelerator called ``name``, and remember it. Needs the lock.
+
+    Return None without such devices; raise UsageError if it cannot be loaded.
+    """
     global _chosen  # one for each process, as the devices are; a forked child chooses again
     if _chosen[:2] == (os.getpid(), name):
         return _chosen[2]

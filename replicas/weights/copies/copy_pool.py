@@ -40,7 +40,7 @@ _set_omp_threads = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Run torch single-threaded on this thread within the block.
+    """Context manager: run torch single-threaded on this thread.
 
     Sets OpenMP's number for this thread, as ``torch.set_num_threads`` would change the
     user's threads, too. Has no effect if torch uses another OpenMP library than the one
@@ -58,11 +58,15 @@ def one_thread() -> Iterator[None]:
 
 
 def cores() -> int:
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def helpers_for(nbytes: int, sharing: int = 1) -> int:
-    """Return how many helper threads pay if ``sharing`` processes copy in parallel."""
+    """Return how many threads beside the caller's pay for a copy of ``nbytes``.
+
+    :param sharing: processes of this host that copy at the same time.
+    """
     return max(0, min(cores() // max(1, sharing) - 1, MOST_HELPERS, nbytes // ALONE_NBYTES))
 
 
@@ -107,11 +111,15 @@ class CopyPool:
                 return
 
     def _count(self, more: int) -> int:
+        """Add ``more`` to the number of helpers, and return the sum. Needs the lock."""
         self.helpers += more
         return self.helpers
 
     def run(self, tasks: Iterable[Callable[[], None]]) -> None:
-        """Run all tasks and wait for them, or raise the first error of a task."""
+        """Run all tasks, on this thread and the helpers, and wait.
+
+        Raises the first error of a task, after which waiting tasks are dropped.
+        """
         self._queue.extend(tasks)
         locked(self.lock, self.changed.notify_all)
         try:
@@ -124,7 +132,10 @@ class CopyPool:
             raise self._error
 
     def close(self) -> None:
-        """Drop further tasks, wait for the running ones, then raise any interrupt."""
+        """Drop waiting tasks and wait for running ones; the helpers then end.
+
+        An interrupt that comes meanwhile is raised at the end.
+        """
         interrupt: BaseException | None = None
         for _ in range(PATIENCE):
             try:
@@ -144,17 +155,20 @@ class CopyPool:
         idle.wait()
 
     def _add_waiter(self, idle: Latch) -> None:
+        """Set ``idle`` once no task waits or runs. Needs the lock."""
         self._waiters.append(idle)
         self.changed.notify_all()
         self._release_waiters()
 
     def _release_waiters(self) -> None:
+        """Set the waiters' latches if no task is left or running. Needs the lock."""
         if not self._under_way and not self._queue:
             waiters, self._waiters = self._waiters, []
             for latch in waiters:
                 latch.set()
 
     def _next(self) -> Callable[[], None] | None:
+        """Take the next task off the queue, and return it, or None."""
         with suppress(IndexError):
             return self._queue.popleft()
         return None
@@ -162,6 +176,7 @@ class CopyPool:
     # ------------------------------------------------------------ helpers
 
     def _help(self) -> None:
+        """Run chores, then tasks, until the pool is closed; a helper's function."""
         with one_thread():
             while True:
                 with self.lock:
@@ -179,6 +194,7 @@ class CopyPool:
                     self._do(task)
 
     def _do(self, task: Callable[[], None]) -> None:
+        """Run a task; keep its error for :meth:`run`, and then drop waiting tasks."""
         error: BaseException | None = None
         try:
             task()

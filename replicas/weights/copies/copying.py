@@ -67,7 +67,7 @@ class Step:
 
 
 def wait_for_devices(tensors: Iterable[torch.Tensor]) -> None:
-    """Wait for this thread's current streams on their devices."""
+    """Block until this thread's current streams on the tensors' devices are done."""
     for device in {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}:
         torch.accelerator.current_stream(device).synchronize()
 
@@ -121,9 +121,9 @@ def copy_pairs(
 
 
 def put_elements(destination: torch.Tensor, source: torch.Tensor, positions: torch.Tensor) -> None:
-    """Copy the elements at these positions of flat tensors, with casts.
+    """Copy the elements ``positions`` of source to the same ones of destination.
 
-    For a device this enqueues the copy on the thread's current stream, without waiting.
+    Both are contiguous. On a device the copy is only enqueued, on the current stream.
     """
     device = destination.device
     values = source.view(-1).index_select(0, positions).to(device, destination.dtype)
@@ -138,14 +138,17 @@ def copy_host(
     *,
     load: bool = True,
 ) -> None:
-    """Copy pairs of a destination and a source that are not empty, all on the CPU.
+    """Copy (destination, source) pairs on the CPU, with several threads; wait.
+
+    No tensor may be empty.
 
     :param load: the destinations are the user's tensors; else the sources are.
+    :raises ManifestMismatch: a user's tensor has no memory.
     """
     if not pairs:
         return
     tensors, ours = [pair[not load] for pair in pairs], [pair[load] for pair in pairs]
-    kinds = Kinds([one.shape for one in tensors], [one.dtype for one in tensors], [one.dtype for one in ours])
+    kinds = Kinds.of(tensors, [one.dtype for one in ours])
     # our side, too, must be one run of plain bytes
     kinds.kept &= np.array(
         [one.is_contiguous() and not (one.is_neg() or one.is_conj()) for one in ours], dtype=np.bool_
@@ -162,9 +165,11 @@ def copy_host(
 
 
 def run_host(copies: HostCopies, cuts: Callable[[int], list[Cut]], nbytes: int, sharing: int = 1) -> None:
-    """Copy all cuts of these bytes, with as many threads as pay.
+    """Copy all cuts, with as many threads as pay, and wait.
 
     :param cuts: returns cuts of about the given size.
+    :param nbytes: of all cuts together.
+    :param sharing: processes of this host that copy at the same time.
     """
     helpers, past_caches = helpers_for(nbytes, sharing), streaming.bypasses_caches(nbytes)
     if copies.runs:
@@ -212,7 +217,7 @@ def copy_elements(destination: torch.Tensor, source: torch.Tensor, *, load: bool
 
 
 def _copy_quickly(destination: torch.Tensor, source: torch.Tensor, *, load: bool) -> bool:
-    """Copy a small run of bytes; return False if the tensors are not such a run."""
+    """Copy a small run of bytes on this thread; return False if it is none."""
     nbytes = destination.nbytes
     tensor = destination if load else source
     if not (
@@ -238,7 +243,10 @@ def _copy_quickly(destination: torch.Tensor, source: torch.Tensor, *, load: bool
 
 
 class Prefix:
-    """Counts the bytes filled from the start without a hole, for ``progress``."""
+    """Counts the bytes filled from the start without a hole, and reports the count.
+
+    :param progress: called with the count every 8 MiB, and at last with all.
+    """
 
     def __init__(self, nbytes: int, progress: Progress) -> None:
         self._nbytes = nbytes
@@ -248,7 +256,7 @@ class Prefix:
         self._ahead: dict[int, int] = {}
 
     def filled(self, start: int, end: int) -> None:
-        """Record that bytes ``start`` to ``end`` are filled; each byte counts once."""
+        """Count bytes ``start`` to ``end``, each once; report if enough are new."""
         if start == end:
             return
         self._ahead[start] = end
@@ -315,18 +323,22 @@ class Copier:
         self.close()
 
     def close(self) -> None:
-        """Stop all writers of the memory; the digest of a finished copy continues."""
+        """Stop all copying threads; the digest of a finished copy continues."""
         locked(self._pool.lock, self._give_up)
         self._pool.close()
 
     def _give_up(self) -> None:
+        """Cancel the digest, unless the copy has finished. Needs the lock."""
         if not self._finished:
             self._ready.clear()
             self.digest.cancel()
             self._bytes = None
 
     def run_host(self, copies: HostCopies, cuts: Callable[[int], list[Cut]]) -> None:
-        """Copy all cuts, begun in this order; wait until they are done."""
+        """Copy all cuts, begun in order, on all threads; wait for the copies.
+
+        :param cuts: returns cuts of about the given size.
+        """
         done, past_caches = self.filled, self._past_caches
         if copies.runs:
             copies.run(cuts(STEP_NBYTES * self._threads), self._threads, past_caches=past_caches, done=done)
@@ -347,12 +359,15 @@ class Copier:
         self.filled(start, end)
 
     def written(self) -> None:
+        """Count all bytes as filled, when an earlier writer has filled them."""
         self.filled(0, sum(self._unfilled))
 
     def filled(self, start: int, end: int) -> None:
+        """Count these bytes as filled; hash full blocks, and report progress."""
         locked(self._pool.lock, self._fill, start, end)
 
     def _fill(self, start: int, end: int) -> None:
+        """Do :meth:`filled`: count bytes per block. Needs the lock."""
         if self._prefix is not None:
             self._prefix.filled(start, end)
         while start < end:
@@ -366,7 +381,7 @@ class Copier:
                     self._pool.changed.notify()
 
     def finish(self) -> None:
-        """End the copy; raise ValueError if some bytes were not filled."""
+        """End the copy; the digest follows. Raise ValueError for unfilled bytes."""
         locked(self._pool.lock, self._finish)
         if not self._blocks:
             self._bytes = None
@@ -376,6 +391,10 @@ class Copier:
                 chore()
 
     def _finish(self) -> None:
+        """Report the last byte and start the rest of the hashing. Needs the lock.
+
+        :raises ValueError: some bytes were not filled.
+        """
         if any(self._unfilled):
             raise ValueError(f"{sum(self._unfilled)} bytes were not filled")
         if self._prefix is not None:
@@ -384,7 +403,7 @@ class Copier:
         self._pool.changed.notify_all()
 
     def _chore(self) -> Callable[[], None] | None:
-        """Return a task that hashes the next block, or None. Needs the lock."""
+        """Return a function that hashes a filled block, or None. Needs the lock."""
         if self._bytes is not None and self._ready and (self._finished or self._beside):
             block = self._ready.pop(0)
             return functools.partial(self._hash, block, self._bytes[block * BLOCK_NBYTES : (block + 1) * BLOCK_NBYTES])
@@ -395,6 +414,7 @@ class Copier:
         return cores() - self._pool.helpers if self._pool.helpers and self._finished and self._ready else 0
 
     def _hash(self, block: int, data: memoryview) -> None:
+        """Hash one block; set the digest after the last one."""
         try:
             if (more := locked(self._pool.lock, self._idle_cores)) > 0:  # not in finish(), where the caller would wait
                 self._pool.grow(more)
@@ -407,6 +427,7 @@ class Copier:
             self.digest.set_result(combined(self._blocks))
 
     def _hashed(self) -> bool:
+        """Count a hashed block; return True after the last one. Needs the lock."""
         self._unhashed -= 1
         if not self._unhashed:
             self._bytes = None

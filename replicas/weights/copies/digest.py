@@ -44,8 +44,7 @@ from replicas.weights.copies.copy_pool import CopyPool, helpers_for
 BLOCK_NBYTES = 16 << 20
 DigestKind = Literal["host", "device"]
 DEVICE_PREFIX = "d"
-_BLOCK_NBYTES = 16 << 20  # of device memory
-_WORDS = _BLOCK_NBYTES // 8
+_WORDS = BLOCK_NBYTES // 8
 _AT_ONCE = {"cuda": 4}
 """Blocks per launch by device type, else 1; a GPU's temporary takes 64 MiB."""
 _C = 0x9FB21C651E98DF25 - (1 << 64)
@@ -55,43 +54,16 @@ _keys: dict[torch.device, torch.Tensor] = {}
 
 
 def combined(blocks: Iterable[bytes]) -> str:
-    """Return a stream's digest, from the binary xxh3-128 of its blocks."""
+    """Return the digest (hex) of data from the binary xxh3-128 of its 16 MiB blocks."""
     return xxhash.xxh3_128_hexdigest(b"".join(blocks))
 
 
-class Digest:
-    """An incremental digest, which does not depend on how the stream is chunked."""
-
-    def __init__(self) -> None:
-        self._blocks: list[bytes] = []
-        self._block = xxhash.xxh3_128()
-        self._room = BLOCK_NBYTES
-        self.nbytes = 0
-
-    def update(self, data: torch.Tensor | memoryview | bytes) -> None:
-        """Append bytes, or a contiguous 1-D uint8 CPU tensor (read in place)."""
-        view = data.numpy().data if isinstance(data, torch.Tensor) else memoryview(data)
-        start = 0
-        while start < view.nbytes:
-            chunk = view[start : start + self._room]
-            self._block.update(chunk)
-            self._room -= chunk.nbytes
-            start += chunk.nbytes
-            if not self._room:
-                self._blocks.append(self._block.digest())
-                self._block.reset()
-                self._room = BLOCK_NBYTES
-        self.nbytes += view.nbytes
-
-    def hexdigest(self) -> str:
-        return combined(self._blocks if self._room == BLOCK_NBYTES else [*self._blocks, self._block.digest()])
-
-
 def digest_of(data: torch.Tensor | memoryview | bytes, kind: DigestKind = "host") -> str:
-    """Compute the digest of one contiguous run of bytes, in several threads. Blocks.
+    """Compute the digest of one contiguous run of bytes. Blocks.
 
-    :param kind: ``"device"`` has the tensor's device compute it on a stream of this
-        library, so that earlier writes to the tensor must have completed.
+    :param kind: ``"host"``: several threads hash. ``"device"``: the tensor's device
+        does, on a stream of this library, so that earlier writes to the tensor must
+        have completed.
     """
     if kind == "device":
         if not isinstance(data, torch.Tensor):
@@ -115,68 +87,25 @@ def digest_of(data: torch.Tensor | memoryview | bytes, kind: DigestKind = "host"
     return combined(blocks[start] for start in sorted(blocks))
 
 
-class DeviceDigest:
-    """An incremental device digest. Not thread-safe."""
-
-    def __init__(self) -> None:
-        self._block = torch.empty(0, dtype=torch.uint8)
-        self._filled = 0
-        self._sums: list[torch.Tensor] = []
-        self.nbytes = 0
-
-    def update(self, chunk: torch.Tensor) -> None:
-        """Append ``chunk`` (uint8, one-dimensional, contiguous; all on one device).
-
-        Enqueues work on this thread's current stream, without blocking: the chunk must
-        not change until the work is done.
-        """
-        self.nbytes += chunk.numel()
-        at_once = _AT_ONCE.get(chunk.device.type, 1)
-        while chunk.numel():
-            whole = 0 if self._filled else min(chunk.numel() // _BLOCK_NBYTES, at_once)
-            taken = chunk[: whole * _BLOCK_NBYTES or _BLOCK_NBYTES - self._filled]
-            chunk = chunk[taken.numel() :]
-            if whole:
-                self._sums.append(_sums(taken))
-                continue
-            if not self._block.numel():
-                self._block = torch.empty(_BLOCK_NBYTES, dtype=torch.uint8, device=taken.device)
-            self._block[self._filled : self._filled + taken.numel()].copy_(taken)
-            self._filled += taken.numel()
-            if self._filled == _BLOCK_NBYTES:
-                self._sums.append(_sums(self._block))
-                self._filled = 0
-
-    def hexdigest(self, rest: torch.Tensor | None = None) -> str:
-        """Return the digest of all chunks. Blocks.
-
-        :param rest: further bytes, less than a block, read in place.
-        """
-        if rest is None:
-            rest = self._block[: self._filled]
-        else:
-            self.nbytes += rest.numel()
-        sums = [*self._sums, _sums(rest)] if rest.numel() else self._sums
-        known = torch.cat(sums).cpu() if sums else torch.empty(0, dtype=torch.int64)
-        state = xxhash.xxh3_128(known.numpy().tobytes())
-        state.update(self.nbytes.to_bytes(8, "little"))
-        return DEVICE_PREFIX + state.hexdigest()
-
-
 def device_digest_of(data: torch.Tensor) -> str:
     """Return the digest of a contiguous run of bytes on any device. Blocks.
 
     The work runs on the thread's current stream, so the library's threads call this
     inside :meth:`~replicas.weights.copies.accelerator.Accelerator.on_side_stream`.
     """
-    digest, whole = DeviceDigest(), data.numel() // _BLOCK_NBYTES * _BLOCK_NBYTES
-    digest.update(data[:whole])
-    return digest.hexdigest(data[whole:])
+    whole = data.numel() // BLOCK_NBYTES * BLOCK_NBYTES
+    at_once = BLOCK_NBYTES * _AT_ONCE.get(data.device.type, 1)
+    parts = [*torch.split(data[:whole], at_once), data[whole:]]
+    sums = [_sums(part) for part in parts if part.numel()]
+    known = torch.cat(sums).cpu() if sums else torch.empty(0, dtype=torch.int64)
+    state = xxhash.xxh3_128(known.numpy().tobytes())
+    state.update(data.numel().to_bytes(8, "little"))
+    return DEVICE_PREFIX + state.hexdigest()
 
 
 def _sums(blocks: torch.Tensor) -> torch.Tensor:
-    """Return both sums of each whole block, or of one shorter block, in order."""
-    count = -(-min(blocks.numel(), _BLOCK_NBYTES) // 8)
+    """Return the sums (int64) of each whole block, or of one shorter, on the device."""
+    count = -(-min(blocks.numel(), BLOCK_NBYTES) // 8)
     keys = locked(_lock, _keys_on, count, blocks.device)[:count]
     with torch.no_grad():
         if blocks.numel() % 8 or blocks.data_ptr() % 8 or blocks.storage_offset() % 8:
@@ -197,7 +126,7 @@ def _sums(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _keys_on(count: int, device: torch.device) -> torch.Tensor:
-    """Return ``count`` or more keys, cached by device; always the same sequence."""
+    """Return at least ``count`` keys on the device, always the same; cached."""
     found = _keys.get(device)
     if found is None or found.numel() < count:
         found = _random(min(_WORDS, 1 << (count - 1).bit_length()), device)
@@ -208,7 +137,7 @@ def _keys_on(count: int, device: torch.device) -> torch.Tensor:
 
 
 def _random(count: int, device: torch.device) -> torch.Tensor:
-    """Return splitmix64 (Steele, Lea, Flood 2014) of a counter, made odd."""
+    """Return ``count`` fixed odd pseudo-random numbers (splitmix64 of a counter)."""
     state = (
         torch.arange(1, count + 1, dtype=torch.int64, device=device).mul_(0x9E3779B97F4A7C15 - (1 << 64)).add_(_SEED)
     )

@@ -32,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from replicas.common.reason import Reason
 from replicas.errors import ManifestMismatch, ReplicasError
 from replicas.messages.bounds import text_of
 from replicas.weights.copies import streaming
@@ -53,7 +54,10 @@ _SHAPE, _DTYPE, _ON_CPU = map(operator.attrgetter, ("shape", "dtype", "is_cpu"))
 
 
 def unusable(name: str, tensor: torch.Tensor, why: str = "") -> ManifestMismatch:
-    """Return the error for a tensor whose elements cannot be read or written."""
+    """Return (do not raise) the error for a tensor that cannot be read or written.
+
+    :param why: the reason; if "", found from the tensor.
+    """
     text = f"tensor {name!r} {why or why_unusable(tensor) or 'changes while it is copied'}"
     return ManifestMismatch(text, hint="give dense tensors with memory of their own, and keep it during the copy")
 
@@ -75,12 +79,13 @@ class Found:
     elsewhere: torch.Tensor | None = None
 
     def of(self, picks: Sequence[int]) -> Found:
-        """Return the tensors with these numbers, in this order."""
+        """Return the tensors numbered ``picks``, in that order, and their memory."""
         tensors = [self.tensors[number] for number in picks]
         order = np.array(picks, dtype=np.intp)
         return Found(tensors, self.addresses[order], self.needed[order], self.runs[order], self.elsewhere)
 
     def update(self, some: slice, found: Found) -> None:
+        """Replace the facts about the tensors ``some`` by newly found ones."""
         self.addresses[some], self.needed[some], self.runs[some] = found.addresses, found.needed, found.runs
 
 
@@ -99,17 +104,22 @@ class Kinds:
         self.kept = np.fromiter(map(operator.is_, dtypes, published), dtype=np.bool_, count=len(self.dtypes))
         self.complex = any(dtype.is_complex for dtype in set(dtypes))
 
-    def differs(self, index: int, tensor: torch.Tensor) -> str:
-        """Return how a tensor's shape or dtype has changed, or ""."""
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor], published: Sequence[torch.dtype]) -> Kinds:
+        """Return the shapes and dtypes of these tensors."""
+        return cls([one.shape for one in tensors], [one.dtype for one in tensors], published)
+
+    def differs(self, index: int, tensor: torch.Tensor) -> Reason | None:
+        """Return how a tensor's shape or dtype has changed, or None."""
         if tensor.shape == self.shapes[index] and tensor.dtype is self.dtypes[index]:
-            return ""
+            return None
         was = f"{self.dtypes[index]}{list(self.shapes[index])}"
         return f"was {was}, and is {tensor.dtype}{list(tensor.shape)}"
 
     def find_memory(self, tensors: Sequence[torch.Tensor], first: int = 0) -> Found | None:
-        """Find the memory of plain tensors, the first of them with number ``first``.
+        """Return plain tensors with their addresses; None if one does not fit.
 
-        Returns None if one has another shape or dtype, or no memory.
+        Its shape or dtype differs, or it has no memory. ``first``: number of the first.
         """
         count = len(tensors)
         found = Found(list(tensors), np.empty(count, np.uintp), np.empty(count, np.uintp), np.zeros(count, np.bool_))
@@ -119,6 +129,7 @@ class Kinds:
         return found
 
     def _find_some(self, found: Found, few: slice, first: int) -> bool:
+        """Find the memory of the tensors ``few``; return False if one does not fit."""
         some = found.tensors[few]
         size = len(some)
         these = slice(few.start + first, few.start + first + size)
@@ -174,11 +185,15 @@ class Cut:
         return [self.rows_of(tensors[self.first])]
 
     def rows_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the step's rows of a tensor; all if the step has whole pieces."""
         return tensor if self.axis < 0 else tensor.narrow(self.axis, self.row, self.rows)
 
 
 def cuts_of(starts: Sequence[int], ends: Sequence[int], shapes: Sequence[tuple[int, ...]], nbytes: int) -> list[Cut]:
-    """Return cuts of about ``nbytes``, and not too many pieces, of all bytes."""
+    """Return cuts (steps of a copy) of about ``nbytes`` each that cover all pieces.
+
+    :param starts: first byte of each piece; ``ends`` and ``shapes`` likewise.
+    """
     cuts: list[Cut] = []
     first = start = behind = 0
     for index, (begin, end) in enumerate(zip(starts, ends, strict=True)):
@@ -195,7 +210,7 @@ def cuts_of(starts: Sequence[int], ends: Sequence[int], shapes: Sequence[tuple[i
 
 
 def _rows(index: int, start: int, nbytes: int, shape: tuple[int, ...], step_nbytes: int) -> Iterator[Cut]:
-    """Cut one piece into runs of bytes along its first axis longer than 1."""
+    """Yield cuts of one large piece along its first axis longer than 1."""
     axis = next(axis for axis, extent in enumerate(shape) if extent > 1)
     row_nbytes = nbytes // shape[axis]
     rows = max(1, step_nbytes // row_nbytes)
@@ -239,9 +254,10 @@ class HostCopies:
     def run(
         self, cuts: Sequence[Cut], threads: int, *, past_caches: bool, done: Callable[[int, int], object] = _nothing
     ) -> None:
-        """Do all steps on this thread, and the threads of the C library.
+        """Copy all cuts on this thread and (with ``threads`` > 1) threads in C.
 
-        :param done: called with the byte range of each step.
+        :param past_caches: use stores that bypass the CPU caches.
+        :param done: called with (first byte, end) after each step.
         """
         for task in self.tasks(cuts, threads=threads, past_caches=past_caches, done=done):
             task()
@@ -254,7 +270,7 @@ class HostCopies:
         done: Callable[[int, int], object] = _nothing,
         threads: int = 1,
     ) -> list[Callable[[], None]]:
-        """Return a task for each step; keep aliases of tensors with several steps."""
+        """Return a function for each cut, which copies it and calls ``done``."""
         for index in {cut.first for cut in cuts if cut.axis >= 0}:
             with torch.no_grad():
                 self._found.tensors[index] = self._found.tensors[index].detach()
@@ -267,7 +283,7 @@ class HostCopies:
         return [partial(task, cut) for cut in cuts]
 
     def copy(self, cut: Cut, *, threads: int = 1, past_caches: bool = False) -> None:
-        """Do one step.
+        """Copy one cut, to or from the user's tensors; repeat while they move.
 
         :raises ManifestMismatch: a tensor was freed, or has another shape or dtype.
         """
@@ -295,9 +311,10 @@ class HostCopies:
         raise self._unusable(cut, "changes while it is copied")
 
     def put(self, pieces: npt.NDArray[np.intp], skipped: Addresses, sizes: Addresses) -> None:
-        """Copy ``sizes`` bytes from byte ``skipped`` on of each of these pieces, which
-        are runs. Copies all of them whole if a tensor is no longer a run.
+        """Copy parts of pieces that are runs of bytes: their changed elements.
 
+        :param pieces: index of a piece for each part; ``skipped``: its first byte in
+            the piece; ``sizes``: its bytes.
         :raises ManifestMismatch: as :meth:`copy`.
         """
         found, least = self._found, pieces.min()
@@ -319,12 +336,13 @@ class HostCopies:
         raise self._unusable(Cut(0, 0, int(touched[0]), int(touched[-1]) + 1), "changes while it is copied")
 
     def _unusable(self, cut: Cut, why: str) -> ManifestMismatch:
-        """Return an error for the step's first tensor without memory, or its first."""
+        """Return the error for the step's first tensor that lacks memory, if any."""
         tensors = self._found.tensors
         index = next((index for index in range(cut.first, cut.last) if why_unusable(tensors[index])), cut.first)
         return unusable(self._name(index), tensors[index], why_unusable(tensors[index]) or why)
 
     def _copy_runs(self, cut: Cut, numbers: npt.NDArray[np.intp], threads: int, past_caches: bool) -> None:
+        """Copy the step's runs, numbered within it, in C; may raise MemoryMoved."""
         found = self._found
         if cut.axis >= 0 or len(numbers) == cut.last - cut.first:
             those: slice | npt.NDArray[np.intp] = slice(cut.first, cut.last)
@@ -356,17 +374,19 @@ class HostCopies:
             self._copy_pairs(few)
 
     def _copy_pairs(self, pairs: Sequence[_Pair]) -> None:
+        """Copy pairs by torch, in the direction of ``load``; may raise MemoryMoved."""
         tensors, ours = [one for one, _ in pairs], [one for _, one in pairs]
         with torch.inference_mode() if any(map(torch.Tensor.is_inference, tensors)) else torch.no_grad():
             private = Private(tensors)
             if self._load:
                 torch._foreach_copy_(private.views, ours)
-                private.give()
+                private.copy(back=True)
             else:
-                private.copy_in()
+                private.copy()
                 torch._foreach_copy_(ours, private.views)
 
     def _alias(self, index: int) -> torch.Tensor:
+        """Return an alias of tensor ``index``; raise MemoryMoved if it has changed."""
         with torch.no_grad():
             tensor = self._found.tensors[index].detach()
         if tensor.shape != self._kinds.shapes[index] or tensor.dtype is not self._kinds.dtypes[index]:
@@ -376,6 +396,10 @@ class HostCopies:
         return tensor
 
     def _look_again(self, some: slice) -> None:
+        """Find the memory of the tensors ``some`` again, after it has moved.
+
+        :raises ManifestMismatch: a tensor cannot be used any longer.
+        """
         tensors = self._found.tensors[some]
         found = self._kinds.find_memory(tensors, some.start)
         if found is not None and found.elsewhere is None:
@@ -393,7 +417,7 @@ _Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def _few_runs(pairs: Iterable[_Pair]) -> Iterator[list[_Pair]]:
-    """Yield all pairs, in lists of at most :data:`RUNS_MAX` runs of user bytes."""
+    """Yield all pairs in lists of few runs of bytes; a pair may be split."""
     few: list[_Pair] = []
     total = 0
     for tensor, piece, runs in chain.from_iterable(starmap(_parts, pairs)):
@@ -406,7 +430,7 @@ def _few_runs(pairs: Iterable[_Pair]) -> Iterator[list[_Pair]]:
 
 
 def _parts(tensor: torch.Tensor, piece: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
-    """Yield the pair and its number of runs; with too many runs, split it first."""
+    """Yield (tensor, piece, runs of bytes), split until each has few runs."""
     axes = [] if tensor.is_contiguous() else streaming.gaps(tensor)
     runs = math.prod(tensor.shape[axis] for axis in axes)
     if runs <= RUNS_MAX:
@@ -419,6 +443,6 @@ def _parts(tensor: torch.Tensor, piece: torch.Tensor) -> Iterator[tuple[torch.Te
 
 
 def _written(tensors: Sequence[torch.Tensor]) -> None:
-    """Tell autograd of a write, as torch's own writes do."""
+    """Count a write to each tensor for autograd, as torch's own writes do."""
     inference = any(map(torch.Tensor.is_inference, tensors))
     torch.autograd.graph.increment_version([one for one in tensors if not (inference and one.is_inference())])

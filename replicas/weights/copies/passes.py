@@ -19,7 +19,7 @@ Piece = Callable[[torch.Tensor, tuple[int, ...], tuple[int, ...]], object]
 
 
 class Passes:
-    """A ``WeightSource`` as a stream of (name, tensor), with ``metadata()``.
+    """A vLLM ``WeightSource`` as a stream of (name, tensor), with ``metadata()``.
 
     :param mode: ``"image"`` for whole tensors, ``"parts"`` for this rank's pieces.
     :param shard: makes a shard of a local tensor, its offsets, and the global shape.
@@ -33,6 +33,7 @@ class Passes:
         return self._source.metadata
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
+        """Return an iterator of names, and whole tensors or this rank's pieces."""
         if self._mode == "image" or not _has(self._source, "iter_local"):
             if not _has(self._source, "iter_full"):
                 what = f"{type(self._source).__name__} has iter_local alone: each rank has its own pieces"
@@ -44,7 +45,10 @@ class Passes:
         return ((name, self._piece(rows[name], tensor)) for name, tensor in self._source.iter_local())
 
     def _piece(self, row: Any, local: torch.Tensor) -> object:
-        """Return this rank's piece of a tensor: the whole one if it is not sharded."""
+        """Return this rank's local tensor as a shard; as it is if it is not sharded.
+
+        :param row: the source's metadata of the tensor.
+        """
         if row.placements is None:
             return local
         offsets, extents = [0] * len(row.shape), list(row.shape)
@@ -62,12 +66,12 @@ class Passes:
 
 
 def _has(source: Any, name: str) -> bool:
-    """Return True if the source has this pass; vLLM's base class has stubs of both."""
+    """Return True if the source implements ``name``; vLLM's base class has stubs."""
     says = getattr(source, f"implements_{name}", None)
     return bool(says()) if callable(says) else callable(getattr(source, name, None))
 
 
 def with_passes(weights: object, mode: Literal["image", "parts"], shard: Piece) -> object:
-    """Return a ``WeightSource`` as :class:`Passes`, and other weights unchanged."""
+    """Wrap a vLLM ``WeightSource`` in :class:`Passes`; return others unchanged."""
     is_source = callable(getattr(weights, "iter_full", None)) and not hasattr(weights, "__iter__")
     return Passes(weights, mode, shard) if is_source else weights

@@ -60,6 +60,7 @@ class MemoryMoved(Exception):
 
 
 def _load() -> Any:
+    """Return the compiled C function that copies runs, or None without it."""
     try:
         library = ctypes.PyDLL(str(LIBRARY))
         function = library.replicas_copy_runs
@@ -75,6 +76,7 @@ available = _copy is not None
 
 
 def _cache_nbytes() -> int:
+    """Return the size of the CPU's last cache; 32 MiB if unknown."""
     try:
         found = os.sysconf("SC_LEVEL3_CACHE_SIZE")
     except (OSError, ValueError):  # a C library that does not know this name
@@ -89,15 +91,16 @@ def bypasses_caches(nbytes: int) -> bool:
 
 @contextmanager
 def writing(destinations: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Allow in-place writes on this thread, also to tensors made in inference mode."""
+    """Context manager: allow in-place writes, even to tensors of inference mode."""
     inference = any(map(torch.Tensor.is_inference, destinations))
     with torch.inference_mode() if inference else torch.no_grad():
         yield
 
 
 def still_there(tensors: Sequence[torch.Tensor], addresses: Addresses, needed: Addresses) -> Check:
-    """Return a check that each tensor has all its memory at its address.
+    """Return a function, for one call, that returns True if no tensor has moved.
 
+    :param addresses: the expected address of each.
     :param needed: bytes from the start of each storage to the end of the elements.
     """
     there = map(operator.eq, map(_POINTER, tensors), addresses.tolist())
@@ -114,10 +117,12 @@ def copy_runs(
     threads: int = 1,
     past_caches: bool = False,
 ) -> None:
-    """Copy runs of bytes that do not overlap, with the GIL held.
+    """Copy runs of bytes from address to address, in C, with the GIL held.
 
-    Call it only if :data:`available`.
+    Call it only if :data:`available`; the runs must not overlap.
 
+    :param check: called before the copy.
+    :param to: address of each run's destination; ``sources``: of its source.
     :param past_caches: the result of :func:`bypasses_caches` for the whole copy.
     :raises MemoryMoved: ``check`` returned False.
     """
@@ -127,12 +132,12 @@ def copy_runs(
 
 
 def _axes(tensor: torch.Tensor) -> list[tuple[int, int]]:
-    """Return (stride, axis) of each axis with several elements, by rising stride."""
+    """Return (stride, axis) of each axis longer than 1, by rising stride."""
     return sorted((stride, axis) for axis, stride in enumerate(tensor.stride()) if stride and tensor.shape[axis] > 1)
 
 
 def gaps(tensor: torch.Tensor) -> list[int]:
-    """Return the axes along which the elements are not one run: gaps, or overlaps."""
+    """Return the axes along which the elements are not one run of bytes."""
     found: list[int] = []
     behind = 1
     for stride, axis in _axes(tensor):
@@ -143,7 +148,9 @@ def gaps(tensor: torch.Tensor) -> list[int]:
 
 
 class Private:
-    """Private memory for the elements of tensors; the tensors if without the C code.
+    """Private memory for the elements of tensors, by which torch copies them.
+
+    Without the C code the tensors themselves are used.
 
     :param tensors: aliases on the CPU that no other code has.
     :ivar views: a tensor for each, to read or write instead.
@@ -174,19 +181,18 @@ class Private:
             view = torch._neg_view(view) if tensor.is_neg() else view
             self.views[number] = view.conj() if tensor.is_conj() else view
 
-    def copy_in(self) -> None:
-        """Fill the private memory from the tensors; may raise :class:`MemoryMoved`."""
-        if self._tensors:
-            check, theirs = self._found()
-            copy_runs(check, self._places, theirs, self._sizes)
+    def copy(self, *, back: bool = False) -> None:
+        """Copy the tensors to :attr:`views`, or ``back``.
 
-    def give(self) -> None:
-        """Write the private memory to the tensors; may raise :class:`MemoryMoved`."""
+        :raises MemoryMoved: a tensor has moved.
+        """
         if self._tensors:
             check, theirs = self._found()
-            copy_runs(check, theirs, self._places, self._sizes)
+            to, sources = (theirs, self._places) if back else (self._places, theirs)
+            copy_runs(check, to, sources, self._sizes)
 
     def _found(self) -> tuple[Check, Addresses]:
+        """Return a check that no tensor moves from now on, and all runs' addresses."""
         addresses = np.fromiter(map(_POINTER, self._tensors), dtype=np.uintp, count=len(self._tensors))
         needed = [one.storage_offset() * one.itemsize + span_nbytes(one) for one in self._tensors]
         check = still_there(self._tensors, addresses, np.array(needed, dtype=np.uintp))

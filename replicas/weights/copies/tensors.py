@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch.nn.parameter import is_lazy
 
+from replicas.common.reason import Reason
 from replicas.core.base.dtypes import item_nbytes
 from replicas.core.base.manifest import Manifest, Piece
 from replicas.errors import ManifestMismatch, UsageError
@@ -66,12 +67,18 @@ def is_copied(dtype: torch.dtype) -> bool:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements as integers of the same size, which every torch copies."""
+    """Return the elements as integers of the same size: a view if possible.
+
+    Lazy conjugation or negation needs a copy. Every torch can copy the integers.
+    """
     return tensor.resolve_conj().resolve_neg().view(_BITS[tensor.dtype.itemsize])
 
 
 def written_as_bits(destination: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both, of one dtype, as :func:`bits`; the destination as a view."""
+    """Return views by which torch copies source to destination as integers.
+
+    Both have one dtype; the source may come as a copy.
+    """
     if destination.is_conj():
         destination, source = destination.conj(), source.conj()
     if destination.is_neg():
@@ -93,7 +100,7 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a plain tensor over the same memory, whose storage no other code sets."""
+    """Return a plain tensor over the same memory; no other code can set its storage."""
     if type(tensor) in PLAIN:
         return tensor.detach()
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
@@ -102,7 +109,7 @@ def alias_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_sound(tensor: torch.Tensor) -> bool:
-    """Return True if a plain tensor is certainly usable: a quick check."""
+    """Return True if a plain tensor is certainly usable; False asks for more checks."""
     if tensor.layout is not torch.strided or not tensor.is_contiguous() or tensor.is_nested:
         return False
     nbytes = tensor.nbytes
@@ -111,21 +118,21 @@ def _is_sound(tensor: torch.Tensor) -> bool:
 
 
 def check_modes(what: str) -> None:
-    """Raise UsageError if a torch mode on this thread prevents real tensors."""
+    """Raise UsageError in a FakeTensorMode or the like; ``what`` names the function."""
     probe = torch.empty(1, device="cpu")
     if type(probe) is not torch.Tensor or why_unusable(probe):
         text = f"{what}: torch makes a {type(probe).__name__} of everything on this thread at present"
         raise UsageError(text, hint="leave the FakeTensorMode, or a mode like it, first")
 
 
-def why_unusable(tensor: torch.Tensor) -> str:
-    """Return why a tensor's elements cannot be read or written in memory, or "".
+def why_unusable(tensor: torch.Tensor) -> Reason | None:
+    """Return why a tensor's elements cannot be read or written in memory, or None.
 
     The tensor's own code (``__torch_function__``) does not run. For a DTensor pass its
     local tensor.
     """
     if type(tensor) in PLAIN and _is_sound(tensor):
-        return ""
+        return None
     with torch._C.DisableTorchFunctionSubclass():
         if is_lazy(tensor):
             return "is not initialized"
@@ -136,7 +143,7 @@ def why_unusable(tensor: torch.Tensor) -> str:
         if not torch._C._has_storage(tensor):
             return f"is a {type(tensor).__name__} without memory of its own"
         if not tensor.numel():
-            return ""
+            return None
         storage = torch.Tensor.untyped_storage(tensor)
         room = storage.nbytes()
         needed = tensor.storage_offset() * tensor.itemsize + span_nbytes(tensor)
@@ -147,7 +154,7 @@ def why_unusable(tensor: torch.Tensor) -> str:
         if storage.device.type != tensor.device.type or not torch.Tensor.data_ptr(tensor):
             kind = "functional tensor" if torch._is_functional_tensor(tensor) else type(tensor).__name__
             return f"is a {kind} without memory of its own"
-        return ""
+        return None
 
 
 def span_nbytes(tensor: torch.Tensor) -> int:
@@ -159,7 +166,10 @@ def span_nbytes(tensor: torch.Tensor) -> int:
 
 
 def typed(data: torch.Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a view of ``data`` (uint8) at byte ``offset``, of this dtype and shape."""
+    """Return a view of ``data`` (uint8) at byte ``offset``, with this dtype and shape.
+
+    An empty tensor is a new one.
+    """
     nbytes = prod(shape) * dtype.itemsize
     if not nbytes:
         return torch.empty(shape, dtype=dtype, device=data.device)
@@ -167,7 +177,7 @@ def typed(data: torch.Tensor, offset: int, dtype: torch.dtype, shape: tuple[int,
 
 
 def piece_view(data: torch.Tensor, manifest: Manifest, piece: Piece) -> torch.Tensor:
-    """Return a view of the box of ``piece`` in an image's data section, as bits."""
+    """Return a view of the box of ``piece`` in an image's data section, as integers."""
     spec = manifest.tensors[piece.tensor]
     whole = typed(data, manifest.offsets[piece.tensor], _BITS[item_nbytes(spec.dtype)], spec.shape)
     for axis, (offset, extent) in enumerate(zip(piece.offsets, piece.shape, strict=True)):
@@ -186,7 +196,7 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
 
 
 def local_box(tensor: DTensor, name: str) -> Box | None:
-    """Return the box of this rank's local tensor in the global one; None if empty.
+    """Return (offsets, shape) of this rank's part of the tensor; None if it is empty.
 
     Does not communicate.
 
@@ -212,7 +222,7 @@ def local_box(tensor: DTensor, name: str) -> Box | None:
 
 
 def _is_contiguous_block(tensor: DTensor) -> bool:
-    """Return True if a strided shard (FSDP over tensor parallelism) is one block."""
+    """Return True if the rows that this rank has follow each other, on every axis."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     coordinate: list[int] = list(tensor.device_mesh.get_coordinate() or ())

@@ -15,16 +15,6 @@ handles, so these are looked up. A forked child does not touch inherited memory,
 cannot use CUDA after its parent has called the driver. Programs that fork ask torch
 whether CUDA is initialised (vLLM does), so :meth:`Cuda.device` also initialises torch,
 which creates no context.
-
-The driver creates the library's *streams*. torch has a pool of 32, which it hands out
-repeatedly, so that one could be the stream on which the user trains or captures a
-graph. Each thread has one stream, which another thread reuses after its end, as torch's
-allocator keeps memory for each stream.
-
-The driver and torch number devices alike, in the order of ``CUDA_VISIBLE_DEVICES``. A
-thread that has not chosen a device has number 0 as its current one; accidental work on
-that would create a context of about a hundred megabytes. So the default device is that
-of the first call of :meth:`Cuda.device`, by the thread that joins.
 """
 
 from __future__ import annotations
@@ -65,7 +55,7 @@ _IPC_HINT = (
 
 
 class Block:
-    """Device memory under tensors; given back when it is garbage-collected."""
+    """Device memory under tensors; ``give_back`` runs when it is garbage-collected."""
 
     def __init__(self, address: int, nbytes: int, give_back: Callable[[], None]) -> None:
         self.address = address
@@ -85,7 +75,7 @@ class Block:
 
 
 def tensor_over(block: Block, device: torch.device) -> torch.Tensor:
-    """Return a uint8 tensor, writable on any thread, whose storage keeps ``block``."""
+    """Return a uint8 tensor of the block's memory, whose storage keeps the block."""
     with torch.inference_mode(False), uncaptured():
         if not block.nbytes:
             return torch.empty(0, dtype=torch.uint8, device=device)
@@ -93,12 +83,14 @@ def tensor_over(block: Block, device: torch.device) -> torch.Tensor:
 
 
 def _in_this_process(pid: int, give_back: Callable[[], None], *kept: object) -> None:
-    """Run a finalizer, except in a forked child. ``kept`` is alive until then."""
+    """Call ``give_back``, except in a forked child; ``kept`` lives until then."""
     if pid == os.getpid():
         give_back()
 
 
 class CudaEvent(Event):
+    """An event of torch's; :class:`Event` describes the methods."""
+
     def __init__(self, event: Any, uuid: str, index: int, handle: bytes = b"") -> None:
         self.handle = handle
         self._event = event
@@ -129,6 +121,8 @@ class CudaEvent(Event):
 
 
 class CudaRegistration(Registration):
+    """Host memory pinned by the driver; unpinned when closed or garbage-collected."""
+
     def __init__(self, host: torch.Tensor, give_back: Callable[[], None]) -> None:
         self._end = weakref.finalize(self, _in_this_process, os.getpid(), give_back, host)  # mapped until then
         self._end.atexit = False
@@ -138,6 +132,8 @@ class CudaRegistration(Registration):
 
 
 class Cuda(Accelerator):
+    """CUDA devices; :class:`Accelerator` describes the methods."""
+
     kind = "cuda"
     group_backend = "nccl"
 
@@ -158,6 +154,7 @@ class Cuda(Accelerator):
         return bool(_backends.cuda.is_built()) and torch.version.cuda is not None and driver.load_library() is not None
 
     def device(self) -> str:
+        """Return the UUID of this thread's GPU, or "" without a usable one."""
         visible = self.visible()
         index = _cuda.current_device() if _cuda.is_initialized() else 0  # the first one until torch is used
         found = visible[index] if index < len(visible) else ""
@@ -172,6 +169,7 @@ class Cuda(Accelerator):
         return found
 
     def visible(self) -> tuple[str, ...]:
+        """Return the UUIDs of all usable GPUs; the first call asks the driver."""
         with self._lock:
             if self._visible is None:
                 try:
@@ -182,6 +180,7 @@ class Cuda(Accelerator):
             return self._visible
 
     def select(self, uuid: str) -> None:
+        """Make this GPU the only one, by ``CUDA_VISIBLE_DEVICES``; or Preflight."""
         if self._visible is None and not _cuda.is_initialized():
             os.environ[_VISIBLE] = uuid
         visible = self.visible()
@@ -202,6 +201,7 @@ class Cuda(Accelerator):
         return (self._visible or self.visible())[tensor.device.index]
 
     def allocate(self, nbytes: int, uuid: str) -> DeviceMemory:
+        """Allocate memory for CUDA IPC by ``cuMemAlloc``; raise NoCapacity if full."""
         index = self._index(uuid)
         wanted = max(1, -(-nbytes // _GRANULE_NBYTES)) * _GRANULE_NBYTES
         address, handle = driver.Pointer(), driver.IpcHandle()
@@ -230,6 +230,7 @@ class Cuda(Accelerator):
     def open(
         self, handle: bytes, nbytes: int, uuid: str, *, on_free: Callable[[], None] = lambda: None
     ) -> DeviceMemory:
+        """Map memory by its IPC handle; ``on_free`` is called after its last tensor."""
         index = self._index(uuid)
         device = torch.device("cuda", index)
         own = self._own.get(handle)  # CUDA cannot open a handle in its own process
@@ -262,13 +263,11 @@ class Cuda(Accelerator):
         return DeviceMemory(tensor_over(block, device), b"", block)
 
     def free_nbytes(self, uuid: str) -> tuple[int, int]:
-        with self._in_context(self._index(uuid)):
-            try:
-                return driver.memory_info()
-            except DriverError as error:
-                raise WorldError(f"GPU {uuid} failed: {error}", hint=driver.BROKEN_HINT) from error
+        with self._in_context(self._index(uuid)), typed(uuid):
+            return driver.memory_info()
 
     def register(self, host: torch.Tensor, *, read_only: bool) -> Registration | None:
+        """Pin host memory by the driver; return None (logged once) if that fails."""
         index = self._index(self._default())
         address = host.data_ptr()
         with self._in_context(index):
@@ -294,7 +293,7 @@ class Cuda(Accelerator):
         return CudaRegistration(host, lambda: self._give_back("cuMemHostUnregister", index, address))
 
     def _give_back(self, function: str, index: int, address: int) -> None:
-        """Free memory in a finalizer; log errors, as no caller would get them."""
+        """Call a driver function that frees memory, in a finalizer; log errors."""
         try:
             with self._in_context(index):
                 driver.call(function, address)
@@ -326,16 +325,19 @@ class Cuda(Accelerator):
         return CudaEvent(opened, uuid, index)
 
     def copy(self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Enqueue the copies on the current stream; see :meth:`Accelerator.copy`."""
         with typed(self._default()):
             enqueue(destinations, sources)
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Delay reuse of the memory until the current stream is done."""
         for tensor in tensors:
             if tensor.is_cuda:
                 tensor.record_stream(_cuda.current_stream(tensor.device))
 
     @contextlib.contextmanager
     def on_side_stream(self, uuid: str = "") -> Iterator[None]:
+        """Context manager: make the library's stream of this thread current."""
         index = self._index(uuid or self._default())
         own: _Streams | None = getattr(self._local, "own", None)
         if own is None:
@@ -346,14 +348,11 @@ class Cuda(Accelerator):
             yield
 
     def _stream(self, index: int) -> Any:
+        """Return a stream for this thread: an idle one of the device, or a new one."""
         with contextlib.suppress(KeyError, IndexError):
             return self._idle[index].pop()
-        with self._in_context(index):
-            try:
-                return _cuda.ExternalStream(driver.new_stream(), device=index)
-            except DriverError as error:
-                text = f"GPU {self.visible()[index]} cannot create a stream: {error}"
-                raise WorldError(text, hint=driver.BROKEN_HINT) from error
+        with self._in_context(index), typed(self.visible()[index]):
+            return _cuda.ExternalStream(driver.new_stream(), device=index)
 
     @contextlib.contextmanager
     def on_stream(self, stream: object) -> Iterator[None]:
@@ -370,17 +369,23 @@ class Cuda(Accelerator):
             yield
 
     def synchronize(self, uuid: str = "") -> None:
+        """Block until this thread's current stream is done."""
         event = self.event(uuid)  # waiting for the stream itself would busy-wait
         event.record()
         event.synchronize()
 
     def _default(self) -> str:
+        """Return the UUID of the default device; raise WorldError without one."""
         found = self._home or self.device()
         if not found:
             raise WorldError(f"process {os.getpid()} cannot use a GPU", hint=_VISIBLE_HINT)
         return found
 
     def _index(self, uuid: str) -> int:
+        """Return torch's number of the device; initialise CUDA in torch.
+
+        :raises WorldError: this process cannot use the device.
+        """
         visible = self.visible()
         if uuid not in visible:
             text = f"GPU {uuid} is not visible to process {os.getpid()}, which sees {', '.join(visible) or 'none'}"
@@ -393,7 +398,7 @@ class Cuda(Accelerator):
 
     @contextlib.contextmanager
     def _in_context(self, index: int) -> Iterator[None]:
-        """Make a device's context this thread's current one in the block.
+        """Context manager: make the device's CUDA context this thread's current one.
 
         :raises NoCapacity: there is no memory for the context itself.
         :raises WorldError: the device cannot be used.
@@ -414,6 +419,7 @@ class Cuda(Accelerator):
                 found.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 
     def _context(self, index: int) -> ctypes.c_void_p:
+        """Return the device's primary context, retained on first use."""
         with self._context_lock:
             found = self._contexts.get(index)
             if found is None:
@@ -425,7 +431,7 @@ class Cuda(Accelerator):
 
 
 class _Streams:
-    """The streams of one thread, by device; returned to ``idle`` when it ends."""
+    """The side streams of one thread, by device; ``idle`` gets them when it ends."""
 
     def __init__(self, idle: dict[int, list[Any]]) -> None:
         self.streams: dict[int, Any] = {}

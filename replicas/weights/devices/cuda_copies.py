@@ -73,40 +73,38 @@ def enqueue(
 
 
 def _copy_mixed(pairs: Sequence[_Pair], on_device: Sequence[tuple[bool, bool]]) -> None:
+    """Enqueue copies between devices and host.
+
+    :param on_device: for each pair, whether destination and source are on a device.
+    """
     within: list[_Pair] = []
-    to_host: list[_Pair] = []
-    to_device: list[_Pair] = []
+    small: tuple[list[_Pair], list[_Pair]] = [], []
     for pair, (there, here) in zip(pairs, on_device, strict=True):
         destination, source = pair
+        host = 0 if here else 1  # index of the host's tensor
         if not source.numel():
             continue
         if there and here:
             within.append(pair)
         elif not (there or here):
             destination.copy_(source)
-        elif here:
-            if destination.nbytes < SMALL_NBYTES and destination.is_contiguous():
-                to_host.append(pair)
-            else:
-                _to_host(destination, source)
-        elif source.nbytes < SMALL_NBYTES and source.is_contiguous():
-            to_device.append(pair)
+        elif pair[host].nbytes < SMALL_NBYTES and pair[host].is_contiguous():
+            small[host].append(pair)
         else:
-            _to_device(destination, source)
+            (_to_device if host else _to_host)(*pair)
     _copy_within([destination for destination, _ in within], [source for _, source in within])
-    for run in _runs(to_host, 0):
-        _transfer(run, 0)
-    for run in _runs(to_device, 1):
-        _transfer(run, 1)
+    for host, some in enumerate(small):
+        for run in _runs(some, host):
+            _transfer(run, host)
 
 
 def _to_host(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy one tensor. Memory with gaps blocks: torch copies through a temporary."""
+    """Enqueue the copy of one tensor; destinations with gaps make it block."""
     destination.copy_(source, non_blocking=destination.is_contiguous())
 
 
 def _to_device(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy one tensor, casting on the device: torch would cast in unpinned memory."""
+    """Enqueue the copy of one tensor, with the cast (if any) on the device."""
     if destination.dtype != source.dtype and source.is_contiguous():
         held = _room(source.nbytes, destination.device)
         if held is not None:
@@ -115,6 +113,7 @@ def _to_device(destination: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _room(nbytes: int, device: torch.device) -> torch.Tensor | None:
+    """Return new temporary memory on the device; None if too little is left."""
     try:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError:
@@ -122,6 +121,7 @@ def _room(nbytes: int, device: torch.device) -> torch.Tensor | None:
 
 
 def _copy_within(destinations: _Tensors, sources: _Tensors) -> None:
+    """Enqueue copies between device tensors, small ones of one kind in batches."""
     lists = destinations, sources
     kinds = zip(*(map(what, one) for what in (_DTYPE, _DEVICE, _DENSE) for one in lists), strict=True)
     alike: dict[tuple[object, ...], tuple[_Tensors, _Tensors]] = {}
@@ -143,7 +143,10 @@ def _copy_within(destinations: _Tensors, sources: _Tensors) -> None:
 
 
 def _transfer(run: Sequence[_Pair], host: int) -> None:
-    """Copy a run of tensors to (``host`` 0) or from (1) adjacent host memory."""
+    """Enqueue the copy of a run, whose host tensors are adjacent, in one transfer.
+
+    :param host: index of the host's tensor in each pair: 0 copies to it, 1 from it.
+    """
     hosts, others = [pair[host] for pair in run], [pair[1 - host] for pair in run]
     held = _room(_length(hosts), others[0].device) if len(run) > 1 else None
     if held is None:
@@ -158,7 +161,10 @@ def _transfer(run: Sequence[_Pair], host: int) -> None:
 
 
 def _runs(pairs: Sequence[_Pair], host: int) -> Iterator[list[_Pair]]:
-    """Group pairs with adjacent ``host`` tensors, and the others on one device."""
+    """Yield lists of pairs whose host tensors are adjacent, and others on one device.
+
+    :param host: index of the host's tensor in each pair.
+    """
     run: list[_Pair] = []
     start = end = last = device = 0
     for pair in pairs:
@@ -182,11 +188,12 @@ def _runs(pairs: Sequence[_Pair], host: int) -> Iterator[list[_Pair]]:
 
 
 def _length(hosts: Sequence[torch.Tensor]) -> int:
+    """Return the bytes from the run's first tensor to the end of its last one."""
     return hosts[-1].data_ptr() + hosts[-1].nbytes - hosts[0].data_ptr()
 
 
 def _bytes_of(hosts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the host memory of a run as one uint8 tensor."""
+    """Return the adjacent tensors' memory as one uint8 tensor, a view."""
     storage = hosts[0].untyped_storage()
     start = hosts[0].data_ptr() - storage.data_ptr()
     found = torch.empty(0, dtype=torch.uint8, device=hosts[0].device)

@@ -30,10 +30,14 @@ BROKEN_HINT = (
 
 
 class IpcHandle(ctypes.Structure):
+    """CUDA's handle of memory for other processes."""
+
     _fields_ = [("reserved", ctypes.c_ubyte * 64)]
 
 
 class _Uuid(ctypes.Structure):
+    """CUDA's binary UUID of a device."""
+
     _fields_ = [("octets", ctypes.c_ubyte * 16)]
 
 
@@ -65,7 +69,10 @@ _THREAD_LOCAL = 1
 
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
-    """Return the driver's library, before any call, or None if it is missing."""
+    """Load libcuda and declare its functions; return None if it is missing.
+
+    Calls no function of it. The result is cached.
+    """
     try:
         found = ctypes.CDLL("libcuda.so.1")
         for name, arguments in _SIGNATURES.items():
@@ -92,8 +99,14 @@ class DriverError(Exception):
 
 @contextlib.contextmanager
 def typed(uuid: str) -> Iterator[None]:
+    """Context manager: raise errors as NoCapacity or WorldError of this GPU.
+
+    They are errors of torch or of driver calls.
+    """
     try:
         yield
+    except DriverError as error:
+        raise WorldError(f"GPU {uuid} failed: {error}", hint=BROKEN_HINT) from error
     except torch.cuda.OutOfMemoryError as error:
         raise NoCapacity(f"GPU {uuid} has not enough memory left: {first_line(error)}") from error
     except RuntimeError as error:
@@ -103,13 +116,15 @@ def typed(uuid: str) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or the name of its type."""
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def call(function: str, *arguments: Any) -> None:
-    """Call a driver function.
+    """Call the driver function of this name with these arguments.
 
-    :raises DriverError: the call failed. :raises WorldError: there is no driver.
+    :raises DriverError: the call failed.
+    :raises WorldError: there is no driver.
     """
     found = load_library()
     if found is None:
@@ -120,6 +135,7 @@ def call(function: str, *arguments: Any) -> None:
 
 
 def list_devices() -> tuple[str, ...]:
+    """Initialise the driver; return the names (``GPU-UUID``) of all visible devices."""
     call("cuInit", 0)
     count = ctypes.c_int()
     call("cuDeviceGetCount", ctypes.byref(count))
@@ -147,7 +163,7 @@ def memory_info() -> tuple[int, int]:
 
 
 def new_stream() -> int:
-    """Create a stream that is independent of default streams, and is never freed."""
+    """Return the address of a new stream, which waits for no default stream."""
     stream = ctypes.c_void_p()
     call("cuStreamCreate", ctypes.byref(stream), _NON_BLOCKING)
     return stream.value or 0
@@ -155,7 +171,7 @@ def new_stream() -> int:
 
 @contextlib.contextmanager
 def uncaptured() -> Iterator[None]:
-    """Keep this thread's driver calls out of other threads' CUDA graph captures.
+    """Context manager: keep this thread's driver calls out of CUDA graph captures.
 
     While another thread captures a graph, as engines do when they start, a call that
     allocates, pins or queries an event fails and invalidates the capture, unless it is

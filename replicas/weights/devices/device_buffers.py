@@ -78,7 +78,7 @@ class DeviceBuffer(Buffer):
     """
 
     def __init__(self, fd: int, page: _Page, *, writable: bool) -> None:
-        """Take over ``fd``."""
+        """Take over ``fd``, the page's file; map no device memory yet."""
         super().__init__(fd, page.nbytes, writable=writable)
         self.device = page.uuid
         self._page = page
@@ -87,6 +87,11 @@ class DeviceBuffer(Buffer):
 
     @classmethod
     def _allocated(cls, nbytes: int, name: str, check: Callable[[], None], device: str) -> Buffer:
+        """Return a new buffer: device memory, an event, and a page that names both.
+
+        :param check: raises to stop.
+        :raises NoCapacity: the device has too little memory left.
+        """
         check()
         _lingering.sweep()
         gpu = device_of(device)
@@ -110,7 +115,9 @@ class DeviceBuffer(Buffer):
 
     @classmethod
     def _adopted(cls, fd: int, device: str, *, writable: bool) -> Buffer:
-        """Take over a page; the memory is opened at its first use.
+        """Return a buffer over another process's page; take over ``fd``.
+
+        The device memory is mapped at the first use.
 
         :raises WorldError: ``fd`` is not a page of this device.
         """
@@ -122,16 +129,20 @@ class DeviceBuffer(Buffer):
 
     @property
     def path(self) -> str:
+        """Raise UsageError, as device memory has no path."""
         text = f"the version is in the memory of GPU {self.device}, which has no path"
         raise UsageError(text, hint='set staging = "host" on the channel for engines that load files')
 
     def readable(self) -> torch.Tensor:
-        """Return the shared bytes. :raises WorldError: they cannot be opened here."""
+        """Return the shared bytes, not a copy; the first call maps the memory.
+
+        :raises WorldError: they cannot be opened here.
+        """
         with self._lock:
             return self._open_memory().tensor
 
     def private(self) -> torch.Tensor:
-        """Return a completed copy of the bytes, on the device."""
+        """Return a copy of the bytes, on the device; wait for it."""
         shared, gpu = self.readable(), device_of(self.device)
         copied = shared.clone()
         gpu.synchronize(self.device)
@@ -142,12 +153,17 @@ class DeviceBuffer(Buffer):
         return False
 
     def record_write(self) -> None:
+        """Owner: record the event after its writes, on this thread's stream."""
         if self._locks_in != os.getpid() or self._origin is not None:
             raise ValueError("only the owner of device memory records its writes")
         with self._lock:
             self._open_event().record()
 
     def wait_for_write(self) -> None:
+        """Make this thread's current stream wait for that event.
+
+        Does nothing for another member's memory, which is complete.
+        """
         if self._origin is None:  # other processes offer only complete memory
             with self._lock:
                 self._open_event().wait()
@@ -174,7 +190,7 @@ class DeviceBuffer(Buffer):
         """Do nothing: a forked child inherits no GPU memory."""
 
     def _open_memory(self) -> DeviceMemory:
-        """Open the memory, and flag its page while it is open here."""
+        """Return the memory, mapped at first use; its page shows that it is in use."""
         if self._memory is None:
             flag = os.fdopen(reopen(self._open_fd), "rb", buffering=0)
             try:
@@ -187,6 +203,7 @@ class DeviceBuffer(Buffer):
         return self._memory
 
     def _open_event(self) -> Event:
+        """Return the event of the owner's writes, opened at first use."""
         if self._written is None:
             self._open_memory()  # its flag also keeps the event alive
             self._written = device_of(self.device).open_event(self._page.written, self.device)
@@ -197,6 +214,7 @@ Buffer.on_device = DeviceBuffer
 
 
 def _write_page(page: _Page, name: str) -> int:
+    """Return a new memfd that contains the page."""
     encoded = _encode(page)
     if len(encoded) + _LENGTH.size > PAGE_NBYTES:
         raise ValueError(f"the handles of the accelerator need {len(encoded)} bytes, and a page has {PAGE_NBYTES}")
@@ -211,6 +229,7 @@ def _write_page(page: _Page, name: str) -> int:
 
 
 def _read_page(fd: int, device: str) -> _Page:
+    """Return the page in the file; raise WorldError if it is not of ``device``."""
     raw = os.pread(fd, PAGE_NBYTES, 0)
     try:
         (length,) = _LENGTH.unpack_from(raw)
@@ -237,7 +256,8 @@ class _Leftover:
     memory: DeviceMemory
     written: Event | None
 
-    def end(self) -> bool:
+    def free_if_unused(self) -> bool:
+        """Free the memory and return True; False if another process uses it."""
         if not locks.hold_exclusive(self.page):
             return False
         with contextlib.suppress(OSError):  # without such locks no other process can open it
@@ -266,6 +286,7 @@ class _Lingering:
         self._ending = threading.Event()
 
     def add(self, leftover: _Leftover) -> None:
+        """Take over the memory of a closed buffer; start the thread that frees it."""
         with self._lock:
             self._left.append(leftover)
             if self._thread is None and not self._ending.is_set():
@@ -276,14 +297,16 @@ class _Lingering:
                     self._thread = None
 
     def sweep(self) -> None:
+        """Free all kept memory that no other process uses any longer."""
         with self._sweeping:
             with self._lock:
                 left, self._left = self._left, []
-            still = [one for one in left if not one.end()]
+            still = [one for one in left if not one.free_if_unused()]
             with self._lock:
                 self._left += still
 
     def stop(self) -> None:
+        """End the thread, for good; memory left stays until the process ends."""
         self._ending.set()
         if (thread := self._thread) is not None:
             thread.join(_END_S)
@@ -294,11 +317,13 @@ class _Lingering:
         self._left, self._thread, self._ending = [], None, threading.Event()
 
     def nbytes(self) -> int:
+        """Do :meth:`sweep`, and return the bytes that other processes still use."""
         with self._sweeping:
             self.sweep()
             return sum(one.memory.nbytes for one in self._left)
 
     def _watch(self) -> None:
+        """Sweep repeatedly until no memory is left; the thread's function."""
         while not self._ending.is_set():
             self.sweep()
             with self._lock:

@@ -69,7 +69,7 @@ class CopyOptions:
     """How a publish fills its slot when a device makes the copies.
 
     :param buffer: the slot's memory, claimed; None for host memory, not to be pinned.
-    :param hold: copy on the caller's stream, instead of a stream of ours (*aside*).
+    :param hold: copy on the caller's stream; False: on a stream of the library.
     :param begun: called before the first copy, on the caller's thread.
     """
 
@@ -84,7 +84,7 @@ class CopyOptions:
 
 
 class _DeviceSink:
-    """Hashes device memory on the device, after all bytes have arrived."""
+    """Computes the digest of device memory on the device, once all bytes are there."""
 
     def __init__(self, accelerator: Accelerator, data: torch.Tensor, device: str, progress: Progress | None) -> None:
         self.digest: Future[str] = Future()
@@ -94,10 +94,12 @@ class _DeviceSink:
         self._prefix = None if progress is None else Prefix(data.numel(), progress)
 
     def filled(self, start: int, end: int) -> None:
+        """Count bytes ``start`` to ``end`` as arrived, for the progress callback."""
         if self._prefix is not None:
             self._prefix.filled(start, end)
 
     def finish(self) -> None:
+        """Report all bytes; compute the digest on the device, wait, and set it."""
         if self._prefix is not None:
             self._prefix.finish()
         assert self._data is not None
@@ -107,6 +109,7 @@ class _DeviceSink:
         self.digest.set_result(digest)
 
     def close(self) -> None:
+        """Drop the memory; if :meth:`finish` was not called, no digest will come."""
         self._data = None  # device memory lives as long as a tensor over it
 
 
@@ -175,18 +178,19 @@ class DeviceCopies:
             self._give_up(f"{type(error).__name__}: {text_of(error)}")
 
     def abandon(self) -> None:
-        """Give up, on any thread, if an interrupt has skipped ``__exit__``."""
+        """Stop, on any thread, after an interrupt: the futures fail with SyncError."""
         self._give_up("its block was left")
 
     def _give_up(self, why: str) -> None:
-        """Give up with a text, as a traceback would keep the tensors."""
+        """Have the follower thread fail the futures with a SyncError of this text."""
         self._batches.put(SyncError(f"given up: {why}", phase="pack", hint=""))
 
     def put(self, destination: torch.Tensor, source: torch.Tensor, start: int, end: int, name: str = "") -> None:
-        """Copy ``source`` on the current stream; it may be freed or written afterwards.
+        """Enqueue the copy of one tensor on the current stream, filling these bytes.
 
-        The stream may differ from call to call, as inside an iterator: each copy waits
-        for the previous one.
+        ``source`` may be freed or written afterwards; one in host memory is copied
+        before this returns. The stream may differ from call to call, as inside an
+        iterator: each copy waits for the previous one.
         """
         uuid = self._accelerator.uuid_of(source)
         if uuid:
@@ -202,7 +206,10 @@ class DeviceCopies:
         self._note(start, end)
 
     def run(self, steps: Iterable[Step]) -> None:
-        """Enqueue all steps in this order; their tensors must all exist already."""
+        """Enqueue all steps in order; copy sources in host memory before this returns.
+
+        The tensors must all exist already.
+        """
         known = list(steps)
         uuids = [list(map(self._accelerator.uuid_of, step.sources)) for step in known]
         used = {uuid for found in uuids for uuid in found}
@@ -223,24 +230,31 @@ class DeviceCopies:
                 self._end_batch()  # here, so that its events are on the streams of the copies
 
     def written(self) -> None:
-        """Count all bytes as filled by the enqueued work of the current stream."""
+        """Count all bytes as filled, by work that is queued on the current stream."""
         self._use({self._device or self._accelerator.device()})
         self._note(0, self._nbytes)
 
     def finish(self) -> None:
-        """End the enqueueing; raise ValueError if some bytes were not filled."""
+        """End the enqueueing, without waiting; raise ValueError for unfilled bytes."""
         if self._filled != self._nbytes:
             raise ValueError(f"{self._nbytes - self._filled} bytes were not filled")
         self._end_batch()
         self._batches.put(None)
 
     def fence(self) -> None:
-        """Make later work on this thread's current streams wait for the copies."""
+        """Make later work on this thread's current streams wait for the copies.
+
+        The call does not block.
+        """
         if not self.ended.is_set:  # else the follower has waited
             for event in list(self._ends.values()):
                 event.wait()
 
     def _enqueue(self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], uuids: set[str]) -> None:
+        """Enqueue copies on the current streams of the devices ``uuids``.
+
+        Pins the slot's host memory before the first copy.
+        """
         if not self._used and not self._ends and self._buffer is not None and not self._device:
             self._buffer.pin()  # not earlier: only now a device takes part
         self._use({*uuids, self._device} - {""})
@@ -251,7 +265,7 @@ class DeviceCopies:
     def _copy_from_host(
         self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], name: str = ""
     ) -> None:
-        """Copy and wait; to a device on a stream that waits for no other."""
+        """Copy sources in host memory to the slot, and wait."""
         if not self._device:
             pairs = [pair for pair in zip(destinations, sources, strict=True) if pair[1].numel()]
             copy_host(pairs, 1, lambda index: name, load=False)
@@ -260,7 +274,7 @@ class DeviceCopies:
         for first, last in _groups(sources):
             private = Private(sources[first:last])  # another thread may free the sources
             try:
-                private.copy_in()
+                private.copy()
             except MemoryMoved:
                 raise unusable(name, sources[first]) from None
             with self._accelerator.on_side_stream(self._device):
@@ -268,14 +282,17 @@ class DeviceCopies:
                 self._accelerator.synchronize(self._device)
 
     def _use(self, uuids: set[str]) -> None:
-        """Note the devices that get work; record a start event on their streams."""
+        """Note that these devices get work; record a start event on new ones."""
         self._used |= uuids
         for uuid in uuids - self._starts.keys():
             self._starts[uuid] = event = self._accelerator.event(uuid, timing=True)
             event.record()
 
     def _aside(self, uuids: set[str]) -> ExitStack:
-        """Make streams of ours current, after the enqueued work of the caller's."""
+        """Make the library's streams current until the returned stack is closed.
+
+        They wait for the enqueued work of the caller's streams.
+        """
         before = {uuid: self._accelerator.event(uuid) for uuid in uuids}
         for event in before.values():
             event.record()
@@ -286,6 +303,7 @@ class DeviceCopies:
             return stack.pop_all()
 
     def _note(self, start: int, end: int) -> None:
+        """Add bytes ``start`` to ``end`` to the batch; end a large batch."""
         self._batch.append((start, end))
         self._batch_nbytes += end - start
         self._filled += end - start
@@ -293,6 +311,7 @@ class DeviceCopies:
             self._end_batch()
 
     def _end_batch(self) -> None:
+        """Record an event after the batch's copies; send both to the follower."""
         for last in self._last.values() if self._used else ():
             last.wait()
         for uuid in self._used:
@@ -304,6 +323,10 @@ class DeviceCopies:
     # ------------------------------------------------------------ the follower's thread
 
     def _follow(self) -> None:
+        """Wait for each batch and report its bytes; set the futures at the end.
+
+        The function of the follower thread.
+        """
         error: BaseException | None = None
         held_s = 0.0
         try:
@@ -331,6 +354,7 @@ class DeviceCopies:
             self._sink.close()
 
     def _fail(self, error: BaseException) -> None:
+        """Set ``error`` on the futures that are not done; compute no digest."""
         self._sink.close()
         told = _typed(error)
         if not self.copied.done():
@@ -341,14 +365,17 @@ class DeviceCopies:
 
 
 def _pairs(step: Step, uuids: Sequence[str], *, host: bool) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the pairs of a step with sources in host memory, or the other pairs."""
+    """Yield the (destination, source) pairs of a step from host memory, or the others.
+
+    :param uuids: device of each source, "" for the host.
+    """
     for destination, source, uuid in zip(step.destinations, step.sources, uuids, strict=True):
         if host is not bool(uuid):
             yield destination, source
 
 
 def _groups(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
-    """Yield the bounds of groups of about :data:`DEVICE_NBYTES`."""
+    """Yield (first, end) indices of groups of about 64 MiB of tensors."""
     first = nbytes = 0
     for number, tensor in enumerate(tensors):
         if number > first and nbytes + tensor.nbytes > DEVICE_NBYTES:
@@ -360,7 +387,7 @@ def _groups(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
 
 
 def _typed(error: BaseException) -> BaseException:
-    """Return a device's error as one of the library's error classes."""
+    """Return a device's error as NoCapacity or WorldError; other errors unchanged."""
     if isinstance(error, torch.OutOfMemoryError):
         text = f"the digest of the version found no memory on the GPU: {error}"
         return NoCapacity(text, phase="pack", hint="it takes about 64 MiB: leave more of the GPU free")

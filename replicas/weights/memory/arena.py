@@ -15,23 +15,7 @@ stay *filling* while its writer may still write.
 *Foreign* slots are versions in the memory of another member of this host, mapped
 (:meth:`Arena.adopt`). They come on top of the arena's own slots, cost no memory, and
 end when they are neither pinned nor protected here.
-
-**Readers in other processes** hold this memory by kernel locks
-(:mod:`replicas.linux.locks`), even after its version has been released here. The arena
-does not wait for two kinds of readers: those that keep a mapping of a version without
-its lock, and those that hold a version which no responsive member still holds
-(:meth:`Arena.released`: the holder is frozen, and evicted). Their buffer is *retired*,
-that is, left to them, and the slot gets another from the
-:class:`~replicas.weights.memory.pool.Pool`. The kernel does not report the end of a
-lock: to wait for a slot, poll.
-
-A buffer whose file was *shown* to a user (:meth:`Buffer.show`) is never filled again,
-as its readers are unknown: the slot gets another, and the kernel frees the old one when
-no process has it mapped or open. :mod:`replicas.weights.memory.still_mapped` finds
-these processes, for logs and errors.
-
-Memory that only its owner fills is *closed to writers* before. A sidecar would need its
-own mapping before that, so memory that it fills stays open to writers.
+For readers in other processes see :mod:`replicas.weights.memory`.
 """
 
 from __future__ import annotations
@@ -56,7 +40,7 @@ _FREED: dict[SlotState, SlotEvent] = {"filling": "abandoned", "held": "released"
 
 
 class Slot:
-    """One slot of an arena, which changes its fields under its lock.
+    """Memory for one version. Its arena changes the fields under the arena's lock.
 
     :ivar foreign: the memory belongs to another member of this host.
     :ivar digest: of the data, once held.
@@ -76,12 +60,13 @@ class Slot:
 
     @property
     def buffer(self) -> Buffer:
-        """The memory of a slot that is not free."""
+        """The memory; raises ValueError if the slot has none."""
         if self._buffer is None:
             raise ValueError(f"slot {self.index} has no buffer")
         return self._buffer
 
     def drop_buffer(self) -> None:
+        """Close the slot's memory, if it has any."""
         buffer, self._buffer = self._buffer, None  # first, as a slot's buffer is open
         if buffer is not None:
             buffer.close()
@@ -101,6 +86,7 @@ class Slot:
 
     @property
     def digest_kind(self) -> DigestKind:
+        """``"device"`` if the memory is on a GPU, else ``"host"``."""
         return "device" if self.buffer.device else "host"
 
     @property
@@ -114,12 +100,11 @@ class Slot:
 
 
 class Arena:
-    """A fixed number of own slots, and foreign ones. Every method is thread-safe.
+    """A process's memory for versions: own slots, and foreign ones. Thread-safe.
 
     :param slots: how many versions fit in its own memory.
     :param name: names its memory in ``/proc/PID/maps``.
-    :param device: UUID of the GPU for its own memory, without headers; empty for host
-        memory.
+    :param device: UUID of the GPU for its own memory, without headers; else empty.
     :param on_drop: called, without the lock, with a version whose slot was given to
         another version, or was foreign and is no longer needed.
     :param on_change: called, without the lock, after a slot became free or lost its
@@ -154,15 +139,17 @@ class Arena:
 
     @property
     def slots(self) -> Sequence[Slot]:
+        """The own slots, free ones included."""
         return tuple(self._slots)
 
     @property
     def foreign(self) -> Sequence[Slot]:
+        """The slots in memory of other members of this host."""
         with self._lock:
             return tuple(self._foreign)
 
     def prepare(self, nbytes: int, at_most: int | None = None) -> None:
-        """Allocate in the background for slots whose memory is missing or was shown."""
+        """Have a thread allocate memory of ``nbytes`` for slots that lack it."""
         with self._lock:
             lacking = [
                 slot._buffer is None or (slot.state == "free" and not _fits(slot, nbytes)) or slot._buffer.shown
@@ -202,27 +189,22 @@ class Arena:
         return slot
 
     def hold(self, slot: Slot, digest: str) -> None:
-        """Mark the slot as complete, so that others may map it."""
+        """Mark a filled slot as complete: other processes may map it now."""
         with self._lock:
             if slot.state != "filling":
                 raise ValueError(f"{slot!r} is not being filled")
             slot.buffer.offer(slot.version)
             slot.state, slot.digest = SLOT.next(slot.state, "completed"), digest
 
-    def replace_digest(self, slot: Slot, digest: str) -> None:
-        """Set the digest after wrong bytes of an unpublished version were replaced."""
-        with self._lock:
-            slot.digest = digest
-
     def assign(self, slot: Slot, version: int) -> None:
-        """Set the version of a filling slot, unknown when it was acquired."""
+        """Set the version of a slot being filled, if unknown when it was acquired."""
         with self._lock:
             if slot.state != "filling":
                 raise ValueError(f"{slot!r} is not being filled")
             slot.version = version
 
     def free(self, slot: Slot) -> None:
-        """Forget a slot's content and keep its memory; a free slot stays free."""
+        """Forget a slot's content and keep its memory; no effect on a free slot."""
         with self._lock:
             if slot.state == "filling" and slot._buffer is not None:
                 slot._buffer.abandon()
@@ -244,7 +226,7 @@ class Arena:
         return True
 
     def released(self, version: int) -> None:
-        """Stop waiting for locks on ``version``, as no responsive member needs it."""
+        """Stop waiting for processes that read ``version``: they keep its memory."""
         with self._lock:
             for slot in self._slots:
                 if slot._buffer is not None and slot._buffer.offered == version:
@@ -259,16 +241,17 @@ class Arena:
             return offered - held - {0}
 
     def borrow(self, place: SlotPlace, version: int, *, lock: bool = True) -> Buffer:
-        """Do :meth:`Buffer.open`, with kept mappings; the caller closes the buffer."""
+        """Open another process's memory; the caller closes the returned buffer."""
         buffer = Buffer.open(place, version, lock=lock)
         buffer.keep_mappings_in(self._kept)
         return buffer
 
     def adopt(self, version: int, manifest: Manifest | PartManifest, buffer: Buffer, digest: str = "") -> Slot:
-        """Add a held foreign slot; take over ``buffer``, also on failure.
+        """Add memory of another member, ``buffer``, as a complete (foreign) slot.
 
-        It stays until it is neither pinned nor protected at a :meth:`trim` or at its
-        own last unpin. Raises Gone if the arena is closed.
+        Takes over ``buffer``, also on failure. The slot stays until it is neither
+        pinned nor protected at a :meth:`trim` or at its own last unpin. Raises Gone if
+        the arena is closed.
         """
         with self._lock:
             if self._closed:
@@ -326,7 +309,7 @@ class Arena:
             return next((slot for slot in self._held() if slot.version == version), None)
 
     def find_pinned(self, version: int) -> Slot | None:
-        """Find the slot of ``version`` and pin it in one step, or return None."""
+        """Return the slot of ``version``, pinned; the caller unpins it. Or None."""
         with self._lock:
             slot = self.find(version)
             if slot is not None:
@@ -334,30 +317,31 @@ class Arena:
             return slot
 
     def find_filling(self, version: int) -> Slot | None:
+        """Return the slot that is being filled with ``version``, or None."""
         with self._lock:
             return next((slot for slot in self._slots if slot.state == "filling" and slot.version == version), None)
 
     def held(self) -> dict[int, str]:
+        """Return the digests of the held versions, by version."""
         with self._lock:
             return {slot.version: slot.digest for slot in self._held()}
 
     def images(self) -> dict[int, Manifest]:
+        """Return the manifests of the held versions that are images, by version."""
         with self._lock:
             images = {slot.version: slot.image for slot in self._held()}
             return {version: image for version, image in images.items() if image is not None}
 
     def in_use(self) -> str:
-        """Describe the slots in use and their users, for an error."""
+        """Return a text on the slots in use and their readers, for an error."""
         with self._lock:
             texts = [text for slot in self._slots if (text := self._use(slot))]
-        retired = self.pool.retired
         text = f"the {len(self._slots)} slots have {', '.join(texts)}" if texts else "none"
-        if retired:
+        if retired := self.pool.retired:
             processes = {pid for buffer in retired for pid in locks.holders(buffer.place.inode)}
             who = f", held by {_processes(processes)}" if processes else ""
             text += f"; {len(retired)} older buffers are still mapped by readers{who}"
-        left = self.pool.still_mapped.text()
-        return f"{text}; {left}" if left else text
+        return f"{text}; {left}" if (left := self.pool.still_mapped.text()) else text
 
     def close(self) -> None:
         """Free the memory of all slots; filling or pinned slots keep it until then."""
@@ -371,10 +355,11 @@ class Arena:
         self._end.detach()  # or garbage collection would run Python, maybe on an interrupted thread
 
     def _held(self) -> Iterator[Slot]:
+        """Return the slots that hold a complete version, foreign ones included."""
         return (slot for slot in (*self._slots, *self._foreign) if slot.state == "held")
 
     def _choose(self, nbytes: int) -> Slot | None:
-        """Choose the best-fitting free slot, else the oldest evictable one."""
+        """Claim the best free slot, else that of the oldest evictable version."""
         free = sorted((slot for slot in self._slots if slot.state == "free"), key=lambda slot: not _fits(slot, nbytes))
         evictable = [
             slot
@@ -405,12 +390,13 @@ class Arena:
         return None
 
     def _fit(self, slot: Slot, nbytes: int, *, alone: bool) -> None:
-        """Give the slot memory of exactly ``nbytes``, with its image's header."""
+        """Give the slot memory of exactly ``nbytes``; write its image's header.
+
+        :param alone: no other process writes to it.
+        """
         if not _fits(slot, nbytes) or (not alone and slot.buffer.closed_to_writers):
             with self._lock:  # other threads read all slots' buffers under it
-                old, slot._buffer = slot._buffer, None
-            if old is not None:
-                old.close()
+                slot.drop_buffer()
             slot._buffer = self.pool.claim_buffer(nbytes, len(self._slots), alone=alone)
         if alone:
             slot.buffer.close_to_writers()
@@ -420,7 +406,7 @@ class Arena:
             slot.buffer.tensor()[: image.data_offset].copy_(header)
 
     def _clear(self, slot: Slot, event: SlotEvent) -> None:
-        """Forget the content; close a slot that is foreign or of a closed arena."""
+        """Forget the slot's content; close it if foreign, or if the arena is closed."""
         slot.state = SLOT.next(slot.state, event)
         slot.version, slot.manifest, slot.digest, slot.pins = 0, None, "", 0
         if slot.state == "free" and (slot.foreign or self._closed):
@@ -431,9 +417,12 @@ class Arena:
                 self._foreign.remove(slot)
 
     def _use(self, slot: Slot) -> str:
+        """Describe the slot's use and users; return "" if it has none."""
         if slot.state == "filling":
             return f"version {slot.version} (being filled)"
-        readers = locks.holders(slot._buffer.place.inode) if slot._buffer is not None and slot._buffer.offered else ()
+        # a protected version stays whoever reads it; the coordinator keeps the newest
+        counted = slot._buffer is not None and slot._buffer.offered and slot.version not in self.protected
+        readers = locks.holders(slot.buffer.place.inode) if counted else ()
         if slot.state == "free" and not readers:
             return ""
         uses = ["open"] if slot.pins else []
@@ -442,8 +431,10 @@ class Arena:
 
 
 def _fits(slot: Slot, nbytes: int) -> bool:
+    """Return True if the slot has memory of exactly this size."""
     return slot._buffer is not None and slot._buffer.nbytes == nbytes
 
 
 def _processes(pids: Sequence[int] | set[int]) -> str:
+    """Return ``process 12`` or ``processes 12, 34``, for a text."""
     return f"process{'' if len(pids) == 1 else 'es'} {', '.join(map(str, sorted(pids)))}"

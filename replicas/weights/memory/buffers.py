@@ -46,7 +46,7 @@ from replicas.common.waits import locked
 from replicas.errors import NoCapacity, WorldError
 from replicas.linux import locks, seals
 from replicas.linux.files import kernel_lines
-from replicas.linux.scarce import SCARCE, limit
+from replicas.linux.scarce import SCARCE, describe_limit
 from replicas.memory.beacon import own_door
 from replicas.memory.held_memory import Living, hold
 from replicas.messages import SlotPlace
@@ -69,7 +69,10 @@ class AllocationStopped(Exception):  # not an error: the caller's ``stop`` asked
 
 
 class BufferWatcher(Protocol):
-    def buffer_closed(self, key: int) -> None: ...
+    """An object that is told when a buffer is closed."""
+
+    def buffer_closed(self, key: int) -> None:
+        """Handle the end of the buffer that has this ``key``."""
 
 
 class Buffer:
@@ -128,6 +131,7 @@ class Buffer:
 
     @classmethod
     def _allocated(cls, nbytes: int, name: str, check: Callable[[], None], device: str) -> Buffer:
+        """Return a new buffer with all its pages; ``check`` raises to stop."""
         what = f"the buffer {name!r}"
         check_capacity(nbytes, what)
         # the kernel takes up to 249 bytes
@@ -159,6 +163,7 @@ class Buffer:
 
     @classmethod
     def _adopted(cls, fd: int, device: str, *, writable: bool) -> Buffer:
+        """Return a buffer of this class over another process's ``fd``, taken over."""
         return cls(fd, os.fstat(fd).st_size, writable=writable)
 
     @staticmethod
@@ -175,7 +180,7 @@ class Buffer:
         return buffer
 
     def claim(self) -> Claim:
-        """Claim the buffer before writing.
+        """Claim the buffer for writing.
 
         Returns "claimed" if it has no readers, and can get none from now on. Otherwise
         nothing has changed, and the result is "held" if a process holds its content,
@@ -200,11 +205,11 @@ class Buffer:
         return "claimed"
 
     def abandon(self) -> None:
-        """Undo a claim: the buffer holds no version."""
+        """Undo a claim: the buffer then holds no version."""
         locks.unlock(self._open_fd)
 
     def offer(self, version: int) -> None:
-        """Announce that ``version`` is complete, so that others may hold it."""
+        """Announce that ``version`` is complete: others may hold it. Ends the claim."""
         self.serial += 1
         locks.flag(self._open_fd, self.serial)  # before the lock is released, as readers check the flag
         self.offered, self.released = version, False
@@ -220,7 +225,7 @@ class Buffer:
 
     @property
     def origin(self) -> SlotPlace:
-        """The place in the process that fills it."""
+        """The place in the process that owns and fills the memory."""
         return self._origin or self.place
 
     @property
@@ -233,7 +238,7 @@ class Buffer:
 
     @property
     def path(self) -> str:
-        """A path to the file, while process and buffer live; UsageError on a GPU."""
+        """The file's path in ``/proc``, while process and buffer live."""
         return f"/proc/{os.getpid()}/fd/{self.fd}"
 
     @property
@@ -243,10 +248,11 @@ class Buffer:
 
     @property
     def closed_to_writers(self) -> bool:
+        """True if no process can map the file for writing any longer."""
         return not self.device and seals.is_closed_to_writers(self._open_fd)
 
     def close_to_writers(self) -> None:
-        """Prevent further writable mappings; the owner has its own already."""
+        """Seal the file against new writable mappings; the owner keeps its own."""
         if not self.device:
             seals.close_to_writers(self._open_fd)
 
@@ -264,7 +270,7 @@ class Buffer:
                 seals.make_final(self._open_fd)
             except OSError as error:
                 if error.errno in SCARCE:
-                    why, remedy = limit(error)
+                    why, remedy = describe_limit(error)
                     raise NoCapacity(f"the file of a version cannot be opened: {why}", hint=remedy) from error
                 text = f"the file of a version cannot be made read-only, so it is not handed out: {error}"
                 hint = "use tensors() or load_into(), which need no file, or run all processes of the host as one user"
@@ -272,17 +278,21 @@ class Buffer:
         return path
 
     def tensor(self) -> torch.Tensor:
-        """Return the shared bytes, uint8; raise ValueError if closed or read-only."""
+        """Return the shared bytes for writing (uint8, no copy); maps them at first use.
+
+        :raises ValueError: it is closed, or read-only here.
+        """
         tensor = self.readable()
         if not self.writable or (self._mapping is not None and self._mapping.read_only):
             raise ValueError("the buffer belongs to another process or is closed to writers, so it is read-only")
         return tensor
 
     def readable(self) -> torch.Tensor:
-        """Return the shared bytes, uint8; writing, if not allowed, is a SIGSEGV."""
+        """Return the shared bytes (uint8, no copy); the first call maps them."""
         return (self._mapping or locked(self._lock, self._map)).tensor
 
     def _map(self) -> Mapping:
+        """Return the mapping, made at first use. Needs the lock."""
         if self._mapping is None:
             fd = self._open_fd
             if not self.nbytes:
@@ -306,7 +316,7 @@ class Buffer:
         return map_private(fd, self.nbytes) if self.nbytes else torch.empty(0, dtype=torch.uint8)
 
     def pin(self) -> bool:
-        """Pin the mapping for asynchronous copies with a GPU; return False if it fails.
+        """Pin the mapping for copies with a GPU; return False if that fails.
 
         It stays pinned until it is closed, or as long as its mapping is kept. It must
         not be closed while a copy is in flight.
@@ -318,15 +328,16 @@ class Buffer:
 
     @property
     def pinned(self) -> bool:
+        """True if the mapping is pinned."""
         return self._mapping is not None and self._mapping.pinned
 
     # ------------------------------------ order of GPU work; no-ops for host memory
 
     def record_write(self) -> None:
-        """Record the owner's writes, enqueued on this thread's current stream."""
+        """GPU memory: record the owner's writes, queued on this thread's stream."""
 
     def wait_for_write(self) -> None:
-        """Make this thread's current stream, of the owner or a sidecar, wait for it."""
+        """GPU memory: make this thread's current stream wait for those writes."""
 
     def keep_mappings_in(self, kept: KeptMappings) -> None:
         """Keep mappings of another process's memory in ``kept`` after :meth:`close`."""
@@ -361,6 +372,7 @@ class Buffer:
 
     @property
     def _open_fd(self) -> int:
+        """The descriptor; raises ValueError if the buffer is closed."""
         if self.fd < 0:
             raise ValueError("the buffer is closed")
         return self.fd
@@ -372,12 +384,13 @@ _LIVING: Living[Buffer] = Living(operator.methodcaller("close_after_fork"))
 
 def available_nbytes(*, proc: Path = Path("/proc"), cgroup_root: Path = _CGROUP_ROOT) -> tuple[int, str]:
     """Return the bytes that can still be allocated, and the name of the limit."""
-    limits = [*_machine(proc), *_cgroups(proc, cgroup_root)]
-    return min(limits, default=(_UNLIMITED_NBYTES, "nothing"))
+    lines = [line.split() for line in _read(proc / "meminfo") if line.startswith("MemAvailable:")]
+    machine = [(int(words[1]) * 1024, "the machine's memory") for words in lines]
+    return min([*machine, *_cgroups(proc, cgroup_root)], default=(_UNLIMITED_NBYTES, "nothing"))
 
 
 def check_capacity(nbytes: int, what: str) -> None:
-    """Raise :class:`NoCapacity` if ``nbytes`` more cannot be allocated for ``what``.
+    """Raise NoCapacity if the host cannot give ``nbytes`` more; ``what`` names the use.
 
     The kernel reports no error beyond a cgroup's limit, but kills a process; it charges
     shared memory to the cgroup of the process that touches it first.
@@ -389,15 +402,8 @@ def check_capacity(nbytes: int, what: str) -> None:
         raise NoCapacity(f"{what} needs {size_text(nbytes)}, but {limit} leaves {size_text(available)}{kept}")
 
 
-def _machine(proc: Path) -> Iterator[tuple[int, str]]:
-    for line in _read(proc / "meminfo"):
-        name, _, rest = line.partition(":")
-        if name == "MemAvailable":
-            yield int(rest.split()[0]) * 1024, "the machine's memory"
-
-
 def _cgroups(proc: Path, root: Path) -> Iterator[tuple[int, str]]:
-    """Yield all memory limits from this process's cgroup to the root (v2 and v1)."""
+    """Yield (bytes left, name) of each memory limit from this cgroup to the root."""
     for line in filter(None, _read(proc / "self/cgroup")):
         _, controllers, path = line.split(":", 2)
         limit_names: tuple[str, ...]

@@ -38,7 +38,7 @@ from replicas.common.waits import locked
 from replicas.errors import NoCapacity
 from replicas.linux import locks
 from replicas.linux.files import reopen
-from replicas.linux.scarce import SCARCE, limit
+from replicas.linux.scarce import SCARCE, describe_limit
 from replicas.memory.held_memory import Living, is_there
 from replicas.messages import SlotPlace
 from replicas.weights.copies.accelerator import Accelerator, Registration
@@ -75,6 +75,7 @@ class Mapping:
 
     @property
     def pinned(self) -> bool:
+        """True if the memory is pinned."""
         return self._pin is not None
 
     def pin(self, device: Accelerator) -> bool:
@@ -82,26 +83,32 @@ class Mapping:
         return locked(self._pinning, self._register, device)
 
     def _register(self, device: Accelerator) -> bool:
+        """Do :meth:`pin`, at most once. Needs the lock."""
         if self._pin is None and not self._refused:
             self._pin = device.register(self.tensor, read_only=self.read_only)
             self._refused = self._pin is None
         return self.pinned
 
     def unpin(self) -> None:
+        """Unpin the memory, if it is pinned."""
         pin, self._pin = self._pin, None
         if pin is not None:
             pin.close()
 
 
 def map_shared(fd: int, nbytes: int, check: Callable[[], None] = lambda: None) -> Mapping:
-    """Map for reading and writing, with all pages; call ``check`` every 32 MiB."""
+    """Map a file for reading and writing, and touch all its pages.
+
+    :param check: called every 32 MiB; may raise to stop.
+    :raises NoCapacity: a limit of memory or mappings is reached.
+    """
     tensor = _bytes_of(_mapped(fd, nbytes, os.O_RDWR, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE))
     _populate(tensor.data_ptr(), nbytes, _MADV_POPULATE_WRITE, check)
     return Mapping(tensor)
 
 
 def map_readable(fd: int, nbytes: int) -> Mapping:
-    """Map shared memory for reading, with all its pages; writing is a SIGSEGV."""
+    """Map a file for reading, with all pages; a write to the tensor is a SIGSEGV."""
     mapping = _mapped(fd, nbytes, os.O_RDONLY, mmap.MAP_SHARED, mmap.PROT_READ)
     address = numpy.frombuffer(mapping, dtype=numpy.uint8).ctypes.data
     # torch has no read-only tensors, and warns about read-only buffers; this array does
@@ -114,12 +121,19 @@ def map_readable(fd: int, nbytes: int) -> Mapping:
 
 
 def map_private(fd: int, nbytes: int) -> torch.Tensor:
-    """Map copy-on-write, flagged as mapped while it lives, without populating pages."""
+    """Map a file copy-on-write, as a tensor; pages come at first touch.
+
+    While it lives, the owner sees that the file is mapped.
+    """
     prot = mmap.PROT_READ | mmap.PROT_WRITE
     return torch.frombuffer(_mapped(fd, nbytes, os.O_RDONLY, mmap.MAP_PRIVATE, prot, flag=True), dtype=torch.uint8)
 
 
 def _mapped(fd: int, nbytes: int, mode: int, flags: int, prot: int, *, flag: bool = False) -> mmap.mmap:
+    """Map a file by a file description of its own; raise NoCapacity if scarce.
+
+    :param flag: flag the file as mapped while the mapping lives.
+    """
     try:
         own = reopen(fd, mode)
         try:
@@ -135,17 +149,22 @@ def _mapped(fd: int, nbytes: int, mode: int, flags: int, prot: int, *, flag: boo
 
 
 def _too_little(nbytes: int, error: OSError) -> NoCapacity:
-    why, remedy = limit(error)
+    """Return the error for memory that cannot be mapped, with the limit's name."""
+    why, remedy = describe_limit(error)
     return NoCapacity(f"{size_text(nbytes)} of shared memory cannot be mapped: {why}", hint=remedy)
 
 
 def _bytes_of(mapping: object) -> torch.Tensor:
-    """Return a tensor that keeps the memory alive; any thread may write to it."""
+    """Return a uint8 tensor over ``mapping``, which it keeps alive."""
     with torch.inference_mode(False):
         return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
 def _populate(address: int, nbytes: int, advice: int, check: Callable[[], None]) -> None:
+    """Populate all pages in steps, with a call of ``check`` before each.
+
+    :param advice: the ``madvise`` constant, for reading or for writing.
+    """
     for start in range(0, nbytes, _POPULATE_NBYTES):
         check()
         if _libc.madvise(address + start, min(_POPULATE_NBYTES, nbytes - start), advice):
@@ -174,8 +193,11 @@ class KeptMappings:
         return len(self._kept)
 
     def map(self, fd: int, place: SlotPlace) -> Mapping:
-        """Return the kept mapping of the file at ``place``, else map ``fd``."""
-        found = self.find(place.inode, place.nbytes)
+        """Return the kept mapping of the file at ``place``, or map and keep ``fd``.
+
+        The caller closes ``fd`` in both cases.
+        """
+        found = locked(self._lock, self._find, place.inode, place.nbytes)
         if found is None:
             found = map_readable(fd, place.nbytes)
             before = locked(self._lock, self._keep, place, found)
@@ -183,10 +205,8 @@ class KeptMappings:
                 before.unpin()
         return found
 
-    def find(self, inode: int, nbytes: int) -> Mapping | None:
-        return locked(self._lock, self._find, inode, nbytes)
-
     def _find(self, inode: int, nbytes: int) -> Mapping | None:
+        """Return the kept mapping of this file, or None; a use. Needs the lock."""
         kept = self._kept.get(inode)
         if kept is None or kept.tensor.numel() != nbytes:
             return None
@@ -195,7 +215,7 @@ class KeptMappings:
         return kept
 
     def _keep(self, place: SlotPlace, mapping: Mapping) -> Mapping | None:
-        """Keep a mapping; return the mapping that it replaces."""
+        """Keep a mapping; return the mapping that it replaces, or None."""
         self._uses += 1
         if self._closed:
             return None
@@ -207,7 +227,10 @@ class KeptMappings:
         return before
 
     def sweep(self, needed: Iterable[int]) -> None:
-        """Drop unneeded mappings; ``needed`` are the inodes of the held slots."""
+        """Drop mappings whose owner has closed the file, or that were long unused.
+
+        :param needed: inodes of files whose mappings stay.
+        """
         wanted = set(needed)
         dropped: list[Mapping] = []
         with self._lock:
@@ -222,7 +245,7 @@ class KeptMappings:
         self._let_go(dropped)
 
     def drop(self, inode: int) -> None:
-        """Drop a mapping whose file is never filled again."""
+        """Drop the mapping of file ``inode``, which will not be filled again."""
         with self._lock:
             found = self._kept.pop(inode, None)
             if found is not None:
@@ -230,6 +253,7 @@ class KeptMappings:
         self._let_go([found] if found is not None else [])
 
     def _let_go(self, dropped: list[Mapping]) -> None:
+        """Unpin dropped mappings, on a thread if some are pinned."""
         if any(one.pinned for one in dropped):  # unpinning takes long
             thread = threading.Thread(target=_unpin, args=(dropped,), name="replicas unpin", daemon=True)
             try:
@@ -257,5 +281,6 @@ class KeptMappings:
 
 
 def _unpin(mappings: Iterable[Mapping]) -> None:
+    """Unpin all these mappings; this takes long."""
     for mapping in mappings:
         mapping.unpin()

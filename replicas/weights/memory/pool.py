@@ -80,9 +80,11 @@ class Pool:
                     self._worker = None
 
     def _missing(self) -> bool:
+        """Return True if further spares are to be allocated. Needs the lock."""
         return not self._closed and sum(buffer.nbytes == self._nbytes for buffer, _ in self._spare) < self._wanted
 
     def _work(self) -> None:
+        """Allocate spare buffers until enough exist; the thread's function."""
         while True:
             with self._changed:
                 if not self._missing():
@@ -112,9 +114,12 @@ class Pool:
                 self._changed.notify_all()
 
     def claim_buffer(self, nbytes: int, slots: int, *, alone: bool = False) -> Buffer:
-        """Return a claimed buffer for one of ``slots`` slots. May block to allocate.
+        """Return a buffer of exactly ``nbytes``, claimed for writing; it may block.
 
-        :param alone: it may be closed to writers.
+        It is a spare one, or is allocated.
+
+        :param slots: number of slots, for a warning that fewer fit.
+        :param alone: it may be closed to writers of other processes.
         :raises NoCapacity: too little memory is left.
         """
         with self._changed:
@@ -140,7 +145,7 @@ class Pool:
         return found
 
     def retire(self, buffer: Buffer) -> bool:
-        """Keep ``buffer`` for its readers; return False if too many are retired."""
+        """Keep ``buffer`` for its readers; return False if too many are kept."""
         with self._changed:
             self._sweep()
             if len(self._retired) >= self._cap:
@@ -149,13 +154,13 @@ class Pool:
             return True
 
     def close_shown(self, buffer: Buffer) -> None:
-        """Close a buffer that was shown; the kernel frees it after its last reader."""
+        """Close a buffer whose file was shown to a user; readers keep its memory."""
         inode = buffer.place.inode
         buffer.close()
         self.still_mapped.add(inode, buffer.nbytes)
 
     def count_version(self, bare: int) -> None:
-        """Count a version: reclaim retired buffers, close old spares.
+        """Count a version; reuse retired buffers without readers, close old spares.
 
         :param bare: the number of slots without memory, for which spares are kept.
         """
@@ -180,17 +185,19 @@ class Pool:
 
     @property
     def retired(self) -> tuple[Buffer, ...]:
+        """The buffers that wait for their readers."""
         with self._changed:
             return tuple(self._retired)
 
     def _allocate(self, nbytes: int, stop: Callable[[], bool] = lambda: False) -> Buffer:
+        """Return a new buffer, not yet claimed; raise as :meth:`Buffer.allocate`."""
         with self._changed:
             self._made += 1
             name = f"{self._name}-{self._made}"
         return Buffer.allocate(nbytes, name, stop=stop, device=self.device)
 
     def _allocate_last(self, nbytes: int) -> Buffer:
-        """Allocate, or raise an error that names readers that keep memory."""
+        """Allocate a buffer; a NoCapacity error also names readers that keep memory."""
         try:
             return self._allocate(nbytes)
         except NoCapacity as error:
@@ -200,6 +207,7 @@ class Pool:
             raise NoCapacity(f"{error.message}; {left}", hint=error.hint) from error
 
     def _take_spare(self, nbytes: int, *, alone: bool) -> Buffer | None:
+        """Return a spare buffer, claimed and removed, or None. Needs the lock."""
         self._sweep()
         for spare in self._spare:
             buffer = spare[0]
@@ -211,6 +219,7 @@ class Pool:
         return None
 
     def _sweep(self) -> None:
+        """Make unread retired buffers spare, close shown ones. Needs the lock."""
         for buffer in list(self._retired):
             claim = buffer.claim()
             if claim == "shown":
@@ -222,6 +231,7 @@ class Pool:
                 self._changed.notify_all()
 
     def _warn(self, nbytes: int, slots: int) -> None:
+        """Log, once for each size, that fewer than ``slots`` buffers fit."""
         if nbytes in self._warned or nbytes < PREPARED_NBYTES:
             return
         self._warned.add(nbytes)

@@ -19,7 +19,7 @@ logger = Log("replicas.weights")
 
 
 class StillMapped:
-    """The closed, shown memory of one arena. Thread-safe.
+    """Closed memory of one arena whose file was shown to users. Thread-safe.
 
     :param name: of the arena, for the log.
     :param usual: how many such versions may be mapped without a warning.
@@ -34,6 +34,7 @@ class StillMapped:
         self._looking: threading.Thread | None = None
 
     def add(self, inode: int, nbytes: int) -> None:
+        """Record closed memory; with much of it, have a thread look for its readers."""
         with self._lock:
             self._nbytes[inode] = nbytes
             if len(self._nbytes) < self._look_at or self._looking is not None:
@@ -63,6 +64,7 @@ class StillMapped:
         return f"{versions} whose `path` was read are still mapped by {named(found)}"
 
     def _warn_if_many(self) -> None:
+        """Log a warning with the processes that map more versions than usual."""
         try:
             text = self.text()
         finally:

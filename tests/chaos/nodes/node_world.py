@@ -27,7 +27,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from replicas.cli.client import Client
+from replicas.control.client import Client
 from replicas.control.commands import Order
 from replicas.control.socket import SOCKET_FILE
 from replicas.errors import Disconnected

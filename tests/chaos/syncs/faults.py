@@ -38,7 +38,7 @@ PAIRS: tuple[tuple[str, str], ...] = (
     *((kind, "guest") for kind in ("kill", "freeze", "usurp")),
 )
 
-LASTING = ("forming", "packing", "mapping", "mid-bucket", "catching up", "idle")
+LASTING = ("forming", "packing", "mapping", "moving", "catching up", "idle")
 """Moments that last for some milliseconds, of which any may be chosen; the others are
 there and gone."""
 

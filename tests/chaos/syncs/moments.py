@@ -7,7 +7,7 @@ coordinator's engine.
              PublishAdmitted packing
              an offer to map mapping
              an offer to pull, or
-             TransferGo     mid-bucket             OperationGo              mid-bucket
+             OperationGo    moving                 OperationGo              moving
              1st Done       verifying              1st OperationDone        verifying
              last Done      prepared               last OperationDone       prepared
              decision       committing             OperationEnd             committing, then idle
@@ -15,8 +15,9 @@ coordinator's engine.
              PublishEnd     idle
              either of a catch-up: catching up
 
-Over process groups nothing is mapped; on one host no lane is formed for weights, and
-bytes are only copied where a version comes in parts (:func:`moments_of`).
+Over process groups nothing is mapped, and versions in parts are pulled; on one host no
+lane is formed for weights, and bytes are only copied where a version comes in parts
+(:func:`moments_of`).
 """  # noqa: W505  # a picture
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ from replicas.messages import (
     PublishEnd,
     ReceiveGrant,
     TransferDone,
-    TransferGo,
     TransferOffer,
 )
 
@@ -44,12 +44,12 @@ ALWAYS = ("packing", "verifying", "prepared", "committing", "loading", "catching
 
 def moments_of(transport: str, *, parts: bool) -> tuple[str, ...]:
     """Those of weights that come. ``parts``: all ranks of a source publish."""
-    if transport == "group":
-        return ("forming", "mid-bucket", *ALWAYS)
-    return ("mapping", *(("mid-bucket",) if parts else ()), *ALWAYS)
+    if transport == "group" and not parts:
+        return ("forming", "moving", *ALWAYS)
+    return ("mapping", *(("moving",) if parts else ()), *ALWAYS)
 
 
-OUTER_MOMENTS = ("forming", "mid-bucket", "verifying", "prepared", "committing")
+OUTER_MOMENTS = ("forming", "moving", "verifying", "prepared", "committing")
 
 
 class Moments:
@@ -78,13 +78,15 @@ class Moments:
                 return "packing"
             case Send(message=TransferOffer(transfer=transfer, role="map")) if self._first("map", transfer):
                 return self._moving(channel, transfer, "mapping")
-            case Send(message=TransferGo(transfer=transfer) | TransferOffer(transfer=transfer, role="pull")) if (
-                self._first("go", transfer)
+            case Send(message=OperationGo(transfer=transfer) | TransferOffer(transfer=transfer, role="pull")) if (
+                transfer and self._first("go", transfer)
             ):
-                return self._moving(channel, transfer, "mid-bucket")
-            case Send(message=OperationGo(operation=operation, participants=those)) if self._first("go", operation):
+                return self._moving(channel, transfer, "moving")
+            case Send(message=OperationGo(operation=operation, participants=those, transfer=0)) if self._first(
+                "go", operation
+            ):
                 self._transfer, self._done, self._expected = operation, 0, len(those)
-                return "mid-bucket"
+                return "moving"
             case CommitDecision():
                 return "committing"
             case Send(message=ReceiveGrant(version=version)) if self._first("grant", version):
@@ -103,7 +105,7 @@ class Moments:
             return "catching up"
         if transfer != self._transfer:  # some may map in it, and others receive
             attempt = main.attempt
-            those = {*attempt.movers, *attempt.mapping, *(attempt.plan.waiting if attempt.plan.pulls else ())}
+            those = attempt.tasks.keys() | attempt.plan.waiting
             self._transfer, self._done, self._expected = transfer, 0, len(those)
         return moment
 

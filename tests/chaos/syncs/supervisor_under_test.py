@@ -5,7 +5,7 @@ Every decision that its log has taken is appended to the file ``DECISIONS``, too
 log itself is written anew now and then. Over the socket ``FD`` come orders as JSON, one
 in each packet; answers go back the same way::
 
-    {"arm": 7, "channel": "policy", "moment": "mid-bucket", "delay_s": 0.002, "deeds": [...]}
+    {"arm": 7, "channel": "policy", "moment": "moving", "delay_s": 0.002, "deeds": [...]}
     {"fire": 7}                          now, as the moment did not come
     {"ask": "refusals"}                  how many connections and messages were turned away, by reason
 

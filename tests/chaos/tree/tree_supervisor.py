@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from unittest import mock
 
-from replicas.cli.main import supervisor_main
+from replicas.cli import main as cli
 
 __all__ = ["main"]
 
@@ -39,7 +39,7 @@ def main() -> None:
         mock.patch.object(time, "time", wrong),
         mock.patch.object(time, "time_ns", wrong_ns),
     ):
-        sys.exit(supervisor_main())
+        sys.exit(cli.main(["run", *sys.argv[1:]]))
 
 
 if __name__ == "__main__":

@@ -239,9 +239,7 @@ def campaign_world(folder: Path, mode: PauseMode) -> Iterator[tuple[CampaignWorl
         world.wait_for_all()
         with _router(run) as url, world.watching(url):
             yield world, url
-        run.signal(signal.SIGTERM)
-        assert run.wait(timeout_s=60) == 0
-        run.assert_nothing_left()
+        run.end(timeout_s=60)
 
 
 @contextmanager

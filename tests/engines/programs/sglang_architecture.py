@@ -50,7 +50,7 @@ def main(architecture: str, folder: str) -> dict[str, Any]:
         run.join("trainer").publish(hf(new)).wait(60)
         with rollout.receive().wait() as update, closing(ModelFolder(folder)) as shown:
             found["misfit"] = shown.misfit(update)
-            found["said"] = engine.update_weights_from_disk(str(shown.show(update)))
+            found["said"] = engine.update_weights_from_disk(str(shown.link_version(update)))
         found["loaded"] = error(engine, new)
         found["greedy"] = greedy_error(new, complete(engine)["output_ids"])
     engine.shutdown()

@@ -25,7 +25,7 @@ from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from replicas import errors
-from replicas.integrations.vllm_worker.engine import ReplicasEngine, _without_reset
+from replicas.integrations.vllm_worker.engine import ReplicasEngine, _unclearable_connectors
 
 IDS = [5, 77, 13, 200, 9, 42, 7]
 CONFIG = Qwen3MoeConfig(
@@ -173,7 +173,9 @@ def connectors() -> dict[str, list[str]]:
     given: dict[str, Any] = {one["kv_connector"]: {} for one in parts}
     given["MultiConnector"] = {"connectors": parts}
     return {
-        name: _without_reset(KVTransferConfig(kv_connector=name, kv_role="kv_both", kv_connector_extra_config=extra))
+        name: _unclearable_connectors(
+            KVTransferConfig(kv_connector=name, kv_role="kv_both", kv_connector_extra_config=extra)
+        )
         for name, extra in given.items()
     }
 
@@ -193,7 +195,7 @@ def speculative(folder: str, worker: Any) -> dict[str, str]:
         config = arguments.create_engine_config()
         engine = ReplicasEngine(config.weight_transfer_config, config, worker.device, worker.model)
         try:
-            engine._refuse_old_memories()
+            engine._refuse_unclearable_caches()
         except errors.UsageError as error:
             found[name] = error.message
         else:

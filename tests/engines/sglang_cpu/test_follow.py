@@ -8,23 +8,22 @@ Covers: integrations/sglang/serve.py, integrations/shared/model_folder.py.
 from __future__ import annotations
 
 import contextlib
-import threading
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import replicas
-from replicas import Coordinator, errors
 from replicas.engine import PauseMode
 from replicas.integrations.sglang import SglangEngine, follow
-from tests.engines.plain_server import plain_server
+from tests.engines.plain_server import TrainerSide, plain_server
 from tests.engines.sglang_cpu.world import (
     OPTIONS,
     PROMPT,
@@ -41,44 +40,21 @@ from tests.support.waits import eventually
 OTHER = list(range(300, 364))
 
 
-class Pair:
+class Pair(TrainerSide):
     """A server and what a trainer's program has: a coordinator, a channel, weights."""
 
     def __init__(self, url: str, model: Path, stack: ExitStack) -> None:
-        self.url, self.model = url, model
-        channels = {"policy": {"sources": ["trainer"], "targets": ["server"], "slots": 3}}
-        coordinator = stack.enter_context(Coordinator(channels, groups={"server": 100}).in_thread())
-        self.address: dict[str, Any] = {"endpoint": coordinator.endpoint, "token": coordinator.token}
-        self.trainer = stack.enter_context(replicas.join("policy", group="trainer", **self.address))
+        super().__init__(url, stack)
+        self.model = model
         self.weights = load_file(model / "model.safetensors")
-        self.followers = 0
 
     def publish(self, scale: float, **changed: torch.Tensor) -> int:
         weights = {name: tensor * scale for name, tensor in {**self.weights, **changed}.items()}
         return self.trainer.publish(weights, new_manifest=True).wait(60).version
 
-    @contextmanager
-    def following(self, mode: PauseMode) -> Iterator[None]:
-        """A follower in a thread; each is a replica of its own."""
-        stop, failed = threading.Event(), []
-        identity = {"group": "server", "replica": self.followers, **self.address}
-        self.followers += 1
-
-        def run() -> None:
-            try:
-                follow(self.url, "policy", mode=mode, verify_load="always", stop=stop, **identity)
-            except errors.ReplicasError as error:
-                failed.append(error)
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        try:
-            yield
-        finally:
-            stop.set()
-            thread.join(60)
-        assert not failed
-        assert not thread.is_alive()
+    def following(self, mode: PauseMode) -> AbstractContextManager[object]:
+        """A follower of the server."""
+        return self.running(partial(follow, self.url, "policy", mode=mode, verify_load="always"))
 
     def wait_until_served(self, version: int) -> None:
         def served() -> bool:

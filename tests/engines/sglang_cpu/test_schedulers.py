@@ -79,6 +79,4 @@ def test_all_schedulers_of_a_server_have_the_version_or_none(tmp_path: Path, opt
         os.kill(processes[f"scheduler{SCHEDULERS - 1}"], signal.SIGKILL)
         world.wait_until_restarted(processes)
         assert_all_answer_with(world, model, 1.0, 1.5)
-        run.signal(signal.SIGTERM)
-        assert run.wait(timeout_s=60) == 0
-        run.assert_nothing_left()
+        run.end(timeout_s=60)

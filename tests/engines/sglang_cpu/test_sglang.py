@@ -52,9 +52,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Sgl
     """Each test leaves the server with the newest version, or on its way to it."""
     with running(tmp_path_factory.mktemp("sglang"), run_text(model)) as run:
         yield SglangWorld(run)
-        run.signal(signal.SIGTERM)
-        assert run.wait(timeout_s=60) == 0
-        run.assert_nothing_left()
+        run.end(timeout_s=60)
 
 
 def test_a_server_answers_nothing_before_its_first_version(world: SglangWorld) -> None:

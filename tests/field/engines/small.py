@@ -4,9 +4,9 @@ trainer in the test's process publishes to: loads and answers take milliseconds.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-import replicas
-from replicas import Coordinator, errors
+from replicas import errors
 from replicas.engine import PauseMode
 from replicas.integrations.vllm import follow
 from replicas.integrations.vllm_verbs import VllmEngine
 from replicas.sources import hf
-from tests.engines.plain_server import plain_vllm
+from tests.engines.plain_server import TrainerSide, plain_vllm
 from tests.engines.programs.small_model import CONFIG, fill
 from tests.engines.world import MODEL, get
 from tests.support.field.worlds import ask
@@ -35,7 +34,7 @@ ANSWER_S = 600.0
 """On a busy machine a step takes half a second."""
 
 
-class Server:
+class Server(TrainerSide):
     """The server, and what the trainer's program has: a coordinator, a channel, a
     model.
 
@@ -43,13 +42,10 @@ class Server:
     """
 
     def __init__(self, url: str, pid: int, model: PreTrainedModel, stack: ExitStack) -> None:
-        self.url, self.pid, self._model = url, pid, model
-        channels = {"policy": {"sources": ["trainer"], "targets": ["server"], "slots": 3}}
-        coordinator = stack.enter_context(Coordinator(channels, groups={"server": 100}).in_thread())
-        self._address: dict[str, Any] = {"endpoint": coordinator.endpoint, "token": coordinator.token}
-        self.trainer = stack.enter_context(replicas.join("policy", group="trainer", **self._address))
+        super().__init__(url, stack)
+        self.pid, self._model = pid, model
         self._adapted: Any = None
-        self._seed = self._followers = 0
+        self._seed = 0
 
     def publish(self) -> int:
         """Publish other random weights; the version."""
@@ -73,36 +69,15 @@ class Server:
         """Names of the adapters that the server lists."""
         return [one["id"] for one in get(f"{self.url}/v1/models")["data"] if one.get("parent")]
 
-    def identity(self) -> dict[str, Any]:
-        """Of the next follower: each is a replica of its own."""
-        self._followers += 1
-        return {"group": "server", "replica": self._followers, **self._address}
-
-    @contextmanager
     def following(
         self, mode: PauseMode = "keep", *, through: str = "", fails: bool = False, **more: Any
-    ) -> Iterator[list[errors.ReplicasError]]:
+    ) -> AbstractContextManager[list[errors.ReplicasError]]:
         """A follower on a thread, perhaps through a proxy; what it failed of.
 
         :param more: of :func:`replicas.integrations.vllm.follow`.
         """
-        stop, failed, identity = threading.Event(), list[errors.ReplicasError](), self.identity()
-
-        def run() -> None:
-            try:
-                follow(through or self.url, "policy", mode=mode, min_serving=0, stop=stop, **identity, **more)
-            except errors.ReplicasError as error:
-                failed.append(error)
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        try:
-            yield failed
-        finally:
-            stop.set()
-            thread.join(120)
-        assert not thread.is_alive()
-        assert bool(failed) is fails, failed
+        follows = partial(follow, through or self.url, "policy", mode=mode, min_serving=0, **more)
+        return self.running(follows, fails=fails)
 
     def wait_until_served(self, version: int) -> None:
         def served() -> bool:

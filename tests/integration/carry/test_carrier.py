@@ -252,7 +252,7 @@ async def test_a_puller_out_of_descriptors_says_so(data: bytes) -> None:
     async with carriers(2) as (source, taker):
         packed, slot = Memory(data), Memory(len(data))
         source.serve(1, SECRET, packed, packed.place, len(data))
-        taker._map(slot)
+        taker._memories.map(slot)
         await taker.withdraw(9, "it has the memory")
         async with out_of_descriptors(taker):
             with pytest.raises(PullFailed) as failed:
@@ -282,7 +282,7 @@ async def test_memory_that_is_closed_here_is_let_go_there(data: bytes) -> None:
 
         await wait_until(is_open, "it is open there")
         await one.withdraw(1, "over")
-        one.buffer_closed(memory.key)
+        one._memories.buffer_closed(memory.key)
         await wait_until(lambda: not is_open(), "it is closed there")
 
 

@@ -19,11 +19,11 @@ from safetensors.torch import load_file
 
 import replicas
 from replicas import errors
-from replicas.channel import Channel, Pending, Receipt, Shard, Update
+from replicas.channel import Pending, Shard, Update
 from replicas.coordinator import GroupShape
 from replicas.weights.memory.arena import Arena
 from replicas.weights.memory.buffers import Buffer
-from tests.support.channels import channel_world, fake_world
+from tests.support.channels import channel_world, fake_world, publish
 from tests.support.waits import wait_until
 
 pytestmark = pytest.mark.anyio
@@ -60,10 +60,6 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
         a.dtype == b.dtype and a.shape == b.shape and torch.equal(raw(a), raw(b))
         for a, b in ((left[name], right[name]) for name in left)
     )
-
-
-async def publish(channel: Channel, given: object, **options: Any) -> Receipt:
-    return await (await asyncio.to_thread(channel.publish, given, **options))
 
 
 async def ended(pending: Pending[Any]) -> None:
@@ -527,7 +523,7 @@ async def test_bad_arguments_of_publish() -> None:
             trainer.publish({}, deadline=-1)
         with pytest.raises(errors.UsageError, match="publish cannot take a int"):
             await publish(trainer, 3)
-        with pytest.raises(errors.UsageError, match="source"):
+        with pytest.raises(errors.UsageError, match="no peers"):
             trainer.barrier()
         assert (await publish(trainer, {})).nbytes == 0
         await asyncio.to_thread(trainer.close)
@@ -563,7 +559,7 @@ async def test_reserved_memory_is_there_before_the_first_publish() -> None:
         assert pool._made == made
         with pytest.raises(errors.UsageError, match="does not list its tensors"):
             trainer.reserve(iter(large.items()))
-        with pytest.raises(errors.UsageError, match="target of the channel"):
+        with pytest.raises(errors.UsageError, match="target of policy"):
             rollout.reserve(large)
         with pytest.raises(errors.UsageError, match="slots"):
             trainer.reserve(large, slots=99)
@@ -591,6 +587,6 @@ async def test_a_slot_that_is_written_in_place_is_published_without_a_copy() -> 
             await asyncio.to_thread(trainer.publish, slot, dtype=torch.bfloat16)
         with pytest.raises(errors.UsageError, match="does not list its tensors"):
             trainer.arena_like(iter(given.items()))
-        with pytest.raises(errors.UsageError, match="target of the channel"):
+        with pytest.raises(errors.UsageError, match="target of policy"):
             rollout.arena_like(given)
         assert (await publish(trainer, given)).version > receipt.version

@@ -16,7 +16,7 @@ import torch
 from websockets.asyncio.client import connect
 
 from replicas import errors
-from replicas.channel import Channel, Receipt
+from replicas.channel import Receipt
 from replicas.channel.session import hub as hub_module
 from replicas.coordinator import GroupShape
 from replicas.memory.beacon import own_process
@@ -31,8 +31,9 @@ from replicas.messages import (
     decode_server_frame,
     encode,
 )
-from tests.support.channels import ChannelWorld, channel_world, freeze
+from tests.support.channels import ChannelWorld, channel_world, freeze, load, publish
 from tests.support.machine.proxy import Proxy
+from tests.support.sidecars import kill_next
 from tests.support.waits import wait_until
 
 pytestmark = pytest.mark.anyio
@@ -40,18 +41,6 @@ pytestmark = pytest.mark.anyio
 
 def weights(value: float) -> dict[str, torch.Tensor]:
     return {"w": torch.full((1000,), float(value)), "b": torch.full((3,), float(value))}
-
-
-async def publish(channel: Channel, given: object, **options: Any) -> Receipt:
-    return await (await asyncio.to_thread(channel.publish, given, **options))
-
-
-async def load(channel: Channel) -> tuple[int, float]:
-    """Receive; the version, and the one value that all tensors must have."""
-    with await channel.receive(deadline=20) as update:
-        values = {value for _, tensor in update for value in tensor.tolist()}
-        assert len(values) == 1, "a torn set of weights"
-        return update.version, values.pop()
 
 
 async def start(world: ChannelWorld, code: str) -> asyncio.subprocess.Process:
@@ -89,7 +78,7 @@ hub._handlers[moment] = die
 hub.send = lambda message: die(message) if isinstance(message, moment) else send(message)
 channel.receive().wait()
 """
-MOMENTS = [("group", "TransferGo"), ("group", "TransferDone"), ("auto", "TransferOffer"), ("auto", "TransferDone")]
+MOMENTS = [("group", "OperationGo"), ("group", "TransferDone"), ("auto", "TransferOffer"), ("auto", "TransferDone")]
 
 
 @pytest.mark.parametrize(("transport", "moment"), MOMENTS)
@@ -304,21 +293,16 @@ async def test_publishes_that_were_interrupted_harm_no_later_one() -> None:
         assert await load(target) == (3, 1.0)
 
 
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 @pytest.mark.parametrize("whose", [0, 1])
-async def test_a_sidecar_killed_in_the_middle_of_a_sync(whose: int) -> None:
-    async with channel_world({"transport": "group"}) as world:
+async def test_a_sidecar_killed_or_frozen_in_the_middle_of_a_sync(whose: int, how: signal.Signals) -> None:
+    async with channel_world({"transport": "group", "deadline": "100s"}) as world:
         members = await world.trainer_and_rollouts(1)
         await publish(members[0], weights(1))
-        victim = members[whose]
-        move = victim._transfers._move_through_lane
-
-        async def kill_first(lane: Any, *args: Any) -> Any:
-            victim._transfers._move_through_lane = move  # type: ignore[method-assign]  # only the first one is hit
-            os.kill(lane.sidecar.pid, signal.SIGKILL)
-            return await move(lane, *args)
-
-        victim._transfers._move_through_lane = kill_first  # type: ignore[method-assign,assignment]  # see above
+        assert len(world.coordinator.engine.channels["policy"].lanes) == 1
+        kill_next(members[whose], how)
         receipt = await publish(members[0], weights(2))
+        assert receipt.seconds < 30
         assert receipt.version == 2
         assert not receipt.lost
         assert await load(members[1]) == (2, 2.0)
@@ -328,11 +312,10 @@ async def test_a_killed_forkserver_is_replaced() -> None:
     async with channel_world({"transport": "group"}) as world:
         trainer, rollout = await world.trainer_and_rollouts(1)
         await publish(trainer, weights(1))
-        task = trainer._hub.loop._forkservers[""]
-        helper = task.result()._process
-        assert helper is not None
-        helper.kill()
-        await asyncio.to_thread(helper.wait)
+        kept = trainer._hub.loop._own_forkserver
+        assert kept is not None
+        os.kill(killed := kept.pid, signal.SIGKILL)
+        await wait_until(lambda: kept.pid != killed, "its end")
         receipt = await publish(trainer, weights(2), deadline=40)
         assert receipt.version == 2
         assert await load(rollout) == (2, 2.0)
@@ -477,7 +460,9 @@ channel._hub.loop.run(lambda: channel._hub.loop.forkserver(None), 60)
 pid = os.fork()
 if pid == 0:
     found = fds()
-    ok = found[session] == "/dev/null" and not any(v.startswith("anon_inode:[pidfd]") for v in found.values())
+    own = channel._hub.loop._own_forkserver.fds
+    ok = len(own) == 2 and all(found[fd] == "/dev/null" for fd in (session, *own))
+    ok = ok and not any(v.startswith("anon_inode:[pidfd]") for v in found.values())
     try:
         channel.receive()
     except replicas.errors.UsageError as error:
@@ -564,5 +549,7 @@ async def test_a_program_ends_without_closing_anything() -> None:
             assert await process.stdout.readline() == b"joined\n"
             await publish(trainer, weights(1.0))
             said, complaints = await process.communicate()
-    assert (process.returncode, complaints.decode()) == (0, "")
+    waited = "policy: waiting for the first version, without a deadline"  # said on a slow machine
+    said_else = [line for line in complaints.decode().splitlines() if line != waited]
+    assert (process.returncode, said_else) == (0, [])
     assert said.splitlines()[-1] == b"1"  # Gloo may have said something before

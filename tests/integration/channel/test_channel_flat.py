@@ -48,7 +48,7 @@ def census(*channels: Channel) -> dict[str, int]:
             "transfers": channel._transfers._transfers,
             "manifests": channel._manifests._fetches,
             "lanes": channel._lanes._lanes,
-            "watches": channel._watches._loads,
+            "watches": channel._watches._watches,
             "failures": channel._hub.failures,
             "outbox": channel._hub.session._outbox,
         }

@@ -18,8 +18,8 @@ import msgspec
 import pytest
 
 from replicas.cli import main as cli
-from replicas.cli.client import Client
 from replicas.control import exit_codes
+from replicas.control.client import Client
 from replicas.control.commands import Scale
 from replicas.errors import UsageError
 from replicas.status import RunStatus
@@ -195,12 +195,13 @@ def test_two_runs_are_started_in_the_background_and_waited_for(tmp_path: Path, r
 
 
 HELPFUL = [
-    (["scale", "c", "1"], 'no group "c" (groups: a, b)'),
+    (["scale", "c", "1"], 'no group "c"; known: "a", "b"'),
     (["restart", "a/9"], 'no replica "a/9"'),
     (["restart", "run.toml"], '"run.toml" is not a group or replica (write CONFIG after it, or -c CONFIG)'),
     (["drain", "c"], 'no group "c"'),
     (["logs", "c"], "there is no log of c"),
     (["logs", "--since", "noon"], '"noon" is not a time'),
+    (["scale", "a=1"], '"a=1" was read as the group'),
     (["scale", "a"], "Missing argument 'REPLICAS'"),
     (["scale", "a", "x"], "'REPLICAS'"),
     (["status", "run.toml", "-c", "run.toml"], "give CONFIG once"),

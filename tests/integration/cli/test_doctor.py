@@ -19,8 +19,9 @@ from replicas import environ
 from replicas.cli import doctor as looks
 from replicas.cli import main as cli
 from replicas.cli.find_run import RunAddress
-from replicas.linux.processes import MARK
+from replicas.linux.processes import MARK, start_time
 from replicas.supervisor.state.locked_folder import give_identity
+from replicas.supervisor.state.run_state import AgentRecord, ProcessRecord, RunState, Saved, machine
 from tests.support.programs import SLEEPS, group
 from tests.support.runs import alive
 
@@ -88,6 +89,26 @@ def test_leftovers_of_a_dead_run(
     monkeypatch.setattr(looks, "supervisor_of", lambda _: os.getpid())  # it lives, and could never write its state
     monkeypatch.setattr(RunAddress, "status", lambda _: mock.Mock(nodes=()))
     assert [one["state"] for one in diagnosed(capsys, 0)["leftovers"]] == ["ok"]
+
+
+def test_what_a_start_takes_over_is_no_leftover(
+    folder: Path, leftover: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With ``run.adopt`` the agent lives on without a supervisor, with all under it."""
+    started = start_time(leftover.pid)
+    assert started is not None
+    process = ProcessRecord(leftover.pid, started)
+    agent = AgentRecord(node="here", incarnation="i", local=True, process=process, scope=machine())
+    saved = Saved(run="sick", machine=machine(), agents=(agent,), helpers=(process,))
+    assert RunState(folder / ".replicas" / "sick" / "state.json").save(saved)
+    assert [one["state"] for one in diagnosed(capsys, 1)["leftovers"]] == ["problem"]
+    config = (folder / "run.toml").read_text()
+    (folder / "run.toml").write_text(config.replace('"sick"', '"sick"\nadopt = "60s"'))
+    found = diagnosed(capsys, 0)
+    assert [one["state"] for one in found["leftovers"]] == ["ok"]
+    (run,) = found["run"]
+    assert run["state"] == "note"
+    assert run["text"].startswith("it has no supervisor, but 1 of its processes live, state in ")
 
 
 def test_a_held_port_and_its_holder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -142,7 +142,7 @@ def test_a_version_that_cannot_be_written_is_refused(run: Run, trainer: replicas
         (folder / f"version-{in_the_way}").mkdir()
         assert publish(trainer, 7.0) == in_the_way
         assert process.stderr is not None
-        assert "is left out" in process.stderr.readline()
+        assert "is refused" in process.stderr.readline()
         wait_for(folder, publish(trainer, 8.0), 8.0)
 
 

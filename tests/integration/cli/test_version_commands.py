@@ -173,7 +173,9 @@ def test_errors_name_the_remedy(run: Run, command: Command) -> None:
 
     assert 'no channel "polcy"; did you mean "policy"?' in refused("get", "polcy", "-o", "x")
     assert '[groups.reader] with launcher = "external"' in refused("get", "closed", "-o", "x")
-    assert "name one of hand, rollout with --group" in refused("get", "policy", "-o", "x", "--group", "loader")
+    assert "use --group hand or rollout, or leave --group out" in refused(
+        "get", "policy", "-o", "x", "--group", "loader"
+    )
     assert "not both" in refused("get", "policy", "-o", "x", "--version", "1", "--at-least", "1")
     assert "--token-file" in refused("get", "policy", "-o", "x", "--endpoint", run.endpoint())
     assert "within its 0.2 s" in refused("get", "empty", "-o", "x", "--deadline", "0.2", code=1)

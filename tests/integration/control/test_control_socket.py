@@ -19,13 +19,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from replicas import errors
-from replicas.cli.client import Client
 from replicas.control import socket as control_socket
 from replicas.control.access import ByToken
 from replicas.control.app import control_routes
+from replicas.control.client import Client
 from replicas.control.commands import Answer, Restart, Scale
 from replicas.control.socket import ControlSocket
-from replicas.coordinator.acceptor import Acceptor
 from replicas.coordinator.addresses import AllowedHosts
 from replicas.coordinator.port_connections import PortRules
 from replicas.coordinator.server import Server, bind_listener
@@ -120,7 +119,6 @@ async def test_who_has_shown_the_token_is_no_stranger(tmp_path: Path) -> None:
     hosts = AllowedHosts("127.0.0.1", "127.0.0.1")
     rules = PortRules(run.refused.append, lambda given: TOKENS.role(given) is not None, hosts, run.live)
     rules.strangers.most = 4  # of one source, half of that
-    door = Acceptor(listener, rules)
     asked: asyncio.Queue[None] = asyncio.Queue()
 
     async def hang(_: Request) -> Response:
@@ -129,8 +127,8 @@ async def test_who_has_shown_the_token_is_no_stranger(tmp_path: Path) -> None:
         raise AssertionError
 
     routes = [Route("/hang", hang), *control_routes(run, access=access)]
-    server = Server(listener, routes, run.refused.append, acceptor=door)
-    await server.start()
+    server = Server(listener, routes, rules)
+    server.start()
     try:
         reader, writer = await asyncio.open_connection(*address)
         writer.write(b"GET /logs?follow=1 HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer secret\r\n\r\n")
@@ -160,8 +158,9 @@ async def test_a_connection_ends_with_its_token(tmp_path: Path) -> None:
     listener = bind_listener("127.0.0.1", 0)
     address = listener.getsockname()
     access = ByToken(lambda: tokens, run.refused.append)
-    server = Server(listener, control_routes(run, access=access), run.refused.append)
-    await server.start()
+    rules = PortRules(run.refused.append, lambda _: True, AllowedHosts("127.0.0.1", "127.0.0.1"))
+    server = Server(listener, control_routes(run, access=access), rules)
+    server.start()
     try:
         reader, writer = await asyncio.open_connection(*address)
         request = b"GET /logs%s HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer secret\r\n\r\n"

@@ -81,7 +81,7 @@ async def test_joining_an_unknown_channel(coordinator: Coordinator) -> None:
 
     with pytest.raises(errors.UnknownChannel) as caught:
         await asyncio.to_thread(join)
-    assert str(caught.value) == 'there is no channel "polcy" in run "embedded" (its channels: policy)'
+    assert str(caught.value) == 'there is no channel "polcy" in run "embedded"; did you mean "policy"?'
 
 
 async def test_what_a_hello_can_be_refused_for(coordinator: Coordinator) -> None:
@@ -433,7 +433,7 @@ async def test_nobody_hears_of_a_commit_that_is_not_on_disk(
     trainer = Client(coordinator, group="trainer", incarnation="t")
     await trainer.join()
     await trainer.say(wire.PublishBegin(1, None, 30.0))
-    await trainer.say(wire.Packed(1, manifest.hash, 16, "cpu", 0.0, 0.0, "digest"))
+    await trainer.say(wire.Packed(1, manifest.hash, "cpu", 0.0, 0.0, "digest"))
     (piece,) = pieces(await trainer.until(wire.ManifestAsk), manifest.encode())
     await trainer.say(piece)
     async with asyncio.timeout(5):

@@ -239,7 +239,7 @@ async def test_a_grant_and_a_load_that_nobody_heard_of(moment: str) -> None:
 
 @pytest.mark.parametrize(
     ("transport", "moment"),
-    [("group", "going"), ("group", "first done"), ("auto", "locating"), ("auto", "mapping"), ("auto", "first done")],
+    [("group", "pulling"), ("group", "first done"), ("auto", "locating"), ("auto", "mapping"), ("auto", "first done")],
 )
 async def test_a_catch_up_begins_anew(transport: str, moment: str) -> None:
     async with world_of(None, {"transport": transport}) as world:

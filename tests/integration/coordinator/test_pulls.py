@@ -2,7 +2,7 @@
 what happens when carriers, links, ranks or the coordinator fail in the middle of it.
 
 Covers: channel/session/carriers.py, channel/versions/carried.py,
-core/moving/pull_tasks.py.
+core/moving/task.py.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ async def test_a_store_that_somebody_fills_is_replaced(caplog: pytest.LogCapture
         async with asyncio.timeout(60):
             await replaced.wait()
         assert keeper.pid != before
-        assert (await keeper.ask("ping")).keys <= 1
+        assert (await keeper.ask()).keys <= 1
         assert "MiB of values are in it" in caplog.text
     finally:
         await keeper.aclose()
@@ -77,12 +77,12 @@ async def test_a_sweep_that_was_not_answered_is_made_with_the_next_one(monkeypat
     await keeper.start()
     ask, asked, swept = keeper.ask, asyncio.Event(), asyncio.Event()
 
-    async def late(op: str, prefixes: tuple[str, ...] = ()) -> Reply:
-        if op == "sweep" and not asked.is_set():
+    async def late(prefixes: tuple[str, ...] = ()) -> Reply:
+        if prefixes and not asked.is_set():
             asked.set()
             raise TimeoutError
-        reply = await ask(op, prefixes)
-        if op == "sweep":
+        reply = await ask(prefixes)
+        if prefixes:
             swept.set()
         return reply
 
@@ -114,7 +114,7 @@ def test_the_kernel_bounds_what_a_store_may_take() -> None:
                 empty = data_nbytes(process.pid)
                 assert not fill(port, MEMORY_MAX_NBYTES + 2**26)
                 assert MEMORY_NBYTES < data_nbytes(process.pid) - empty <= MEMORY_MAX_NBYTES
-                ours.sendall(msgspec.json.encode(Request(1, "stat")) + b"\n")
+                ours.sendall(msgspec.json.encode(Request(1)) + b"\n")
                 assert "MiB of values are in it" in msgspec.json.decode(ours.recv(4096), type=Reply).error
                 process.kill()
                 assert b"Traceback" not in process.communicate(timeout=30)[1]
@@ -135,7 +135,7 @@ async def test_a_store_that_is_used_is_left_alone() -> None:
         client = TCPStore("127.0.0.1", keeper.address[1], is_master=False, timeout=timedelta(seconds=30))
         await asyncio.to_thread(set_many, client)
         await asyncio.to_thread(client.get, "lane/4999")
-        reply = await keeper.ask("stat")
+        reply = await keeper.ask()
         assert reply.keys >= 5000
         assert not reply.error
     finally:

@@ -22,7 +22,7 @@ from replicas.config.structs import Config
 from replicas.core.lives.placement import Offer, Share, place
 from replicas.core.members.preflight import sends_by_group
 from replicas.engine import Engine, PauseMode
-from replicas.supervisor.fleet.nodes import lease_of
+from replicas.supervisor.fleet.cluster import lease_of
 from replicas.supervisor.fleet.resources import need_of
 from replicas.testing import FakeRun
 from tests.support.house.pages import blocks, code

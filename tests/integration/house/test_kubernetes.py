@@ -1,5 +1,7 @@
 """What the manifests of services/kubernetes say (config, environment, ports, probes,
-process 1 and its signals), run as processes of hosts with a network between them.
+process 1 and its signals), run as processes of hosts with a network between them. What
+no process shows (schemas, labels, sizes, periods) is read in
+tests/unit/house/test_kubernetes.py.
 
 Covers: cli/token_command.py.
 """
@@ -17,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from replicas.cli.client import Client
 from replicas.cli.token_command import make
+from replicas.control.client import Client
 from replicas.status import ReplicaStatus, RunStatus
 from replicas.trust.tokens import OPERATOR_FILE
 from tests.support.house.manifests import container, documents, environment, expanded, status_of

@@ -1,5 +1,8 @@
-"""What the switch of the tests says it does to packets, it does; and nothing of it
-outlives the test."""
+"""What the switch of the tests says it does to packets, it does: where it did less, the
+tests of links would pass, and prove nothing. And nothing of it outlives a killed test.
+
+(A cut that cuts nothing, or that heals nothing, is found by those tests themselves.)
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -143,48 +145,6 @@ def test_a_cut_one_way_is_of_that_way_alone() -> None:
         assert len(b.hears(a, 10)) == 10, "what was lost never comes"
 
 
-def test_a_cut_loses_what_is_under_way() -> None:
-    with talkers(2) as (switch, (a, b)):
-        switch.shape(0, 1, Shape(delay_s=600.0), one_way=True)
-        a.send(b)
-        switch.cut(0, 1, one_way=True)
-        all_lost(switch, 0, 1, 10)
-        switch.heal()
-        a.send(b)
-        switch.shape(0, 1, Shape(), one_way=True)
-        assert len(b.hears(a, 10)) == 10, "what is under way comes at once when the delay ends"
-
-
-def test_a_host_that_is_cut_off_is_alone_and_others_are_not() -> None:
-    with talkers(3) as (switch, (a, b, c)):
-        switch.cut_off(0)
-        for one, other in ((a, b), (b, a), (a, c), (c, a), (b, c), (c, b)):
-            one.send(other)
-        assert len(b.hears(c, 10)) == len(c.hears(b, 10)) == 10
-        for way in switch.ways(0):
-            all_lost(switch, *way, 10)
-        switch.heal()
-        b.send(a)
-        a.send(c)
-        assert len(a.hears(b, 10)) == len(c.hears(a, 10)) == 10
-
-
-def test_two_hosts_that_are_cut_off_come_back_one_by_one() -> None:
-    with talkers(3) as (switch, (a, b, c)):
-        switch.cut_off(0)
-        switch.cut_off(1)
-        switch.heal(0)
-        for one, other in ((a, b), (b, a), (a, c), (b, c)):
-            one.send(other)
-        assert len(c.hears(a, 10)) == 10
-        for way in switch.ways(1):
-            if way != (2, 1):
-                all_lost(switch, *way, 10)
-        switch.heal(1)
-        b.send(a)
-        assert len(a.hears(b, 10)) == 10
-
-
 def test_a_delay_is_of_its_way_and_keeps_the_order() -> None:
     with talkers(2) as (switch, (a, b)):
         switch.shape(0, 1, Shape(delay_s=0.3), one_way=True)
@@ -264,12 +224,3 @@ def started(pid: int) -> tuple[int, str]:
     except (FileNotFoundError, ProcessLookupError):
         return 0, ""
     return (0, "") if fields[0] == "Z" else (pid, fields[19])
-
-
-def test_an_order_to_a_switch_that_is_gone_says_so() -> None:
-    with switched_hosts(2) as switch:
-        os.kill(switch._process.pid, signal.SIGKILL)
-        began = time.monotonic()
-        with pytest.raises((AssertionError, BrokenPipeError)):
-            switch.cut(0, 1)
-        assert time.monotonic() - began < 5.0

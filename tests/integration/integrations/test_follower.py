@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ import replicas
 from replicas import errors
 from replicas.engine import following as loop
 from replicas.integrations import engine_health, engine_server, http_engine, vllm_adapters
-from replicas.integrations.engine_health import Spent
+from replicas.integrations.engine_health import ProcessorTime
 from replicas.integrations.vllm import follow
 from replicas.integrations.vllm_verbs import VllmServer
 from replicas.linux.processes import start_time
@@ -75,119 +75,113 @@ async def served(engine: FakeEngine, version: int) -> None:
     await wait_until(lambda: engine.version == str(version) and not engine.paused, f"version {version} is served")
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-async def test_each_version_is_loaded_by_every_worker_and_tagged(workers: int) -> None:
+class Followed(NamedTuple):
+    trainer: replicas.Channel
+    engine: FakeEngine
+    task: asyncio.Task[None]
+    """The follower's."""
+
+
+@asynccontextmanager
+async def followed(version: int = 0, workers: int = 1, **more: Any) -> AsyncIterator[Followed]:
+    """A trainer, and a follower with its engine, which serves ``version`` (0: none was
+    published)."""
     async with channel_world(POLICY) as world:
         trainer = await world.join("trainer")
-        async with FakeEngine(workers) as engine, following(world, engine):
-            for number in (1, 2, 3):
-                await publish(trainer, number)
-                await served(engine, number)
-                await trainer.loaded(number, deadline=10)  # workers and follower have reported it
-                for worker in engine.workers:
-                    assert all(tensor.eq(number).all() for tensor in worker.model.values())
-            control = [path for path in engine.calls if path not in ("/health", "/is_paused", "/weight_info")]
-            assert control[-len(LOAD + RESUME) :] == LOAD + RESUME
-            assert "reset_external=true" in engine.queries["/reset_prefix_cache"]
+        async with FakeEngine(workers) as engine, following(world, engine, **more) as task:
+            if version:
+                await publish(trainer, version)
+                await served(engine, version)
+            yield Followed(trainer, engine, task)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+async def test_each_version_is_loaded_by_every_worker_and_tagged(workers: int) -> None:
+    async with followed(workers=workers) as (trainer, engine, _):
+        for number in (1, 2, 3):
+            await publish(trainer, number)
+            await served(engine, number)
+            await trainer.loaded(number, deadline=10)  # workers and follower have reported it
+            for worker in engine.workers:
+                assert all(tensor.eq(number).all() for tensor in worker.model.values())
+        control = [path for path in engine.calls if path not in ("/health", "/is_paused", "/weight_info")]
+        assert control[-len(LOAD + RESUME) :] == LOAD + RESUME
+        assert "reset_external=true" in engine.queries["/reset_prefix_cache"]
 
 
 async def test_an_update_that_dies_half_way_is_loaded_again_as_a_whole() -> None:
-    async with channel_world(POLICY) as world:
-        trainer = await world.join("trainer")
-        async with FakeEngine() as engine, following(world, engine):
-            await publish(trainer, 1)
-            await served(engine, 1)
-            engine.fail_updates = 1
-            await publish(trainer, 2)
-            await served(engine, 2)
-            assert all(tensor.eq(2).all() for tensor in engine.workers[0].model.values())
+    async with followed(1) as (trainer, engine, _):
+        engine.fail_updates = 1
+        await publish(trainer, 2)
+        await served(engine, 2)
+        assert all(tensor.eq(2).all() for tensor in engine.workers[0].model.values())
 
 
 async def test_a_load_that_left_a_tensor_wrong_in_silence_is_found_and_done_again() -> None:
-    async with channel_world(POLICY) as world:
-        trainer = await world.join("trainer")
-        async with FakeEngine() as engine, following(world, engine, verify_load="always"):
-            await publish(trainer, 1)
-            await served(engine, 1)
-            engine.lose_tensors = 1
-            await publish(trainer, 2)
-            await served(engine, 2)
-            assert all(tensor.eq(2).all() for tensor in engine.workers[0].model.values())
-            assert engine.calls.count("prove") == 3
+    async with followed(1, verify_load="always") as (trainer, engine, _):
+        engine.lose_tensors = 1
+        await publish(trainer, 2)
+        await served(engine, 2)
+        assert all(tensor.eq(2).all() for tensor in engine.workers[0].model.values())
+        assert engine.calls.count("prove") == 3
 
 
 async def test_an_engine_that_always_has_something_else_never_serves_it_and_the_tensor_is_named() -> None:
-    async with channel_world(POLICY) as world:
-        trainer = await world.join("trainer")
-        async with FakeEngine() as engine, following(world, engine) as task:
-            engine.lose_tensors = 5
-            await publish(trainer, 1)
-            with pytest.raises(
-                errors.SyncError, match=r"vLLM 0\.32\.0\+cpu has loaded other tensors than version 1: .*: c"
-            ):
-                await asyncio.wait_for(task, 20)
-            assert engine.paused
+    async with followed() as (trainer, engine, task):
+        engine.lose_tensors = 5
+        await publish(trainer, 1)
+        with pytest.raises(
+            errors.SyncError, match=r"vLLM 0\.32\.0\+cpu has loaded other tensors than version 1: .*: c"
+        ):
+            await asyncio.wait_for(task, 20)
+        assert engine.paused
 
 
 @pytest.mark.parametrize(("when", "proofs"), [("never", 0), ("first", 2), ("always", 3)])
 async def test_loads_are_proven_as_often_as_is_asked_and_anew_with_other_names(when: str, proofs: int) -> None:
-    async with channel_world(POLICY) as world:
-        trainer = await world.join("trainer")
-        async with FakeEngine() as engine, following(world, engine, verify_load=when):
-            for number, more in enumerate(({}, {}, {"d": torch.ones(1)}), 1):
-                send = partial(trainer.publish, {**weights(number), **more}, new_manifest=True)
-                await (await asyncio.to_thread(send))
-                await served(engine, number)
-            assert engine.calls.count("prove") == proofs
+    async with followed(verify_load=when) as (trainer, engine, _):
+        for number, more in enumerate(({}, {}, {"d": torch.ones(1)}), 1):
+            send = partial(trainer.publish, {**weights(number), **more}, new_manifest=True)
+            await (await asyncio.to_thread(send))
+            await served(engine, number)
+        assert engine.calls.count("prove") == proofs
 
 
 async def test_a_version_that_never_loads_leaves_the_server_paused_and_ends_the_follower() -> None:
-    async with channel_world(POLICY) as world:
-        trainer = await world.join("trainer")
-        async with FakeEngine() as engine, following(world, engine) as task:
-            await publish(trainer, 1)
-            await served(engine, 1)
-            engine.fail_updates = 5
-            receipt = await publish(trainer, 2)  # the trainer is not held up
-            assert receipt.version == 2
-            with pytest.raises(errors.SyncError, match="dies after 1 tensors"):
-                await task
-            assert engine.paused
-            assert engine.version == "1"
+    async with followed(1) as (trainer, engine, task):
+        engine.fail_updates = 5
+        receipt = await publish(trainer, 2)  # the trainer is not held up
+        assert receipt.version == 2
+        with pytest.raises(errors.SyncError, match="dies after 1 tensors"):
+            await task
+        assert engine.paused
+        assert engine.version == "1"
 
 
 async def test_a_version_that_does_not_fit_is_refused_and_the_server_goes_on_with_its_own(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with channel_world(POLICY) as world:
-        trainer = await world.join("trainer")
-        async with FakeEngine() as engine, following(world, engine) as task:
-            await publish(trainer, 1)
-            await served(engine, 1)
-            pauses = engine.calls.count("/pause")
-            bad = {**weights(2), "misfit": torch.ones(2)}
-            await (await asyncio.to_thread(partial(trainer.publish, bad, new_manifest=True)))
-            with pytest.raises(errors.SyncError, match=r"refused by rollout/0: .*no parameter is called misfit"):
-                await trainer.loaded(2, deadline=20)
-            assert not engine.paused
-            assert engine.calls.count("/pause") == pauses
-            assert all(tensor.eq(1).all() for worker in engine.workers for tensor in worker.model.values())
-            receipt = await (await asyncio.to_thread(partial(trainer.publish, weights(3), new_manifest=True)))
-            assert "no parameter is called misfit" in receipt.not_loaded["rollout/0"]
-            await served(engine, 3)
-            assert not task.done()
+    async with followed(1) as (trainer, engine, task):
+        pauses = engine.calls.count("/pause")
+        bad = {**weights(2), "misfit": torch.ones(2)}
+        await (await asyncio.to_thread(partial(trainer.publish, bad, new_manifest=True)))
+        with pytest.raises(errors.SyncError, match=r"refused by rollout/0: .*no parameter is called misfit"):
+            await trainer.loaded(2, deadline=20)
+        assert not engine.paused
+        assert engine.calls.count("/pause") == pauses
+        assert all(tensor.eq(1).all() for worker in engine.workers for tensor in worker.model.values())
+        receipt = await (await asyncio.to_thread(partial(trainer.publish, weights(3), new_manifest=True)))
+        assert "no parameter is called misfit" in receipt.not_loaded["rollout/0"]
+        await served(engine, 3)
+        assert not task.done()
         assert "refusing version 2, the server continues without it" in caplog.text
 
 
 async def test_with_several_workers_no_version_is_tried_as_its_end_is_an_error() -> None:
     """An error of one worker spoils the server's later calls."""
-    async with channel_world(POLICY) as world:
-        trainer = await world.join("trainer")
-        async with FakeEngine(workers=2) as engine, following(world, engine):
-            await publish(trainer, 1)
-            await served(engine, 1)
-            assert engine.calls.index("/pause") < engine.calls.index("/start_weight_update")
-            assert engine.calls.count("/start_weight_update") == 1
+    async with followed(1, workers=2) as (_, engine, _):
+        assert engine.calls.index("/pause") < engine.calls.index("/start_weight_update")
+        assert engine.calls.count("/start_weight_update") == 1
 
 
 CHECKS = [(False, "/update_weights"), (True, "/v1/load_lora_adapter")]
@@ -216,15 +210,13 @@ async def shows(engine: FakeEngine, lora: bool) -> None:
 async def test_a_version_is_not_refused_when_the_engine_dies_of_something_else(
     caplog: pytest.LogCaptureFixture, lora: bool, call: str, last_words: bool
 ) -> None:
-    async with channel_world(POLICY) as world:
-        trainer = await world.join("trainer")
-        async with FakeEngine() as engine, following(world, engine, lora=lora) as task:
-            await publish_as(trainer, lora, 1)
-            await shows(engine, lora)
-            engine.dies_at, engine.last_words = call, last_words
-            await publish_as(trainer, lora, 2)
-            with pytest.raises(errors.SyncError):
-                await asyncio.wait_for(task, 20)
+    async with followed(lora=lora) as (trainer, engine, task):
+        await publish_as(trainer, lora, 1)
+        await shows(engine, lora)
+        engine.dies_at, engine.last_words = call, last_words
+        await publish_as(trainer, lora, 2)
+        with pytest.raises(errors.SyncError):
+            await asyncio.wait_for(task, 20)
         assert "is refused" not in caplog.text
 
 
@@ -236,29 +228,25 @@ async def test_a_version_is_not_refused_when_a_call_is_not_answered_in_time(
     monkeypatch.setattr(loop, "USUAL_LOAD_MIN_S", 0.5)
     monkeypatch.setattr(loop, "USUAL_LOADS", 1)
     monkeypatch.setattr(http_engine, "BACKSTOP_S", 0.0)
-    async with channel_world(POLICY) as world:
-        trainer = await world.join("trainer")
-        async with FakeEngine() as engine, following(world, engine, lora=lora, engine_timeout=2.0) as task:
-            await publish_as(trainer, lora, 1)
-            await shows(engine, lora)
-            engine.freeze_at = call
-            await publish_as(trainer, lora, 2)
-            with pytest.raises(errors.SyncError, match=f"no answer to {call} within"):
-                await asyncio.wait_for(task, 20)
+    async with followed(lora=lora, engine_timeout=2.0) as (trainer, engine, task):
+        await publish_as(trainer, lora, 1)
+        await shows(engine, lora)
+        engine.freeze_at = call
+        await publish_as(trainer, lora, 2)
+        with pytest.raises(errors.SyncError, match=f"no answer to {call} within"):
+            await asyncio.wait_for(task, 20)
         assert "is refused" not in caplog.text
 
 
 async def test_versions_that_come_faster_than_loads_leave_the_server_time_to_compute() -> None:
-    async with channel_world(POLICY) as world:
-        trainer = await world.join("trainer")
-        async with FakeEngine() as engine, following(world, engine, min_serving=0.9):
-            engine.pause_s = 0.5
-            for number in (1, 2):
-                await publish(trainer, number)
-                await served(engine, number)
-                resumed = time.monotonic()
-                if number == 1:
-                    first = resumed
+    async with followed(min_serving=0.9) as (trainer, engine, _):
+        engine.pause_s = 0.5
+        for number in (1, 2):
+            await publish(trainer, number)
+            await served(engine, number)
+            resumed = time.monotonic()
+            if number == 1:
+                first = resumed
         assert resumed - first > 9 * 0.5
 
 
@@ -275,13 +263,11 @@ async def test_a_release_of_other_routes_is_refused(release: str, accepted: bool
 
 
 async def test_requests_that_were_kept_do_not_keep_the_old_versions_prefixes() -> None:
-    async with channel_world(POLICY) as world:
-        trainer = await world.join("trainer")
-        async with FakeEngine() as engine, following(world, engine):
-            engine.kept_requests = True
-            await publish(trainer, 1)
-            await served(engine, 1)
-            assert engine.calls.count("/reset_prefix_cache") == 2  # the second one reaches running requests, too
+    async with followed() as (trainer, engine, _):
+        engine.kept_requests = True
+        await publish(trainer, 1)
+        await served(engine, 1)
+        assert engine.calls.count("/reset_prefix_cache") == 2  # the second one reaches running requests, too
 
 
 async def test_a_follower_that_was_replaced_ends_the_update_that_the_first_left_open() -> None:
@@ -304,29 +290,21 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("impatient")
 async def test_a_server_that_stops_answering_is_given_up() -> None:
-    async with channel_world(POLICY) as world:
-        trainer = await world.join("trainer")
-        async with FakeEngine() as engine, following(world, engine, engine_timeout=1.0) as task:
-            await publish(trainer, 1)
-            await served(engine, 1)
-            engine.answers.clear()
-            receipt = await publish(trainer, 2)  # a load begins, and hangs in the server
-            assert receipt.version == 2
-            with pytest.raises(errors.SyncError, match="has not answered"):
-                await task
+    async with followed(1, engine_timeout=1.0) as (trainer, engine, task):
+        engine.answers.clear()
+        receipt = await publish(trainer, 2)  # a load begins, and hangs in the server
+        assert receipt.version == 2
+        with pytest.raises(errors.SyncError, match="has not answered"):
+            await task
 
 
 @pytest.mark.usefixtures("impatient")
 async def test_an_engine_that_is_frozen_behind_a_healthy_server_is_given_up() -> None:
-    async with channel_world(POLICY) as world:
-        trainer = await world.join("trainer")
-        async with FakeEngine() as engine, following(world, engine, engine_timeout=1.0) as task:
-            await publish(trainer, 1)
-            await served(engine, 1)
-            engine.engine_answers.clear()
-            with pytest.raises(errors.SyncError, match="has not answered /is_paused"):
-                await task
-            assert (await publish(trainer, 2)).version == 2
+    async with followed(1, engine_timeout=1.0) as (trainer, engine, task):
+        engine.engine_answers.clear()
+        with pytest.raises(errors.SyncError, match="has not answered /is_paused"):
+            await task
+        assert (await publish(trainer, 2)).version == 2
 
 
 @pytest.mark.usefixtures("impatient")
@@ -336,46 +314,34 @@ async def test_an_engine_that_freezes_in_a_load_misses_the_loads_deadline(
 ) -> None:
     monkeypatch.setattr(loop, "USUAL_LOAD_MIN_S", 0.5)
     monkeypatch.setattr(loop, "USUAL_LOADS", 1)
-    async with channel_world(POLICY) as world:
-        trainer = await world.join("trainer")
-        async with FakeEngine() as engine, following(world, engine, engine_timeout=1.0) as task:
-            await publish(trainer, 1)
-            await served(engine, 1)
-            engine.freeze_at = call
-            assert (await publish(trainer, 2)).version == 2
-            with pytest.raises(errors.SyncError, match=f"no answer to {call} within|has not answered /is_paused"):
-                await task
+    async with followed(1, engine_timeout=1.0) as (trainer, engine, task):
+        engine.freeze_at = call
+        assert (await publish(trainer, 2)).version == 2
+        with pytest.raises(errors.SyncError, match=f"no answer to {call} within|has not answered /is_paused"):
+            await task
 
 
 @pytest.mark.usefixtures("impatient")
 async def test_an_engine_that_is_at_work_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """It compiles within a step, in which it answers nothing."""
     monkeypatch.setattr(engine_health, "serving_process", lambda port: os.getpid())
-    monkeypatch.setattr(engine_health, "processor_time", lambda pid: Spent(0.0, time.monotonic()))
-    async with channel_world(POLICY) as world:
-        trainer = await world.join("trainer")
-        async with FakeEngine() as engine, following(world, engine) as task:
-            await publish(trainer, 1)
-            await served(engine, 1)
-            engine.engine_answers.clear()
-            await asyncio.wait([task], timeout=4 * VllmServer.watched["/is_paused"])
-            assert not task.done()
-            engine.engine_answers.set()
-            await publish(trainer, 2)
-            await served(engine, 2)
+    monkeypatch.setattr(engine_health, "processor_time", lambda pid: ProcessorTime(0.0, time.monotonic()))
+    async with followed(1) as (trainer, engine, task):
+        engine.engine_answers.clear()
+        await asyncio.wait([task], timeout=4 * VllmServer.watched["/is_paused"])
+        assert not task.done()
+        engine.engine_answers.set()
+        await publish(trainer, 2)
+        await served(engine, 2)
 
 
 @pytest.mark.usefixtures("impatient")
 async def test_a_server_whose_engine_has_died_is_given_up_at_once_though_a_call_hangs() -> None:
-    async with channel_world(POLICY) as world:
-        trainer = await world.join("trainer")
-        async with FakeEngine() as engine, following(world, engine) as task:
-            await publish(trainer, 1)
-            await served(engine, 1)
-            engine.engine_answers.clear()  # /is_paused hangs
-            engine.is_dead = True  # and /health is 503
-            with pytest.raises(errors.SyncError, match="no longer answers /health"):
-                await asyncio.wait_for(task, 20)
+    async with followed(1) as (_, engine, task):
+        engine.engine_answers.clear()  # /is_paused hangs
+        engine.is_dead = True  # and /health is 503
+        with pytest.raises(errors.SyncError, match="no longer answers /health"):
+            await asyncio.wait_for(task, 20)
 
 
 async def test_a_servers_api_key_is_sent_with_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -413,23 +379,21 @@ class Adapter(dict[str, torch.Tensor]):
 
 
 async def test_each_version_of_an_adapter_is_loaded_under_a_name_of_its_own() -> None:
-    async with channel_world(POLICY) as world:
-        trainer = await world.join("trainer")
-        async with FakeEngine() as engine, following(world, engine, lora=True):
-            folders = []
-            for version in (1, 2, 3):
-                sent = Adapter(weights(version))
-                sent["tied"] = next(iter(sent.values()))
-                receipt = await (await asyncio.to_thread(partial(trainer.publish, sent, adapter="math")))
-                name = f"math@{receipt.version}"
-                await wait_until(partial(serves_alone, engine, name), f"{name} alone is served")
-                folders.append(engine.adapters[name])
-                assert (folders[-1] / "adapter_config.json").read_text() == '{"r": 8}'
-                found = load_file(folders[-1] / "adapter_model.safetensors")
-                assert found.keys() == sent.keys()
-                assert all(torch.equal(found[key], tensor) for key, tensor in sent.items())
-            assert folders[1].exists()  # requests that began with it may need it
-            await wait_until(lambda: not folders[0].exists(), "older ones are gone")
+    async with followed(lora=True) as (trainer, engine, _):
+        folders = []
+        for version in (1, 2, 3):
+            sent = Adapter(weights(version))
+            sent["tied"] = next(iter(sent.values()))
+            receipt = await (await asyncio.to_thread(partial(trainer.publish, sent, adapter="math")))
+            name = f"math@{receipt.version}"
+            await wait_until(partial(serves_alone, engine, name), f"{name} alone is served")
+            folders.append(engine.adapters[name])
+            assert (folders[-1] / "adapter_config.json").read_text() == '{"r": 8}'
+            found = load_file(folders[-1] / "adapter_model.safetensors")
+            assert found.keys() == sent.keys()
+            assert all(torch.equal(found[key], tensor) for key, tensor in sent.items())
+        assert folders[1].exists()  # requests that began with it may need it
+        await wait_until(lambda: not folders[0].exists(), "older ones are gone")
         assert "/pause" not in engine.calls
     assert not folders[2].exists()
 
@@ -437,27 +401,25 @@ async def test_each_version_of_an_adapter_is_loaded_under_a_name_of_its_own() ->
 async def test_an_adapters_folder_stays_while_a_request_in_flight_may_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM reads it once more where it has no room for all adapters in use."""
     monkeypatch.setattr(vllm_adapters, "KEPT_UNSEEN", 1)
-    async with channel_world(POLICY) as world:
-        trainer = await world.join("trainer")
-        async with FakeEngine() as engine, following(world, engine, lora=True):
+    async with followed(lora=True) as (trainer, engine, _):
 
-            async def load(version: int) -> Path:
-                await (await asyncio.to_thread(partial(trainer.publish, Adapter(weights(1)), adapter="math")))
-                await wait_until(partial(serves_alone, engine, f"math@{version}"), f"{version} alone is served")
-                return engine.adapters[f"math@{version}"]
+        async def load(version: int) -> Path:
+            await (await asyncio.to_thread(partial(trainer.publish, Adapter(weights(1)), adapter="math")))
+            await wait_until(partial(serves_alone, engine, f"math@{version}"), f"{version} alone is served")
+            return engine.adapters[f"math@{version}"]
 
-            engine.adapters_in_use = ["math@1", "math@2"]
-            folders = [await load(version) for version in (1, 2, 3, 4, 5)]
-            await wait_until(lambda: not folders[2].exists(), "nobody needs that one")
-            assert [folder.exists() for folder in folders] == [True, True, False, True, True]
-            engine.adapters_in_use = ["math@2"]
-            folders.append(await load(6))
-            await wait_until(lambda: not folders[0].exists(), "its requests have ended")
-            assert [folder.exists() for folder in folders] == [False, True, False, False, True, True]
-            engine.adapters_in_use = None  # the server does not say
-            folders.append(await load(7))
-            await wait_until(lambda: not folders[1].exists(), "only so many stay")
-            assert [folder.exists() for folder in folders[4:]] == [True, True, True]
+        engine.adapters_in_use = ["math@1", "math@2"]
+        folders = [await load(version) for version in (1, 2, 3, 4, 5)]
+        await wait_until(lambda: not folders[2].exists(), "nobody needs that one")
+        assert [folder.exists() for folder in folders] == [True, True, False, True, True]
+        engine.adapters_in_use = ["math@2"]
+        folders.append(await load(6))
+        await wait_until(lambda: not folders[0].exists(), "its requests have ended")
+        assert [folder.exists() for folder in folders] == [False, True, False, False, True, True]
+        engine.adapters_in_use = None  # the server does not say
+        folders.append(await load(7))
+        await wait_until(lambda: not folders[1].exists(), "only so many stay")
+        assert [folder.exists() for folder in folders[4:]] == [True, True, True]
 
 
 async def test_a_follower_takes_over_the_adapter_that_an_earlier_one_has_left() -> None:
@@ -509,13 +471,11 @@ async def test_an_adapter_whose_configuration_is_not_known_is_refused() -> None:
 
 
 async def test_only_every_nth_version_is_loaded() -> None:
-    async with channel_world(POLICY) as world:
-        trainer = await world.join("trainer")
-        async with FakeEngine() as engine, following(world, engine, every=3):
-            for number in (1, 2, 3, 4):
-                await publish(trainer, number)
-                if number in (1, 4):
-                    await served(engine, number)
+    async with followed(every=3) as (trainer, engine, _):
+        for number in (1, 2, 3, 4):
+            await publish(trainer, number)
+            if number in (1, 4):
+                await served(engine, number)
         assert engine.calls.count("/finish_weight_update") == 2
 
 

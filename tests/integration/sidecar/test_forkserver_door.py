@@ -6,6 +6,7 @@ Covers: sidecar/forkserver.py.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
@@ -16,25 +17,27 @@ import socket
 import threading
 from collections.abc import AsyncIterator
 from multiprocessing.connection import Connection
-from unittest import mock
 
 import pytest
 
 from replicas import __version__
-from replicas.channel.session import loop
+from replicas.channel.session.loop import SessionLoop
 from replicas.linux import frames
 from replicas.linux.processes import command_line
+from replicas.linux.rank_environment import describe_own_place
 from replicas.linux.sockets import SocketAddress, peer_uid
 from replicas.sidecar import wire
 from replicas.sidecar.forkserver import ForkServer
-from replicas.sidecar.rank_side.forkserver_client import Forkserver, OtherRelease
+from replicas.sidecar.kept_forkserver import KeptForkserver
+from replicas.sidecar.rank_side.forkserver_client import Forkserver, Squatted, Unusable
 from replicas.sidecar.rank_side.sidecar_handle import SidecarDied
-from replicas.supervisor.agent.forkservers import KeptForkserver
 from tests.support.machine.users import ATTACKER, needs_users, stranger
-from tests.support.sidecars import start_forkserver
+from tests.support.sidecars import kept_forkserver, start_forkserver
 from tests.support.waits import wait_until
 
 pytestmark = pytest.mark.anyio
+
+wire_attach = wire.Attach
 
 
 def new_door() -> SocketAddress:
@@ -52,7 +55,7 @@ async def test_a_forkserver_of_another_user_is_told_nothing() -> None:
 
     with stranger(squat) as squatter:
         assert squatter.recv() == "listens"
-        with pytest.raises(SidecarDied, match=rf"belongs to user {ATTACKER}"):
+        with pytest.raises(Squatted, match=rf"belongs to user {ATTACKER}"):
             await Forkserver.connect(str(door), timeout_s=30.0)
         assert squatter.poll(30.0)
         assert squatter.recv() == b""
@@ -69,12 +72,12 @@ async def test_whoever_lacks_the_secret_is_not_served(secret: str) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
             sock.settimeout(30.0)
             sock.connect("\0" + door.name)
-            own = os.pidfd_open(os.getpid())
-            frames.write_packet(sock, wire.Attach(secret), [own])
-            os.close(own)
+            place = describe_own_place()
+            frames.write_packet(sock, wire.Attach(secret), place)
+            frames.close_all(place)
             assert sock.recv(100) == b""
         assert (await known.fork()).usable
-        await known.aclose()
+        known.close()
     finally:
         process.kill()
         process.communicate()
@@ -82,11 +85,8 @@ async def test_whoever_lacks_the_secret_is_not_served(secret: str) -> None:
 
 @pytest.fixture
 async def kept() -> AsyncIterator[KeptForkserver]:
-    found = KeptForkserver({}, lambda reason: pytest.fail(reason))
-    yield found
-    found.kill()
-    await found.gone.wait()
-    assert found.pid == 0
+    async with kept_forkserver() as found:
+        yield found
     await wait_until(
         lambda: free(SocketAddress.parse(found.address)), "its name, which a dying sidecar may hold, is free"
     )
@@ -114,24 +114,24 @@ async def test_a_name_is_bound_before_it_is_told_and_stays_bound_between_two_for
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as waiting:
         waiting.connect("\0" + door.name)  # nobody is there to take it, and it waits
         assert peer_uid(waiting) == os.geteuid()
-    await known.aclose()
+    known.close()
     again = await Forkserver.connect(kept.address, timeout_s=60.0)
     assert (await again.fork()).usable
     assert kept.pid != first
-    await again.aclose()
+    again.close()
 
 
-async def test_a_frozen_forkserver_is_killed_and_not_whoever_bound_its_socket(kept: KeptForkserver) -> None:
-    """The socket tells who bound it: this process."""
+async def test_a_frozen_forkserver_is_replaced_by_its_keeper_and_its_clients_are_told(kept: KeptForkserver) -> None:
     known = await Forkserver.connect(kept.address, timeout_s=60.0)
     first = kept.pid
     os.kill(first, signal.SIGSTOP)
     with pytest.raises(SidecarDied):
-        await known.fork(timeout_s=0.5)
-    await known.aclose()
+        await known.fork()
+    assert not known.alive
+    known.close()
     again = await Forkserver.connect(kept.address, timeout_s=60.0)
     assert kept.pid != first
-    await again.aclose()
+    again.close()
 
 
 async def test_a_rank_of_another_release_is_told_so_and_starts_one_of_its_own(
@@ -141,32 +141,50 @@ async def test_a_rank_of_another_release_is_told_so_and_starts_one_of_its_own(
     older one."""
     monkeypatch.setattr(wire, "Attach", functools.partial(wire.Attach, release="0.0.7"))
     ours = f"is of release {__version__} of replicas, this rank of"
-    with pytest.raises(OtherRelease, match=ours):
+    with pytest.raises(Unusable, match=ours):
         await Forkserver.connect(kept.address, timeout_s=60.0)
     monkeypatch.undo()
-    monkeypatch.setattr(Forkserver, "spawn", mock.AsyncMock(return_value=(own := mock.Mock())))
-    assert await loop._connected(str(new_door())) is own, "so does one whose agent is dead"
-    monkeypatch.setattr(Forkserver, "connect", mock.AsyncMock(side_effect=OtherRelease(ours)))
-    assert await loop._connected(kept.address) is own
+    session = SessionLoop()
+    monkeypatch.setattr(session, "_keep_forkserver", lambda: kept.address)
+    releases = iter(["0.0.7", __version__, __version__])
+    monkeypatch.setattr(wire, "Attach", lambda secret: wire_attach(secret, next(releases)))
+    for address in (kept.address, str(new_door())):  # so does one whose agent is dead
+        own = await session._connected(address)
+        assert (await own.fork()).usable
+        own.close()
+    assert next(releases, None) is None
+    session.loop.close()
 
 
 def test_a_client_that_reads_nothing_is_dropped_and_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     def fork() -> int:
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))  # so that it is answered without a process
 
+    def stop(client: socket.socket) -> int:
+        client.close()
+        raise SystemExit
+
     monkeypatch.setattr(os, "fork", fork)
-    server = ForkServer(lambda *_: None)
-    deaf, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    server.add(theirs)
-    serving = threading.Thread(target=server.run, daemon=True)
-    serving.start()
-    with deaf:
-        fds = [os.pidfd_open(os.getpid())]
-        frames.write_packet(deaf, wire.Attach(), fds)
+    door = new_door()
+    with door.listen() as listener, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as deaf:
+        server = ForkServer(lambda *_: None, listener, door.secret)
+
+        def serve() -> None:
+            with contextlib.suppress(SystemExit):
+                server.run()
+
+        serving = threading.Thread(target=serve, daemon=True)
+        serving.start()
         deaf.settimeout(30.0)
+        deaf.connect("\0" + door.name)
+        place = describe_own_place()
+        frames.write_packet(deaf, wire.Attach(door.secret), place)
         with pytest.raises(ConnectionError):
-            for number in range(100_000):
-                frames.write_packet(deaf, wire.Fork(number), fds)
-        frames.close_all(fds)
-    serving.join(30.0)
-    assert not serving.is_alive(), "it serves until it has no client"
+            for _ in range(100_000):
+                frames.write_packet(deaf, wire.Fork(), place[:1])
+        frames.close_all(place)
+        monkeypatch.setattr("replicas.sidecar.forkserver.peer_uid", stop)  # at the next client
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as last:
+            last.connect("\0" + door.name)
+            serving.join(30.0)
+        assert not serving.is_alive(), "it serves others"

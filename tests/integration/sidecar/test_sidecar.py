@@ -12,23 +12,17 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
 
-from replicas.core.base.manifest import Manifest, TensorSpec
-from replicas.core.versions.manifests import merge_parts
 from replicas.messages import OperationKind, ReduceOp, Segment
-from replicas.sidecar.rank_side.forkserver_client import Forkserver
+from replicas.sidecar.rank_side.forkserver_client import Forkserver, Unusable
 from replicas.sidecar.rank_side.sidecar_handle import Sidecar, SidecarDied, SidecarFailed
-from replicas.sidecar.wire import TransferResult, TransferSpec
-from replicas.weights.copies.digest import digest_of
-from replicas.weights.feed import Feed, Shard
-from replicas.weights.loading import views
-from replicas.weights.memory.arena import Arena, Slot
+from replicas.sidecar.wire import CollectiveSpec
 from replicas.weights.memory.buffers import Buffer
-from replicas.weights.packing import stage
+from tests.support.processes import name_of
 from tests.support.sidecars import (
     Lane,
     children_of,
@@ -38,7 +32,6 @@ from tests.support.sidecars import (
     mapped_by,
     read_segments,
     segments_of,
-    shared_forkserver,
     start_forkserver,
     threads_of,
 )
@@ -68,12 +61,6 @@ def same(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:
         and torch.equal(a.contiguous().flatten().view(torch.uint8), b.contiguous().flatten().view(torch.uint8))
         for a, b in pairs
     )
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    with shared_forkserver() as name:
-        yield name
 
 
 # ---------------------------------------------------------------- collectives
@@ -183,106 +170,31 @@ async def test_arguments_that_do_not_fit_are_refused_and_harm_nothing(server: st
         await two.run("barrier", [[], []])
 
 
-# ---------------------------------------------------------------- transfers
+# ---------------------------------------------------------------- versions
 
 
-def slots_for(manifest: Manifest, count: int) -> list[Slot]:
-    found = [Arena(1, name="test").acquire(1, manifest) for _ in range(count)]
-    return [slot for slot in found if slot is not None]
+def slots_for(nbytes: int, count: int) -> list[Buffer]:
+    return [Buffer.allocate(nbytes, "test") for _ in range(count)]
 
 
-async def send_image(
-    two: Lane, manifest: Manifest, slots: Sequence[Slot], timeout_s: float = 30.0
-) -> list[TransferResult]:
-    everybody = tuple(range(len(two.sidecars)))
-    return await asyncio.gather(
-        *[
-            sidecar.transfer(
-                TransferSpec(
-                    1, "send" if rank == 0 else "receive", "image", manifest.encode(), (everybody,), None, timeout_s
-                ),
-                slots[rank].buffer,
-            )
-            for rank, sidecar in enumerate(two.sidecars)
-        ]
-    )
-
-
-async def test_an_image_of_several_buckets_arrives_with_its_digest(server: str) -> None:
-    manifest = Manifest((TensorSpec("x", "float32", (18 << 20,)), TensorSpec("y", "int8", (5,))))
-    slots = slots_for(manifest, 3)
-    slots[0].data[: 72 << 20].view(torch.int64).copy_(torch.arange(9 << 20))
+async def test_a_version_of_several_pieces_reaches_every_slot(server: str) -> None:
+    slots = slots_for((72 << 20) + 5, 3)
+    slots[0].tensor()[: 72 << 20].view(torch.int64).copy_(torch.arange(9 << 20))
     async with lane(3, server) as three:
         for _ in range(2):
-            slots[0].data[-1] += 1
-            results = await send_image(three, manifest, slots)
-            assert {result.image_digest for result in results} == {digest_of(slots[0].data)}
-            assert all(torch.equal(slot.buffer.tensor(), slots[0].buffer.tensor()) for slot in slots)
-            assert all(result.part_digests == {} for result in results)
+            slots[0].tensor()[-1] += 1
+            await asyncio.gather(*three.broadcast(slots))
+            assert all(torch.equal(slot.tensor(), slots[0].tensor()) for slot in slots)
 
 
-async def test_an_empty_image_is_a_transfer_too(server: str) -> None:
-    manifest = Manifest((TensorSpec("x", "float32", (0, 3)),))
+async def test_the_memory_of_an_operation_may_be_empty_but_not_too_small(server: str) -> None:
     async with lane(2, server) as two:
-        results = await send_image(two, manifest, slots_for(manifest, 2))
-    assert {result.image_digest for result in results} == {digest_of(b"")}
-
-
-async def test_parts_of_two_owners_make_the_image_of_a_receiver(server: str) -> None:
-    matrix, tall = torch.arange(600_000.0).view(600, 1000), torch.arange(9 << 20).view(9 << 10, 1 << 10)
-    halves = [
-        {
-            "m": Shard(matrix[:, :300], (0, 0), (600, 1000)),
-            "t": Shard(tall[:5000], (0, 0), tuple(tall.shape)),
-            "b": torch.ones(3),
-        },
-        {
-            "m": Shard(matrix[:, 300:], (0, 300), (600, 1000)),
-            "t": Shard(tall[5000:], (5000, 0), tuple(tall.shape)),
-            "b": torch.ones(3),
-        },
-    ]
-    staged = [stage(Feed(half, mode="parts")) for half in halves]
-    manifest = merge_parts([part.manifest for part in staged])
-    sources = [Arena(1, name="test").acquire(1, part.manifest) for part in staged]
-    (target,) = slots_for(manifest, 1)
-    async with lane(3, server) as three:
-        slots: list[Slot] = []
-        for part, slot in zip(staged, sources, strict=True):
-            assert slot is not None
-            part.write(slot.data)
-            slots.append(slot)
-        slots.append(target)
-        routes = ((1, 0, 2), (0, 1, 2))  # the owner of part 0 is lane rank 1
-        results = await asyncio.gather(
-            three.sidecars[1].transfer(
-                TransferSpec(1, "send", "parts", manifest.encode(), routes, 0, 30.0), slots[0].buffer
-            ),
-            three.sidecars[0].transfer(
-                TransferSpec(1, "send", "parts", manifest.encode(), routes, 1, 30.0), slots[1].buffer
-            ),
-            three.sidecars[2].transfer(
-                TransferSpec(1, "receive", "parts", manifest.encode(), routes, None, 30.0), target.buffer
-            ),
-        )
-    found = views(target.buffer.tensor(), manifest)
-    assert torch.equal(found["m"], matrix)
-    assert torch.equal(found["t"], tall)
-    assert torch.equal(found["b"], torch.ones(3))
-    assert results[2].image_digest == digest_of(target.data)
-    assert results[2].part_digests == results[0].part_digests | results[1].part_digests
-    assert results[0].part_digests.keys() == {1}
-    assert results[0].image_digest == ""
-
-
-async def test_a_slot_of_another_size_is_refused(server: str) -> None:
-    manifest, other = Manifest((TensorSpec("x", "float32", (4,)),)), Manifest((TensorSpec("x", "float32", (5,)),))
-    async with lane(1, server) as alone:
-        with pytest.raises(SidecarFailed, match="the slot has 4116 bytes, but the image 4112"):
-            await send_image(alone, manifest, slots_for(other, 1))
-        with pytest.raises(SidecarFailed, match="malformed manifest"):
-            spec = TransferSpec(1, "send", "image", b"\xc1", ((0,),), None, 5.0)
-            await alone.sidecars[0].transfer(spec, slots_for(other, 1)[0].buffer)
+        await asyncio.gather(*two.broadcast(slots_for(0, 2)))
+        spec = CollectiveSpec(1, "broadcast", "sum", (0, 1), ((Segment("uint8", (4116,)),),) * 2, 0, 0, 5.0)
+        with pytest.raises(SidecarFailed, match="broadcast needs 4116 bytes, but its buffer has 4112") as caught:
+            await two.sidecars[0].collective(spec, slots_for(4112, 1)[0], None)
+        assert not caught.value.over
+        await two.run("barrier", [[], []])
 
 
 async def test_memory_is_mapped_once_and_unmapped_when_it_is_closed(server: str) -> None:
@@ -319,10 +231,9 @@ async def test_a_killed_peer_fails_every_other_member_at_once(server: str) -> No
 
 
 async def test_a_receiver_killed_in_mid_transfer_hangs_nobody(server: str) -> None:
-    manifest = Manifest((TensorSpec("x", "uint8", (96 << 20,)),))
-    slots = slots_for(manifest, 3)
+    slots = slots_for(96 << 20, 3)
     async with lane(3, server) as three:
-        task = asyncio.ensure_future(send_image(three, manifest, slots, timeout_s=60.0))
+        task = asyncio.gather(*three.broadcast(slots, timeout_s=60.0))
         await asyncio.wait([task], timeout=0.02)
         started = time.monotonic()
         os.kill(three.sidecars[1].pid, signal.SIGKILL)
@@ -423,11 +334,13 @@ async def test_closing_the_connection_leaves_no_process() -> None:
 
 RANK = """
 import asyncio, os, signal, sys
+from replicas.sidecar.kept_forkserver import KeptForkserver
 from replicas.sidecar.rank_side.forkserver_client import Forkserver
 
 async def main():
     name = sys.argv[1]
-    forkserver = await (Forkserver.connect(name) if name else Forkserver.spawn())
+    kept = None if name else KeptForkserver(os.environ, print)
+    forkserver = await Forkserver.connect(name or kept.address)
     sidecars = [await forkserver.fork() for _ in range(2)]
     if os.fork() == 0:  # like a DataLoader worker: it inherits the sockets and lives on
         signal.pause()
@@ -449,20 +362,22 @@ def start_rank(name: str) -> tuple[subprocess.Popen[str], list[int]]:
     return process, [int(pid) for pid in process.stdout.readline().split()]
 
 
-@pytest.mark.parametrize("shared", [True, False], ids=["named", "helper"])
+@pytest.mark.parametrize("shared", [True, False], ids=["the node's", "its own"])
 async def test_sidecars_go_with_their_rank_though_its_children_keep_the_sockets(shared: bool) -> None:
     name = f"replicas-test-{secrets.token_hex(8)}" if shared else ""
     server = start_forkserver(name) if shared else None
     try:
         rank, sidecars = await asyncio.to_thread(start_rank, name)
-        workers = children_of(rank.pid)
-        pidfds = [os.pidfd_open(pid) for pid in sidecars]
-        helpers = [os.pidfd_open(pid) for pid in workers]
+        children = children_of(rank.pid)
+        kept = {pid for pid in children if name_of(pid) == "replica-forksrv"}
+        assert len(kept) == int(not shared)
+        pidfds = [os.pidfd_open(pid) for pid in (*sidecars, *kept)]
+        workers = [os.pidfd_open(pid) for pid in children - kept]
         rank.send_signal(signal.SIGKILL)
         assert await gone(pidfds)
-        for helper in helpers:
-            signal.pidfd_send_signal(helper, signal.SIGKILL)
-        assert await gone(helpers)
+        for worker in workers:
+            signal.pidfd_send_signal(worker, signal.SIGKILL)
+        assert await gone(workers)
         await asyncio.to_thread(rank.wait)
         assert rank.stdout is not None
         rank.stdout.close()
@@ -470,7 +385,7 @@ async def test_sidecars_go_with_their_rank_though_its_children_keep_the_sockets(
             assert server.poll() is None  # it serves others
             connection = await Forkserver.connect(name)
             assert isinstance(await connection.fork(), Sidecar)
-            await connection.aclose()
+            connection.close()
     finally:
         if server is not None:
             server.kill()
@@ -489,35 +404,14 @@ async def test_a_named_forkserver_survives_garbage() -> None:
                 sock.send(junk)
                 assert await asyncio.to_thread(sock.recv, 100) == b""
         assert isinstance(await connection.fork(), Sidecar)
-        await connection.aclose()
-    finally:
-        server.kill()
-        await asyncio.to_thread(server.communicate)
-
-
-@pytest.mark.parametrize("cancelled", [False, True])
-async def test_a_frozen_forkserver_is_killed_so_that_it_can_be_replaced(cancelled: bool) -> None:
-    name = f"replicas-test-{secrets.token_hex(8)}"
-    server = start_forkserver(name)
-    try:
-        connection = await Forkserver.connect(name)
-        server.send_signal(signal.SIGSTOP)
-        if cancelled:  # a caller with a shorter deadline has begun the wait
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(connection.fork(), 0.3)
-            assert connection.alive
-        with pytest.raises(SidecarDied, match=r"did not answer within 0\.5 s"):
-            await connection.fork(timeout_s=0.5)
-        assert not connection.alive
-        assert await asyncio.to_thread(server.wait, 5) == -signal.SIGKILL
-        await connection.aclose()
+        connection.close()
     finally:
         server.kill()
         await asyncio.to_thread(server.communicate)
 
 
 async def test_nobody_listening_is_an_error_in_time() -> None:
-    with pytest.raises(SidecarDied, match=r"'replicas-test-nobody'"):
+    with pytest.raises(Unusable, match=r"'replicas-test-nobody'"):
         await Forkserver.connect("replicas-test-nobody", timeout_s=0.1)
 
 
@@ -525,7 +419,5 @@ async def test_a_closed_buffer_is_refused(server: str) -> None:
     async with lane(1, server) as alone:
         buffer = Buffer.allocate(64, "test")
         buffer.close()
-        manifest = Manifest((TensorSpec("x", "float32", (4,)),))
         with pytest.raises(ValueError, match="the buffer is closed"):
-            spec = TransferSpec(1, "send", "image", manifest.encode(), ((0,),), None, 5.0)
-            await alone.sidecars[0].transfer(spec, buffer)
+            await asyncio.gather(*alone.broadcast([buffer]))

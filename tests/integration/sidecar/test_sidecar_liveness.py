@@ -1,37 +1,32 @@
 """Frozen sidecars and frozen forkservers are found and replaced; busy and paused ones
-are left alone."""
+are left alone. (What a channel makes of it is in channel/test_channel_faults.py.)
+
+Covers: sidecar/mailbox.py.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
-import secrets
 import signal
 import socket
-import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from replicas.core.base.manifest import Manifest, TensorSpec
 from replicas.linux import helper_process, stalls
 from replicas.linux.processes import start_time
-from replicas.sidecar.rank_side import forkserver_client
 from replicas.sidecar.rank_side.forkserver_client import Forkserver
 from replicas.sidecar.rank_side.sidecar_handle import SidecarDied, SidecarFailed
-from replicas.sidecar.wire import TransferSpec
-from replicas.weights.memory.arena import Arena, Slot
-from tests.support.channels import channel_world
+from replicas.weights.memory.buffers import Buffer
 from tests.support.processes import name_of
 from tests.support.runs import running
-from tests.support.sidecars import LoopbackStore, children_of, gone, lane, shared_forkserver, start_forkserver
+from tests.support.sidecars import LoopbackStore, gone, kept_forkserver, lane
 from tests.support.waits import eventually, wait_until
 
 pytestmark = pytest.mark.anyio
@@ -39,36 +34,22 @@ pytestmark = pytest.mark.anyio
 FROZEN = rf"it gave no sign of life for {helper_process.SILENCE_S:g} s and was killed"
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    with shared_forkserver() as name:
-        yield name
-
-
-def slot_for(manifest: Manifest) -> Slot:
-    slot = Arena(1, name="test").acquire(1, manifest)
-    assert slot is not None
-    return slot
+def slots_for(nbytes: int, count: int) -> list[Buffer]:
+    return [Buffer.allocate(nbytes, "test") for _ in range(count)]
 
 
 # ---------------------------------------------------------------- sidecars
 
 
 async def test_a_sidecar_frozen_in_mid_transfer_is_killed_long_before_the_deadline(server: str) -> None:
-    manifest = Manifest((TensorSpec("x", "uint8", (128 << 20,)),))
-    slots = [slot_for(manifest) for _ in range(3)]
+    slots = slots_for(128 << 20, 3)
     exits: list[str] = []
     async with lane(3, server) as three:
         for sidecar in three.sidecars:
             sidecar.on_exit = exits.append
         frozen = three.sidecars[2]
-        roles = ["send", "receive", "receive"]
-        specs = [TransferSpec(1, role, "image", manifest.encode(), ((0, 1, 2),), None, 100.0) for role in roles]  # type: ignore[arg-type]  # one of them
         started = time.monotonic()
-        tasks = [
-            asyncio.ensure_future(sidecar.transfer(spec, slot.buffer))
-            for sidecar, spec, slot in zip(three.sidecars, specs, slots, strict=True)
-        ]
+        tasks = three.broadcast(slots, timeout_s=100.0)
         await asyncio.wait(tasks, timeout=0.02)
         os.kill(frozen.pid, signal.SIGSTOP)
         with pytest.raises(SidecarDied, match=FROZEN):
@@ -95,16 +76,15 @@ async def test_idle_and_spare_sidecars_are_asked_too(server: str, monkeypatch: p
             assert FROZEN in await ended
         forkserver = alone.forkserver
         forkserver.prefork()
-        await wait_until(lambda: forkserver._spare is not None, "there is a spare one")
-        spare = forkserver._spare
-        assert spare is not None
+        assert forkserver._spare is not None
+        spare = await forkserver._spare
         await wait_until(lambda: name_of(spare.pid) == "replica-spare", "it has named itself")
         os.kill(spare.pid, signal.SIGSTOP)
         assert await spare.wait_dead(30)
         assert (await forkserver.fork()).usable  # a new one
         forkserver.prefork()
-        await wait_until(lambda: forkserver._spare is not None, "there is another spare one")
-        second = forkserver._spare
+        assert forkserver._spare is not None
+        second = await forkserver._spare
         assert second is not spare
         assert await forkserver.fork() is second
         assert forkserver._spare is None
@@ -147,7 +127,7 @@ async def test_a_store_that_comes_back_in_time_is_found(server: str) -> None:
         await asyncio.wait([task], timeout=1.5)
         assert not task.done()
         store = LoopbackStore(port)
-        assert await task < 60
+        await task
         assert store.port == port
 
 
@@ -158,24 +138,14 @@ CROWD = 4 * (os.cpu_count() or 1)
 async def test_a_crowded_machine_makes_no_false_alarm(server: str) -> None:
     busy = [await asyncio.create_subprocess_exec(sys.executable, "-S", "-c", BUSY) for _ in range(CROWD)]
     exits: list[str] = []
-    manifest = Manifest((TensorSpec("x", "uint8", (96 << 20,)),))
     try:
         async with lane(3, server) as three:
-            slots = [slot_for(manifest) for _ in range(3)]
+            slots = slots_for(96 << 20, 3)
             for sidecar in three.sidecars:
                 sidecar.on_exit = exits.append
             began = time.monotonic()
             while time.monotonic() - began < 2 * helper_process.SILENCE_S:
-                roles = ["send", "receive", "receive"]
-                await asyncio.gather(
-                    *(
-                        sidecar.transfer(
-                            TransferSpec(1, role, "image", manifest.encode(), ((0, 1, 2),), None, 60.0),  # type: ignore[arg-type]  # one of them
-                            slot.buffer,
-                        )
-                        for sidecar, role, slot in zip(three.sidecars, roles, slots, strict=True)
-                    )
-                )
+                await asyncio.gather(*three.broadcast(slots, timeout_s=60.0))
             assert exits == []
     finally:
         for process in busy:
@@ -242,49 +212,6 @@ async def said(rank: asyncio.subprocess.Process) -> int:
     return _ticks[rank.pid]
 
 
-# ---------------------------------------------------------------- through a channel
-
-
-async def freeze_first(channel: Any, then: Callable[[], Awaitable[object]]) -> float:
-    """SIGSTOP to the sidecar of ``channel`` at its next transfer; seconds from there
-    until ``then`` has ended."""
-    transfers = channel._transfers
-    move, hit = transfers._move_through_lane, []
-
-    async def through(lane: Any, *args: Any) -> Any:
-        transfers._move_through_lane = move  # only the first one is hit
-        hit.append(time.monotonic())
-        os.kill(lane.sidecar.pid, signal.SIGSTOP)
-        return await move(lane, *args)
-
-    transfers._move_through_lane = through
-    await then()
-    return time.monotonic() - hit[0]
-
-
-@pytest.mark.parametrize("whose", [0, 1])
-async def test_a_frozen_sidecar_costs_its_rank_a_replacement_and_no_deadline(whose: int) -> None:
-    async with channel_world({"deadline": "100s", "transport": "group"}) as world:
-        members = await world.trainer_and_rollouts(2)
-        trainer = members[0]
-
-        async def publish(value: float) -> Any:
-            pending = await asyncio.to_thread(trainer.publish, {"w": torch.full((1 << 20,), value)})
-            return await pending
-
-        await publish(1.0)
-        seconds = await freeze_first(members[whose], lambda: publish(2.0))
-        assert seconds < 30
-        assert trainer.latest == 2
-        with await members[1].receive() as update:
-            assert dict(update)["w"].eq(2).all()
-        assert {member.member.name for member in members_of(world)} == {"trainer/0/0", "rollout/0/0", "rollout/1/0"}
-
-
-def members_of(world: Any) -> list[Any]:
-    return [state for state in world.coordinator.engine.channels["policy"].roster if state.live]
-
-
 # ---------------------------------------------------------------- forkservers
 
 
@@ -294,76 +221,23 @@ def torch_is_loading(pid: int) -> bool:
     return False
 
 
-async def new_child(known: set[int], ready: Callable[[int], bool]) -> int:
-    found: list[int] = []
-
-    def look() -> bool:
-        found[:] = [pid for pid in children_of(os.getpid()) - known if ready(pid)]
-        return bool(found)
-
-    await wait_until(look, "there is a helper process", timeout_s=60)
-    return found[0]
-
-
 @pytest.mark.parametrize(
     "moment", [lambda pid: name_of(pid) == "replica-forksrv", torch_is_loading], ids=["at once", "loading torch"]
 )
-async def test_a_helper_that_freezes_while_it_starts_is_replaced(
+async def test_one_that_freezes_while_it_starts_is_replaced(
     moment: Callable[[int], bool], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(stalls, "STOPPED_S", 1.0)
-    before = children_of(os.getpid())
-    task = asyncio.ensure_future(Forkserver.spawn())
-    frozen = await new_child(before, moment)
-    pidfd = os.pidfd_open(frozen)
-    os.kill(frozen, signal.SIGSTOP)
-    forkserver = await task
-    assert await gone([pidfd])
-    assert (await forkserver.fork()).usable
-    assert (
-        "starting another forkserver (try 2 of 3): the forkserver was stopped for 1 s while it started" in caplog.text
-    )
-    await forkserver.aclose()
-    assert children_of(os.getpid()) == before
-
-
-async def test_helpers_that_freeze_again_and_again_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stalls, "STOPPED_S", 0.5)
-    before, started = children_of(os.getpid()), []
-    start = forkserver_client._start_helper
-
-    def start_frozen() -> tuple[socket.socket, subprocess.Popen[bytes]]:
-        sock, process = start()
-        process.send_signal(signal.SIGSTOP)
-        started.append(process.pid)
-        return sock, process
-
-    monkeypatch.setattr(forkserver_client, "_start_helper", start_frozen)
-    with pytest.raises(SidecarDied, match=r"stopped for 0\.5 s"):
-        await Forkserver.spawn()
-    assert len(started) == forkserver_client.HELPER_TRIES
-    assert children_of(os.getpid()) == before
-
-
-async def test_a_connection_waits_for_the_next_forkserver_when_the_first_dies_unanswered() -> None:
-    name = f"replicas-test-{secrets.token_hex(8)}"
-    first = start_forkserver(name)
-    second = None
-    try:
-        await wait_until(lambda: name in Path("/proc/net/unix").read_text(), "it listens", timeout_s=60)
-        first.send_signal(signal.SIGSTOP)
-        task = asyncio.ensure_future(Forkserver.connect(name, timeout_s=60))
-        await asyncio.wait([task], timeout=0.2)
-        first.kill()
-        await asyncio.to_thread(first.wait)
-        second = start_forkserver(name)
-        connection = await task
-        assert (await connection.fork()).usable
-        await connection.aclose()
-    finally:
-        for process in filter(None, (first, second)):
-            process.kill()
-            await asyncio.to_thread(process.communicate)
+    async with kept_forkserver() as kept:
+        task = asyncio.ensure_future(Forkserver.connect(kept.address, timeout_s=60.0))
+        await wait_until(lambda: bool(kept.pid) and moment(kept.pid), "it starts", timeout_s=60)
+        pidfd = os.pidfd_open(frozen := kept.pid)
+        os.kill(frozen, signal.SIGSTOP)
+        forkserver = await task
+        assert await gone([pidfd])
+        assert (await forkserver.fork()).usable
+        assert f"killing the forkserver, process {frozen}: it was stopped for 1 s" in caplog.text
+        forkserver.close()
 
 
 def test_an_agent_replaces_a_forkserver_that_freezes_while_it_starts_and_later(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import itertools
 import re
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ from replicas.sidecar.wire import CollectiveSpec, GroupSpec
 from replicas.weights.memory.buffers import Buffer
 from tests.support.channel.remote_sidecars import remote_forkservers, remote_store
 from tests.support.machine.networks import Machine, network, why_no_networks
-from tests.support.sidecars import Lane, lane, read_segments, segments_of, shared_forkserver, write_segments
+from tests.support.sidecars import Lane, lane, read_segments, segments_of, write_segments
 
 pytestmark = pytest.mark.anyio
 
@@ -31,12 +31,6 @@ SOON_S = 20.0
 deadline."""
 
 _prefixes = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    with shared_forkserver() as name:
-        yield name
 
 
 async def failures(builds: Sequence[Any]) -> list[SidecarFailed]:
@@ -54,12 +48,6 @@ def build(made: Lane, rank: int, prefix: str, **changes: Any) -> Any:
 
 
 # ---------------------------------------------------------------- on one machine
-
-
-async def test_a_probe_forms_a_group_that_works(server: str) -> None:
-    async with lane(3, server, build=False) as three:
-        await asyncio.gather(*(build(three, rank, "probe", probe=True) for rank in range(3)))
-        await three.run("barrier", [[], [], []])
 
 
 async def test_members_of_several_local_addresses_reach_each_other(server: str) -> None:
@@ -142,7 +130,6 @@ class MeetingWorld:
                     DEADLINE_S,
                     names=NAMES,
                     addresses=places,
-                    probe=True,
                 )
             )
             for rank, sidecar in enumerate(sidecars)

@@ -67,9 +67,7 @@ def test_ignored_and_blocked_signals(tmp_path: Path) -> None:
         run.wait_line("a/0: the shim of node 0 was killed by SIGKILL")
         first_line(run, "a/0", 2)
         assert not alive(int(daemon))
-        run.signal(signal.SIGTERM)
-        assert run.wait() == 0
-        run.assert_nothing_left()
+        run.end()
 
 
 @needs_root
@@ -79,9 +77,7 @@ def test_a_mount_point_whose_name_is_no_text(tmp_path: Path) -> None:
     with running(tmp_path, group("a", SLEEPS), command=command) as run:
         run.wait_line("a/0: ready")
         assert b"\xff" in Path(f"/proc/{run.pid}/mountinfo").read_bytes()
-        run.signal(signal.SIGTERM)
-        assert run.wait() == 0
-        run.assert_nothing_left()
+        run.end()
 
 
 @pytest.mark.parametrize("call", ["memfd_create", "pidfd_open", "pidfd_send_signal"])
@@ -108,9 +104,7 @@ def test_closed_standard_streams(tmp_path: Path) -> None:
         run.endpoint()
         status = [*CLOSED, *COMMAND_LINE, "status", str(run.config)]
         assert subprocess.run(status, timeout=60, cwd=tmp_path, check=False).returncode == 0
-        run.signal(signal.SIGTERM)
-        assert run.wait() == 0
-        run.assert_nothing_left()
+        run.end()
 
 
 # ------------------------------------------------------------ terminals

@@ -80,7 +80,7 @@ def test_a_checkout_that_is_not_installed_runs_its_own_code(tmp_path: Path) -> N
 def test_the_code_of_an_installation_is_found_anyway() -> None:
     assert own_code.findable({"PYTHONPATH": "/x"})["PYTHONPATH"] == f"{ROOT}{os.pathsep}/x"
     environment = own_code.findable({})
-    own_code.without(environment, {})
+    own_code.restore_path(environment, {})
     assert environment == {}
-    own_code.without(environment, {"PYTHONPATH": "/x"})
+    own_code.restore_path(environment, {"PYTHONPATH": "/x"})
     assert environment == {"PYTHONPATH": "/x"}

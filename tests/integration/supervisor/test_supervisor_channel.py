@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 from replicas.linux.processes import start_time
+from tests.support.processes import kill
 from tests.support.programs import SERVES, SLEEPS, group
 from tests.support.runs import Run, running
 from tests.support.waits import eventually
@@ -44,9 +45,7 @@ def test_a_frozen_rank_is_replaced_and_one_that_left_is_not(tmp_path: Path) -> N
         replica = run.status().groups[0].replicas[0]
         assert replica.heartbeat_age_s is not None
         assert replica.pid is not None
-        pidfd = os.pidfd_open(replica.pid)
-        signal.pidfd_send_signal(pidfd, signal.SIGSTOP)
-        os.close(pidfd)
+        kill(replica.pid, signal.SIGSTOP)
         run.wait_line("a/0: no heartbeat from rank 0 (limit: 6 s)", timeout_s=15)
         silent = run.status().groups[0].replicas[0]
         assert (silent.state, silent.reason) == ("silent", "no heartbeat from rank 0 (limit: 6 s)")
@@ -56,9 +55,7 @@ def test_a_frozen_rank_is_replaced_and_one_that_left_is_not(tmp_path: Path) -> N
         status = run.status()
         assert status.groups[0].restarts == {"heartbeat_timeout": 1}
         assert status.groups[1].restarts == {}
-        run.signal(signal.SIGTERM)
-        assert run.wait() == 0
-        run.assert_nothing_left()
+        run.end()
 
 
 def forkservers(run: Run) -> list[int]:
@@ -79,6 +76,4 @@ def test_members_that_share_memory_have_no_forkserver_until_one_needs_it(tmp_pat
         eventually(lambda: start_time(first) is None, "its end")
         with run.asking_for_sidecars(rank):
             eventually(lambda: set(forkservers(run)) - {first}, "another one")
-        run.signal(signal.SIGTERM)
-        assert run.wait() == 0
-        run.assert_nothing_left()
+        run.end()

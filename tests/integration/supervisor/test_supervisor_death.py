@@ -26,6 +26,7 @@ from replicas.supervisor.state import leftovers, locked_folder
 from replicas.supervisor.state.run_state import ProcessRecord, Saved, ShimRecord, machine, this_process
 from replicas.supervisor.state.state import AlreadySupervised, StateDir
 from replicas.telemetry.events import ConnectionsRefused, RunStarted, StateSetAside
+from tests.support.processes import kill
 from tests.support.programs import PUBLISHES, RECEIVES, group
 from tests.support.runs import Run, alive, running
 from tests.support.waits import eventually
@@ -43,14 +44,6 @@ import os, sys
 open(os.environ["OUT"] + "/generations", "a").write(os.environ["REPLICAS_GENERATION"] + "\\n")
 sys.exit(3)
 """
-
-
-def kill(pid: int, signum: int = signal.SIGKILL) -> None:
-    pidfd = os.pidfd_open(pid)
-    try:
-        signal.pidfd_send_signal(pidfd, signum)
-    finally:
-        os.close(pidfd)
 
 
 def lines(run: Run) -> list[dict[str, Any]]:

@@ -3,7 +3,6 @@ that restarts as a whole."""
 
 from __future__ import annotations
 
-import os
 import signal
 import statistics
 import time
@@ -11,6 +10,7 @@ import urllib.request
 from pathlib import Path
 
 from replicas.status import ReplicaStatus
+from tests.support.processes import kill
 from tests.support.programs import SLEEPS, group
 from tests.support.runs import Run, running
 from tests.support.waits import eventually
@@ -56,7 +56,7 @@ def test_a_drain_waits_for_a_sync_and_everything_answers_meanwhile(tmp_path: Pat
                     assert answer.read()
                 took.append(time.monotonic() - began)
         assert statistics.median(took) < 0.1
-        assert replica(run, "rollout/0").reason == "stop requested; policy: loads version 1"
+        assert replica(run, "rollout/0").reason == "the run ends; policy: loads version 1"
         assert replica(run, "trainer/0").state == "ready", "it ends after those that depend on it"
         gate.touch()
         assert run.wait(timeout_s=60) == 0
@@ -71,9 +71,7 @@ def test_a_group_restarts_as_a_whole(tmp_path: Path) -> None:
         before = {name: replica(run, name).pid for name in ("a/0", "a/1", "b/0")}
         victim = before["a/1"]
         assert victim is not None
-        pidfd = os.pidfd_open(victim)
-        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        os.close(pidfd)
+        kill(victim)
         eventually(lambda: {replica(run, name).generation for name in ("a/0", "a/1")} == {2}, "generation 2 of both")
         eventually(lambda: run.status().ready, "all are ready again")
         first, second = run.status().groups
@@ -81,6 +79,4 @@ def test_a_group_restarts_as_a_whole(tmp_path: Path) -> None:
         assert first.restart_budget_remaining_ratio == 0.0, "one incident"
         assert replica(run, "b/0").pid == before["b/0"]
         assert second.restarts == {}
-        run.signal(signal.SIGTERM)
-        assert run.wait() == 0
-        run.assert_nothing_left()
+        run.end()

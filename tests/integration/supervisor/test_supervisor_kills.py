@@ -12,19 +12,12 @@ from pathlib import Path
 import pytest
 
 from replicas.linux.processes import descendants, is_below, marked, signal_each, signal_marked, start_time
+from tests.support.processes import kill, parent_of
 from tests.support.programs import DAEMONIZES, SLEEPS, group
 from tests.support.runs import Run, alive, running
 from tests.support.waits import eventually
 
 RESTART = 'restart = { initial_delay = "100ms", no_progress_cycles = 0 }'
-
-
-def kill(pid: int) -> None:
-    pidfd = os.pidfd_open(pid)
-    try:
-        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-    finally:
-        os.close(pidfd)
 
 
 def up(run: Run, replica: str, generation: int = 1) -> list[int]:
@@ -37,17 +30,12 @@ def main_pid(run: Run, group_index: int) -> int:
     return int(eventually(lambda: run.status().groups[group_index].replicas[0].pid, "a main process"))
 
 
-def parent(pid: int) -> int:
-    text = Path(f"/proc/{pid}/stat").read_text()
-    return int(text[text.rindex(")") + 2 :].split()[1])
-
-
 @pytest.mark.parametrize("victim", ["shim", "rank", "daemon"])
 def test_a_killed_part_of_a_replica_takes_its_generation_with_it_and_no_other(tmp_path: Path, victim: str) -> None:
     with running(tmp_path, group("a", DAEMONIZES, RESTART) + group("b", SLEEPS)) as run:
         daemons = up(run, "a/0")
         rank, other = main_pid(run, 0), main_pid(run, 1)
-        shim = parent(rank)
+        shim = parent_of(rank)
         kill({"shim": shim, "rank": rank, "daemon": daemons[1]}[victim])
         if victim == "daemon":  # a grandchild that dies is the program's own business
             assert alive(rank)
@@ -60,9 +48,7 @@ def test_a_killed_part_of_a_replica_takes_its_generation_with_it_and_no_other(tm
             label = {"shim": "lost", "rank": "signal"}[victim]
             assert run.status().groups[0].restarts == {label: 1}
         assert main_pid(run, 1) == other
-        run.signal(signal.SIGTERM)
-        assert run.wait() == 0
-        run.assert_nothing_left()
+        run.end()
 
 
 def test_a_killed_store_is_replaced_and_no_replica_is_touched(tmp_path: Path) -> None:
@@ -103,8 +89,8 @@ def test_the_parts_of_a_torchrun_replica_one_after_the_other(tmp_path: Path) -> 
         forkserver = run.find("sidecar.forkserver")
         ranks = [pid for pid, line in run.processes().items() if "rank.py" in line]
         assert len(ranks) == 2
-        assert {parent(pid) for pid in ranks} == {launcher}
-        shim = parent(launcher)
+        assert {parent_of(pid) for pid in ranks} == {launcher}
+        shim = parent_of(launcher)
 
         kill(forkserver)  # replaced, without any harm to the replica
         run.find("sidecar.forkserver", besides=forkserver)
@@ -124,7 +110,7 @@ def test_the_parts_of_a_torchrun_replica_one_after_the_other(tmp_path: Path) -> 
 
         daemons = up(run, "a/0", 3)
         launcher = main_pid(run, 0)
-        shim = parent(launcher)
+        shim = parent_of(launcher)
         kill(shim)
         run.wait_line("a/0: the shim of node 0 was killed by SIGKILL")
         run.wait_line("a/0: starting (generation 4)", timeout_s=10)

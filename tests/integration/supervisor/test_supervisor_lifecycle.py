@@ -42,13 +42,14 @@ def test_a_replica_is_restarted_with_backoff_until_the_budget_is_spent(tmp_path:
     reason = "bad/0: rank 0 exited with code 1: ValueError: boom"
     assert lines.count(f"{reason}; starting again in ") == 2
     assert (
-        "bad/0: failed: rank 0 exited with code 1: ValueError: boom; no restart is left of 2 in 600 s; logs: " in lines
+        "bad/0: failed: rank 0 exited with code 1: ValueError: boom; all restarts are used (2 in 600 s); "
+        "the run ends; logs: " in lines
     )
     assert "group bad failed: replica bad/0" in lines
     last = decode((run.state_dir / "events.jsonl").read_bytes().splitlines()[-1]).event
     assert isinstance(last, RunEnded)
     assert last.reason.startswith(
-        "group bad failed: replica bad/0: rank 0 exited with code 1: ValueError: boom; no restart"
+        "group bad failed: replica bad/0: rank 0 exited with code 1: ValueError: boom; all restarts"
     )
     assert run.log("bad/0", generation=3).read_text().endswith("ValueError: boom\n")
 

@@ -91,9 +91,7 @@ def test_a_reload_that_is_not_over_does_not_hold_up_the_next_one(tmp_path: Path)
         run.wait_line("SIGHUP: group a: a newer reload has replaced this one")
         run.signal(signal.SIGTERM)
         run.wait_line("SIGTERM: draining")
-        run.signal(signal.SIGTERM)
-        assert run.wait() == 0
-        run.assert_nothing_left()
+        run.end()
 
 
 def test_a_terminal_that_is_stopped_holds_nobody_up(tmp_path: Path) -> None:
@@ -201,8 +199,6 @@ def test_a_config_behind_links_is_read_again_where_they_lead_now(tmp_path: Path)
         run.signal(signal.SIGHUP)
         run.wait_line("SIGHUP: in use; changed: a")
         eventually(lambda: len(pids(run)) == 2, "a second replica")
-        run.signal(signal.SIGTERM)
-        assert run.wait() == 0
-        run.assert_nothing_left()
+        run.end()
     finally:
         run.clean_up()

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from replicas.cli import main as cli
-from replicas.cli.client import Client
+from replicas.control.client import Client
 from replicas.control.commands import ORDERS, Restart, Scale, TokensOrder
 from replicas.errors import UsageError, WorldError
 from replicas.supervisor.supervisor import Supervisor

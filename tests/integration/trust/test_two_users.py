@@ -56,8 +56,8 @@ ARGUMENTS: dict[str, str] = {
     r" --socket \S+/control\.sock --state-dir \S+ --lock \d+( --limited)?( --cgroup \S+)?",
     "shim": r"-P -m replicas\.supervisor\.shim\.shim --control \d+ --parent \d+ --lock \d+( --tee \d+)?",
     "launcher": r"-P -m replicas\.supervisor\.shim\.launcher --control \d+ --parent \d+",
-    "forkserver": r"-P -m replicas\.sidecar\.forkserver --listener \d+ --ready \d+",
-    "sidecar": r"-P -m replicas\.sidecar\.forkserver --listener \d+ --ready \d+",
+    "forkserver": r"-P -m replicas\.sidecar\.forkserver --listener \d+ --parent \d+",
+    "sidecar": r"-P -m replicas\.sidecar\.forkserver --listener \d+ --parent \d+",
     "pump": r"replicas log pump of [a-z]+/\d+",
     "rank": r".*",
 }

@@ -161,7 +161,7 @@ def _weights() -> list[Panel]:
         ),
         lines(
             "Members of the channels",
-            "live take part; joining and behind are brought the newest version; quarantined had failing links.",
+            "live take part; joining and behind are brought the newest version.",
             Query(f"sum by (channel, state) (replicas_channel_members{{{CHANNEL}}}) > 0", "{{channel}} {{state}}"),
             Query(f"changes(replicas_channel_epoch{{{CHANNEL}}}[5m])", "{{channel}} joins and losses in 5 min"),
             width=12,

@@ -28,7 +28,7 @@ import torch
 from machines import Machine, machines
 
 import replicas
-from replicas.cli.client import Client
+from replicas.control.client import Client
 from replicas.control.commands import Restart, Scale
 from replicas.errors import Disconnected, SyncError
 from tests.support.root import ROOT

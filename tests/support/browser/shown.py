@@ -15,6 +15,8 @@ from typing import Any
 from replicas.control.access import ByToken
 from replicas.control.app import control_routes
 from replicas.control.log_files import FolderReader, LogReader, Selection
+from replicas.coordinator.addresses import AllowedHosts
+from replicas.coordinator.port_connections import PortRules
 from replicas.coordinator.server import Server, bind_listener
 from replicas.page.past import Past
 from replicas.status import RunStatus
@@ -108,8 +110,9 @@ async def served(run: ShownRun, port: int = 0) -> AsyncIterator[str]:
     listener = bind_listener("127.0.0.1", port)
     tokens = Tokens("member", TOKEN)
     access = ByToken(lambda: tokens, run.refused.append)
-    server = Server(listener, control_routes(run, access=access), run.refused.append)
-    await server.start()
+    rules = PortRules(run.refused.append, lambda _: True, AllowedHosts("127.0.0.1", "127.0.0.1"))
+    server = Server(listener, control_routes(run, access=access), rules)
+    server.start()
     try:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
     finally:

@@ -30,6 +30,12 @@ def _sends(kind: type[Any]) -> Callable[[object], bool]:
     return lambda what: isinstance(what, Send) and isinstance(what.message, kind)
 
 
+def _offers(role: str) -> Callable[[object], bool]:
+    return lambda what: (
+        isinstance(what, Send) and isinstance(what.message, wire.TransferOffer) and what.message.role == role
+    )
+
+
 def _hears(kind: type[Any]) -> Callable[[object], bool]:
     return lambda what: isinstance(what, kind)
 
@@ -40,8 +46,9 @@ MOMENTS: dict[str, Callable[[object], bool]] = {
     "packed": _hears(wire.Packed),
     "reading": _hears(wire.ManifestPiece),
     "locating": _sends(wire.Locate),
-    "going": _sends(wire.TransferGo),
-    "mapping": lambda what: _sends(wire.TransferOffer)(what) and what.message.role == "map",  # type: ignore[attr-defined]  # a Send
+    "going": _sends(wire.OperationGo),
+    "mapping": _offers("map"),
+    "pulling": _offers("pull"),
     "first done": _hears(wire.TransferDone),
     "decided": lambda what: isinstance(what, CommitDecision),
     "telling": _sends(wire.Commit),

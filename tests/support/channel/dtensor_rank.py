@@ -23,12 +23,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from replicas.core.base.manifest import PartManifest
 from replicas.core.versions.manifests import merge_parts
 from replicas.errors import ManifestMismatch
-from replicas.sidecar.buckets import buckets_of_part
-from replicas.sidecar.transfer import scatter
+from replicas.weights.copies.copying import copy_pairs
 from replicas.weights.feed import Feed
-from replicas.weights.loading import load_into, views
+from replicas.weights.loading import piece_pairs, views
 from replicas.weights.packing import stage
-from tests.support.channel.packing import pack
+from tests.support.channel.packing import load_tensors, pack
 from tests.support.channel.pairs import Pair
 
 WORLD = 4
@@ -64,9 +63,8 @@ def gathered(manifest: PartManifest, data: torch.Tensor) -> dict[str, torch.Tens
     dist.all_gather_object(everyone, (manifest.encode(), data))
     merged = merge_parts([PartManifest.decode(encoded) for encoded, _ in everyone])
     image = torch.zeros(merged.image_nbytes, dtype=torch.uint8)
-    for number, (_, memory) in enumerate(everyone):
-        for bucket in buckets_of_part(merged, number, number, limit=40):
-            scatter(memory[bucket.start : bucket.start + bucket.nbytes], bucket, image[merged.data_offset :], merged)
+    for pieces, (_, memory) in zip(merged.parts or (), everyone, strict=True):
+        copy_pairs(piece_pairs(merged, pieces, memory, image[merged.data_offset :]))
     return views(image, merged)
 
 
@@ -128,8 +126,7 @@ def check_load(mesh: DeviceMesh) -> None:
     model, _ = sharded(mesh)
     torch.manual_seed(11)
     source = Model()
-    given = {name: value for name, value in source.state_dict().items() if name != "head.weight"}
-    load_into(model, given, (("head.weight", "embed.weight"),))
+    load_tensors(model, source.state_dict())
     for name, value in model.state_dict().items():
         full = value.full_tensor() if isinstance(value, DTensor) else value
         assert torch.equal(full, source.state_dict()[name]), name

@@ -1,20 +1,31 @@
-"""Frames that have been spoilt on the way: seeded mutations of real ones.
+"""Frames that have been spoilt on the way: seeded mutations of real ones, by the one
+fuzzer of this project.
+
+Its doors: the listeners of a run (integration/coordinator/test_frames, a table), the
+pairs of our own processes (supervisor/shim/test_frames_of_pairs), and agents
+(unit/supervisor/agent/test_agent_frames). Beside it there are right messages at wrong
+times (unit/coordinator/test_hostile), a stranger for each limit, by script
+(coordinator/test_security, trust/test_tls, carry/test_strangers), floods (chaos), and
+spoilt configs, which are texts (config/test_mutants).
 
 ``FRAMES=1000`` makes more of them for each listener (``make test-all``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
+import socket
 import struct
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
-__all__ = ["MANY", "mutants"]
+__all__ = ["MANY", "mutants", "recorded"]
 
 MANY = int(os.environ.get("FRAMES", "60"))
 _EXTREMES = (0, 1, 0x7F, 0xFF, 0x7FFF, 0xFFFF, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1)
@@ -119,3 +130,32 @@ _FORMS: tuple[tuple[Callable[[bytes], Any], Callable[[Any], bytes]], ...] = (
     (msgspec.msgpack.decode, msgspec.msgpack.encode),
 )
 _WAYS = (_flip, _flip, _cut, _drop, _insert, _repeat, _splice, _length, _nest, _confuse, _confuse, _confuse)
+
+
+def recorded(port: int, talk: Callable[[int], object]) -> list[bytes]:
+    """What a client of the TCPStore at ``port`` sends while ``talk(port)`` goes on."""
+    said: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as door:
+
+        def forward() -> None:
+            client, _ = door.accept()
+            with client, socket.create_connection(("127.0.0.1", port)) as server:
+                back = threading.Thread(target=pipe, args=(server, client, None), daemon=True)
+                back.start()
+                pipe(client, server, said)
+                back.join(10)
+
+        def pipe(source: socket.socket, target: socket.socket, into: list[bytes] | None) -> None:
+            with contextlib.suppress(OSError):
+                while data := source.recv(65536):
+                    if into is not None:
+                        into.append(data)
+                    target.sendall(data)
+            with contextlib.suppress(OSError):
+                target.shutdown(socket.SHUT_WR)
+
+        thread = threading.Thread(target=forward, daemon=True)
+        thread.start()
+        talk(door.getsockname()[1])
+        thread.join(10)
+    return said

@@ -51,7 +51,7 @@ class MappingWorld:
         staying there."""
 
         def begun() -> bool:
-            return any(one.version == version for one in self.channel.commits.publishes.open())
+            return any(one.version == version for one in self.channel.commits.publishes.without_verdict())
 
         await wait_until(begun, f"the publish of version {version} begins")
 

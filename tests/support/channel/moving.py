@@ -166,8 +166,7 @@ class Copies:
 
     def operation(self) -> None:
         """The copies of a collective, in and out."""
-        from replicas.channel.operations.results import OperationCall
-        from replicas.channel.operations.scratch import Scratch, read_segments, write_segments
+        from replicas.channel.operations.scratch import Scratch, copy_out, read_segments, write_segments
         from replicas.core.base.manifest import segment_layout
 
         tensors = tuple(self.model.tensors.values())
@@ -178,7 +177,7 @@ class Copies:
             write_segments(buffer, segments, tensors)
             found = read_segments(buffer, segments)
             uniform({str(number): tensor for number, tensor in enumerate(found)})
-            OperationCall("all_reduce", tensors)._write(tensors, found, buffer)
+            copy_out("", tensors, found, buffer, ())
         finally:
             buffer.close()
 

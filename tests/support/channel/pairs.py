@@ -8,7 +8,7 @@ import torch
 
 from replicas.core.base.manifest import Manifest, TensorSpec
 from replicas.weights.changes import Change, Difference
-from replicas.weights.loading import load_changes, views
+from replicas.weights.loading import load_image, views
 from replicas.weights.memory.buffers import Buffer
 
 
@@ -39,7 +39,7 @@ class Pair:
 
     def load(self, model: Any) -> None:
         with self.difference() as difference:
-            load_changes(model, self.image, self.manifest, difference)
+            load_image(model, self.image, self.manifest, difference)
 
 
 def _aligned(raw: torch.Tensor) -> torch.Tensor:

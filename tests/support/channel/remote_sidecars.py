@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-import subprocess
+import secrets
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from replicas.sidecar.rank_side.forkserver_client import Forkserver
 from tests.support.machine.networks import Machine
+from tests.support.sidecars import start_forkserver
 
 __all__ = ["remote_forkservers", "remote_store"]
 
@@ -31,18 +31,15 @@ sys.stdin.read()
 
 @asynccontextmanager
 async def _forkserver(machine: Machine) -> AsyncIterator[Forkserver]:
-    """A forkserver in ``machine``: a socket pair that it inherits reaches across
-    namespaces, a named one does not."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
-        fd = theirs.fileno()
-        command = machine.command(sys.executable, "-m", "replicas.sidecar.forkserver", "--fd", str(fd))
-        process = subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL)  # noqa: ASYNC220  # returns at once
-    forkserver = await Forkserver(ours, process)._attached(60.0, 60.0)
+    """A forkserver in ``machine`` on a socket of this network, which it inherits."""
+    process = start_forkserver(name := f"replicas-test-{secrets.token_hex(8)}", machine.command)
     try:
+        forkserver = await Forkserver.connect(name, timeout_s=60.0)
         yield forkserver
+        forkserver.close()
     finally:
-        await forkserver.aclose()
+        process.kill()
+        await asyncio.to_thread(process.communicate)
 
 
 @asynccontextmanager
@@ -56,7 +53,8 @@ async def remote_store(machine: Machine) -> AsyncIterator[int]:
     try:
         assert process.stdout is not None
         async with asyncio.timeout(60):
-            yield int(await process.stdout.readline())
+            port = int(await process.stdout.readline())
+        yield port
     finally:
         process.kill()
         await process.communicate()

@@ -16,7 +16,7 @@ def check_roster(roster: Roster) -> None:
     live = sorted((state for state in states if state.live), key=lambda state: state.member)
     assert roster.live == tuple(live)
     assert roster.targets == tuple(state for state in live if state in carriers)
-    assert set(roster.apart.values()) == {state for state in known if not state.live}
+    assert set(roster.not_live.values()) == {state for state in known if not state.live}
     for state in known:
         member = state.member
         assert roster.holder_of(member.name) is state

@@ -15,6 +15,7 @@ from replicas import messages as wire
 from replicas.channel.operations.operations import RankOperations
 from replicas.channel.session.carriers import Carriers
 from replicas.channel.session.hub import Hub
+from replicas.channel.session.loop import SessionLoop
 from replicas.channel.session.pending import SessionEnd
 from replicas.channel.session.sidecar_lanes import SidecarLanes
 from replicas.channel.versions.manifest_exchange import ManifestExchange
@@ -25,12 +26,15 @@ from replicas.core.base.manifest import Manifest, TensorSpec
 from replicas.core.versions.fetching import pieces
 from replicas.messages.identity import Member, ProcessIdentity
 from replicas.sidecar.rank_side.sidecar_handle import SidecarDied
-from replicas.sidecar.wire import CollectiveSpec, GroupSpec, TransferResult, TransferSpec
+from replicas.sidecar.wire import CollectiveSpec, GroupSpec
+from replicas.weights.copies.digest import digest_of
 from replicas.weights.memory.buffers import Buffer
 
-__all__ = ["MANIFEST", "ME", "Loop", "ScriptedWorld", "Session", "Sidecar"]
+__all__ = ["DIGEST", "MANIFEST", "ME", "Loop", "ScriptedWorld", "Session", "Sidecar"]
 
 MANIFEST = Manifest((TensorSpec("w", "float32", (4,)),))
+DIGEST = digest_of(torch.full((4,), 7.0).view(torch.uint8))
+"""Of what every version has here: see :attr:`Sidecar.slot_value`."""
 ME = Member("rollout", 0, 0, "abc")
 
 
@@ -52,6 +56,10 @@ class Loop:
         task = asyncio.create_task(coroutine, name=name)
         self.tasks.add(task)
         return task
+
+    run: Any = SessionLoop.run
+    _resolve_from = staticmethod(SessionLoop._resolve_from)
+    _thread = None
 
     async def forkserver(self, name: str | None) -> Loop:
         return self
@@ -80,17 +88,12 @@ class Sidecar:
         self.spec = spec
         return 0.1
 
-    async def transfer(self, spec: TransferSpec, buffer: Buffer) -> TransferResult:
-        await self.gate
-        if spec.role == "receive":
-            buffer.tensor()[MANIFEST.data_offset :].view(torch.float32).fill_(self.slot_value)
-        return TransferResult("digest", {}, 0.1, 0.1)
-
     async def collective(self, spec: CollectiveSpec, inputs: Buffer | None, outputs: Buffer | None) -> float:
         await self.gate
-        assert inputs is not None
-        assert outputs is not None
-        outputs.tensor()[:16].view(torch.float32).copy_(inputs.tensor()[:16].view(torch.float32) * 2)
+        if inputs is None and outputs is not None:  # the broadcast of a version
+            outputs.tensor()[MANIFEST.data_offset :].view(torch.float32).fill_(self.slot_value)
+        elif inputs is not None and outputs is not None:
+            outputs.tensor()[:16].view(torch.float32).copy_(inputs.tensor()[:16].view(torch.float32) * 2)
         return 0.1
 
     @property
@@ -142,7 +145,7 @@ class ScriptedWorld:
     def __init__(self, role: str, slots: int) -> None:
         self.loop = Loop()
         self.hello = wire.Hello(1, "", "policy", "rollout", 0, 0, 1, "abc", 1, ProcessIdentity(1, 2, "b", 3))
-        self.hub = hub = Hub(self.loop, self.hello, None, "policy")  # type: ignore[arg-type]  # a fake
+        self.hub = hub = Hub(self.loop, self.hello, None)  # type: ignore[arg-type]  # a fake
         self.session = Session()
         self.session.on_ask = self._answer
         self.lanes = SidecarLanes(hub)
@@ -150,10 +153,10 @@ class ScriptedWorld:
         self.manifests = ManifestExchange(hub, self.publisher.manifest_of)
         self.carriers = Carriers(hub, self.lanes.prepare)
         self.transfers = Transfers(hub, self.lanes, self.carriers, self.manifests)
-        self.watches, self.operations = Watches(hub), RankOperations(hub, self.lanes)
+        self.watches, self.operations = Watches(hub), RankOperations(hub, self.lanes, self.transfers.broadcast)
         weights = (self.publisher, self.receiver, self.watches, self.transfers, self.manifests)
         hub.start(self.session, (*weights, self.operations, self.lanes, self.carriers))  # type: ignore[arg-type]  # a fake
-        settings = wire.ChannelSettings(role, 5.0, slots, "leader", "leader", "auto", 1.0)  # type: ignore[arg-type]  # a valid role
+        settings = wire.ChannelSettings(role, 5.0, slots, "leader", "leader", 1.0)  # type: ignore[arg-type]  # a valid role
         self.welcome = wire.Welcome(1, settings, 0, 1, "127.0.0.1", replica=0)
         hub.welcomed(self.welcome, False)
 
@@ -197,10 +200,15 @@ class ScriptedWorld:
         self.offer(version, version)
         await self.session.next(wire.TransferReady)
         sidecar.gate.set_result(None)
-        self.tell(wire.TransferGo(version, f"lane {version}", ((0, 1),), 5.0))
-        assert (await self.session.next(wire.TransferDone)).image_digest == "digest"
+        self.go(version, f"lane {version}")
+        assert (await self.session.next(wire.TransferDone)).image_digest == DIGEST
         if commit:
-            self.tell(wire.Commit(version, "digest", "hash"))
+            self.tell(wire.Commit(version, DIGEST, "hash"))
+
+    def go(self, transfer: int, lane: str, deadline_s: float = 5.0) -> None:
+        """Have the slot of a transfer filled by a broadcast."""
+        members = Member("trainer", 0, 0, "b"), self.hub.member
+        self.tell(wire.OperationGo(0, transfer, lane, members, (0, 1), (), 0, deadline_s, transfer=transfer))
 
     def slots(self) -> dict[int, str]:
         return {slot.version: slot.state for slot in self.hub.arena.slots if slot.state not in ("free", "closed")}

@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import replicas
 from replicas.sources import hf, megatron
+from tests.support.channel.dtensor_rank import Model
 from tests.support.models.adapters import ADAPTERS, randomise
 from tests.support.models.architectures import make, quiet
 from tests.support.models.saved import merged, saved
@@ -35,20 +36,6 @@ WORLD = 4
 STEPS = 2
 CHANNELS = "leader", "all"
 TIMEOUT_S = 90.0
-
-
-class Model(nn.Module):
-    """Uneven and tied; more ranks than some dimensions have rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, 6)
-        self.up = nn.Linear(6, 8)
-        self.down = nn.Linear(8, 6)
-        self.gate = nn.Parameter(torch.randn(1, 3))
-        self.head = nn.Linear(6, 7, bias=False)
-        self.head.weight = self.embed.weight
-        self.register_buffer("steps", torch.tensor(5))
 
 
 class Even(nn.Module):

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
-from replicas.integrations.shared.serving import held_port
+from replicas.integrations.shared.serving import reserve_port
 
 ENGINES = 8
 FIRST, LAST = 20_000, 20_063
@@ -39,7 +39,7 @@ HERE = "127.0.0.1"
 
 
 def held() -> AbstractContextManager[int]:
-    return held_port(HERE, 0)
+    return reserve_port(HERE, 0)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import threading
 import pytest
 import xxhash
 
-from replicas.carry.blocks import BLOCK_NBYTES, BlockQueue, combined
+from replicas.carry.blocks import BLOCK_NBYTES, Blocks, combined
 from replicas.carry.image import CHUNK_NBYTES, Image, Withdrawn
 
 
@@ -20,25 +20,25 @@ def image(nbytes: int, *, full: bool = False) -> Image:
 
 
 def test_the_lowest_block_is_asked_for_first_and_one_that_failed_again() -> None:
-    asking = BlockQueue(3 * BLOCK_NBYTES + 5)
+    asking = Blocks(3 * BLOCK_NBYTES + 5)
     assert [asking.next_block() for _ in range(5)] == [0, 1, 2, 3, None]
     assert [asking.waiting, asking.done] == [0, False]
-    asking.mark_received(3)
-    asking.mark_received(0)
+    asking.mark_received(3, b"", "")
+    asking.mark_received(0, b"", "")
     asking.requeue(2)
     asking.requeue(1)
     assert [asking.next_block(), asking.next_block(), asking.next_block()] == [1, 2, None]
-    asking.mark_received(1)
-    asking.mark_received(2)
+    asking.mark_received(1, b"", "")
+    asking.mark_received(2, b"", "")
     assert asking.done
     asking.requeue(1)  # of a connection that was late
     assert asking.next_block() is None
 
 
 def test_a_block_that_was_wrong_is_not_here_any_more() -> None:
-    asking = BlockQueue(2 * BLOCK_NBYTES)
+    asking = Blocks(2 * BLOCK_NBYTES)
     for _ in range(2):
-        asking.mark_received(asking.next_block() or 0)
+        asking.mark_received(asking.next_block() or 0, b"", "")
     assert asking.done
     asking.request_again(1)
     assert [asking.done, asking.next_block()] == [False, 1]
@@ -46,21 +46,26 @@ def test_a_block_that_was_wrong_is_not_here_any_more() -> None:
 
 def test_a_block_that_two_give_back_is_asked_for_once() -> None:
     """Else two connections would write it side by side."""
-    asking = BlockQueue(2 * BLOCK_NBYTES)
+    asking = Blocks(2 * BLOCK_NBYTES)
     assert [asking.next_block(), asking.next_block()] == [0, 1]
     for _ in range(2):
         asking.requeue(1)
     assert [asking.next_block(), asking.next_block()] == [1, None]
 
 
-def test_blocks_that_are_here_already_are_not_asked_for() -> None:
-    asking = BlockQueue(3 * BLOCK_NBYTES, here=(0, 2))
-    assert [asking.next_block(), asking.next_block()] == [1, None]
-    assert BlockQueue(0).done
+def test_what_is_left_counts_the_bytes_of_blocks_under_way() -> None:
+    asking = Blocks(BLOCK_NBYTES + 7)
+    assert [asking.next_block(), asking.left_nbytes] == [0, BLOCK_NBYTES + 7]
+    asking.halves[0] = 100
+    assert asking.left_nbytes == BLOCK_NBYTES - 93
+    asking.requeue(0)
+    assert asking.left_nbytes == BLOCK_NBYTES + 7
+    asking.mark_received(0, b"", "")
+    assert [asking.left_nbytes, Blocks(0).done] == [7, True]
 
 
 def test_the_range_of_the_last_block_ends_with_the_image() -> None:
-    asking = BlockQueue(BLOCK_NBYTES + 7)
+    asking = Blocks(BLOCK_NBYTES + 7)
     assert [asking.range_of(0), asking.range_of(1)] == [(0, BLOCK_NBYTES), (BLOCK_NBYTES, BLOCK_NBYTES + 7)]
 
 

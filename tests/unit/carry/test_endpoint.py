@@ -183,7 +183,7 @@ def test_a_port_of_another_program_is_named_and_the_next_one_used(host: str) -> 
 
 def test_a_port_of_another_carrier_is_passed_over_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     first = free_ports(3)
-    monkeypatch.setattr(endpoint, "_name", lambda pid: endpoint.NAME)
+    monkeypatch.setattr(endpoint, "process_name", lambda pid: endpoint.NAME)
     with ExitStack() as stack:
         for number in range(3):
             listener, warning = endpoint.listen("127.0.0.1", first, 8)

@@ -11,20 +11,23 @@ import random
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
-from replicas.carry import endpoint, greeting
+from replicas.carry import endpoint
 from replicas.carry import holders as holders_module
 from replicas.carry.blocks import BLOCK_NBYTES, combined
-from replicas.carry.holders import Holder
+from replicas.carry.holders import Holder, Holders
 from replicas.carry.image import CHUNK_NBYTES
 from replicas.carry.pull import Failed
-from replicas.carry.serve import ASK, HEAD
-from tests.support.carrying import OFFSET, SECRET, Threads, a_pull, digests, hosts, run
+from tests.support.carrying import OFFSET, Threads, a_pull, begin, digests, hosts, run
+
+LEFT_NBYTES = 30_000_000
+"""What is left of a version whose holders are measured."""
 
 
 @pytest.fixture
@@ -37,33 +40,6 @@ def threads() -> Iterator[Threads]:
 @pytest.fixture(scope="module")
 def data() -> bytes:
     return random.Random(1).randbytes(3 * BLOCK_NBYTES + 12345)
-
-
-def dripping(threads: Threads, data: bytes, rate: float) -> Holder:
-    """A holder that gives so many bytes a second; each connection, until it ends."""
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def give(sock: socket.socket) -> None:
-        with sock, contextlib.suppress(OSError):
-            greeting.prove_as_server(sock, lambda transfer: SECRET)
-            _, at, end = ASK.unpack(greeting.read_exactly(sock, ASK.size))
-            sock.sendall(HEAD.pack(end - at))
-            while at < end:
-                part = data[at : min(end, at + int(rate * 0.02))]
-                sock.sendall(part)
-                at += len(part)
-                time.sleep(0.02)
-
-    def accept() -> None:
-        with listener:
-            listener.settimeout(2.0)
-            with contextlib.suppress(TimeoutError):
-                while True:
-                    sock = listener.accept()[0]
-                    threads.start(partial(give, sock))
-
-    threads.start(accept)
-    return Holder(f"rollout/{rate:g}/0", *listener.getsockname())
 
 
 @pytest.mark.slow
@@ -80,20 +56,55 @@ def test_a_holder_that_has_nothing_makes_room_for_one_that_has(
         assert run(one, threads, between.holder, source.holder) == combined(digests(data))
         assert time.monotonic() - began < 5.0
         assert memory[OFFSET:] == data
-        assert list(one.why) == list(one.cut) == ["rollout/0/0"]
+        assert list(one.holders.why) == list(one.holders.cut) == ["rollout/0/0"]
 
 
-@pytest.mark.slow
-def test_of_slow_holders_the_best_goes_on(threads: Threads, monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
-    monkeypatch.setattr(holders_module, "TRY_S", 0.2)
-    monkeypatch.setattr(holders_module, "LEFT_S", 0.3)
-    small = data[: 3 * CHUNK_NBYTES]
-    holders = [dripping(threads, small, rate) for rate in (1e5, 3e6, 2e5)]
-    one, memory = a_pull(threads, len(small))
-    assert run(one, threads, *holders) == combined(digests(small))
-    assert memory[OFFSET:] == small
-    assert max(one.received, key=lambda name: one.received[name]) == "rollout/3e+06/0"
-    assert "rollout/3e+06/0" not in one.why
+class Clock:
+    """The time that the measurements see."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(holders_module, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+
+def receive(clock: Clock, holders: Holders, received: Counter[str], rate: float, seconds: float) -> Holder | None:
+    """Let the first holder be measured while it sends ``rate`` bytes a second.
+
+    :returns: the holder that lost the first place, if any.
+    """
+    first = holders.first
+    assert first is not None
+    holders.mark_connected(first)
+    assert holders.replace_slow(received, LEFT_NBYTES) is None
+    clock.now += seconds
+    received[first.name] += int(rate * seconds)
+    return holders.replace_slow(received, LEFT_NBYTES)
+
+
+def test_of_slow_holders_the_best_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    bad, best, poor = (Holder(name, "127.0.0.1", 1) for name in ("rollout/0/0", "rollout/1/0", "rollout/2/0"))
+    holders, received = Holders([bad, best, poor]), Counter[str]()
+    assert receive(clock, holders, received, 1e5, holders_module.TRY_S) is bad
+    assert receive(clock, holders, received, 3e6, holders_module.TRY_S) is best
+    assert receive(clock, holders, received, 2e5, holders_module.TRY_S) is poor
+    assert holders.first is best
+    assert set(holders.why) == holders.cut == {"rollout/0/0", "rollout/2/0"}
+    assert holders.why["rollout/2/0"] == "it gave 195 KiB/s"
+    assert receive(clock, holders, received, 1e3, 10 * holders_module.TRY_S) is None, "it was measured once"
+
+
+def test_a_holder_keeps_its_place_while_it_is_fast_or_little_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    one, other = Holder("rollout/0/0", "127.0.0.1", 1), Holder("rollout/1/0", "127.0.0.1", 1)
+    holders, received = Holders([one, other]), Counter[str]()
+    assert receive(clock, holders, received, 1e3, holders_module.TRY_S / 2) is None, (
+        "it was not measured for long enough"
+    )
+    assert receive(clock, holders, received, holders_module.SLOW_NBYTES_S * 2, holders_module.TRY_S) is None
+    assert receive(clock, holders, received, LEFT_NBYTES / holders_module.LEFT_S * 1.1, holders_module.TRY_S) is None
+    assert holders.first is one
+    assert not holders.why
 
 
 def listening(**options: int) -> socket.socket:
@@ -116,22 +127,13 @@ def test_who_still_dials_is_not_waited_for(threads: Threads, data: bytes) -> Non
     """By a pull that is stopped: its slot is wanted."""
     with unreachable() as nobody:
         one, _ = a_pull(threads, len(data))
-        failed: list[Failed] = []
-
-        def attempt() -> None:
-            try:
-                run(one, threads, nobody)
-            except Failed as error:
-                failed.append(error)
-
-        thread = threading.Thread(target=attempt)
-        thread.start()
-        assert one.image.wait_for_bytes(0, 1, 0.2) == 0
+        pulling = begin(one, threads, nobody)
+        assert one.received.image.wait_for_bytes(0, 1, 0.2) == 0
         began = time.monotonic()
         one.stop("a newer version is there")
-        thread.join(30)
+        with pytest.raises(Failed, match=r"^: a newer version is there$"):
+            pulling.result(30)
         assert time.monotonic() - began < 1.0
-        assert [str(error) for error in failed] == [": a newer version is there"]
 
 
 def test_a_holder_that_takes_no_further_connection_is_not_given_up(threads: Threads, data: bytes) -> None:
@@ -158,7 +160,7 @@ def test_a_holder_that_takes_no_further_connection_is_not_given_up(threads: Thre
         one, memory = a_pull(threads, len(data))
         assert run(one, threads, Holder("trainer/0/0", *door.getsockname())) == combined(digests(data))
         assert memory[OFFSET:] == data
-        assert one.why == {}
+        assert one.holders.why == {}
 
 
 def pass_on(one: socket.socket, other: socket.socket) -> None:
@@ -194,11 +196,11 @@ def test_a_lack_of_descriptors_here_is_no_failure_of_a_holder(
         monkeypatch.setattr(endpoint, "socket", Lacking())
         if left:
             assert run(one, threads, host.holder) == combined(digests(data))
-            assert (one.why, memory[OFFSET:]) == ({}, data)
+            assert (one.holders.why, memory[OFFSET:]) == ({}, data)
         else:
             with pytest.raises(Failed) as failed:
                 run(one, threads, host.holder)
-            assert (list(failed.value.why), one.cut) == ([""], set())
+            assert (list(failed.value.why), one.holders.cut) == ([""], set())
             assert "Too many open files" in failed.value.why[""]
 
 
@@ -215,7 +217,7 @@ def test_a_lack_of_threads_is_no_failure_of_a_holder(threads: Threads, data: byt
             threads.start(function)
 
         assert one.run([host.holder], time.monotonic() + 30.0, start) == combined(digests(data))
-        assert (one.why, memory[OFFSET:]) == ({}, data)
+        assert (one.holders.why, memory[OFFSET:]) == ({}, data)
         other, _ = a_pull(threads, len(data))
         with pytest.raises(Failed) as failed:
             other.run([host.holder], time.monotonic() + 30.0, start)

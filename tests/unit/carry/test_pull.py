@@ -1,6 +1,7 @@
 """Pulls from servers in this process, over TCP on loopback, in plain and in TLS.
 
-Covers: carry/greeting.py, carry/holders.py, carry/serve.py, carry/pull.py.
+Covers: carry/greeting.py, carry/holders.py, carry/serve.py, carry/pull.py,
+carry/received.py.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 
@@ -23,17 +23,10 @@ from replicas.carry.differences import Deltas
 from replicas.carry.image import CHUNK_NBYTES, Image
 from replicas.carry.pull import FIRST, FIRST_FAR, Failed
 from replicas.carry.serve import ASK, CHANGES, DELTA_FOLLOWS, HEAD, OVER, RANGE
-from tests.support.carrying import NUMBER, OFFSET, SECRET, FalseHost, Threads, a_pull, digests, hosts, run, slot
+from tests.support.carrying import NUMBER, OFFSET, SECRET, FalseHost, Threads, a_pull, begin, digests, hosts, run, slot
 from tests.support.waits import eventually
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(params=["plain", "tls"])
-def threads(request: pytest.FixtureRequest) -> Iterator[Threads]:
-    found = Threads(encrypt=request.param == "tls")
-    yield found
-    found.end()
 
 
 def flipped(data: bytes, at: int) -> bytes:
@@ -52,7 +45,7 @@ def test_all_bytes_come_and_the_digest_with_them(threads: Threads, data: bytes) 
         one, memory = a_pull(threads, len(data))
         assert run(one, threads, host.holder) == combined(digests(data))
         assert memory[OFFSET:] == data
-        assert one.received == {"trainer/0/0": len(data)}
+        assert one.received.nbytes == {"trainer/0/0": len(data)}
         assert host.server.withdraw(NUMBER, "over") == len(data)
 
 
@@ -69,16 +62,13 @@ def test_bytes_are_sent_while_they_are_packed(threads: Threads, data: bytes) -> 
     with hosts(threads, "trainer/0/0") as (host,):
         image = host.serves(data, filled=10)
         one, memory = a_pull(threads, len(data))
-        found: list[str] = []
-        thread = threading.Thread(target=lambda: found.append(run(one, threads, host.holder)))
-        thread.start()
-        assert one.image.wait_for_bytes(0, 1, 0.1) == 0  # a chunk is whole, or not here
+        pulling = begin(one, threads, host.holder)
+        assert one.received.image.wait_for_bytes(0, 1, 0.1) == 0  # a chunk is whole, or not here
         for filled in (CHUNK_NBYTES, 5 * CHUNK_NBYTES + 1, BLOCK_NBYTES + 3, len(data)):
             image.mark_present(0, filled)
             whole = filled // CHUNK_NBYTES * CHUNK_NBYTES
-            assert one.image.wait_for_bytes(whole - 1, whole, 30.0) == 1
-        thread.join(30)
-        assert found == [combined(digests(data))]
+            assert one.received.image.wait_for_bytes(whole - 1, whole, 30.0) == 1
+        assert pulling.result(30) == combined(digests(data))
         assert memory[OFFSET:] == data
 
 
@@ -131,12 +121,11 @@ def test_a_far_holder_gets_more_connections_at_once_and_makes_its_deltas_ahead(
         for many in (FIRST, FIRST_FAR):
             image = host.serves(data, filled=0, base=base)
             one, memory = a_pull(threads, len(data), base=base, trips=trips)
-            thread = threading.Thread(target=run, args=(one, threads, host.holder))
-            thread.start()
+            pulling = begin(one, threads, host.holder)
             eventually(partial(lambda one, many: one._running == many, one, many), f"{many} connections")
             connections.append(one._running)
             image.mark_present(0, len(data))
-            thread.join(30)
+            pulling.result(30)
             assert memory[OFFSET:] == data
             host.server.withdraw(NUMBER, "over")
         assert connections == [FIRST, FIRST_FAR]
@@ -148,22 +137,13 @@ def test_a_host_serves_what_it_is_still_receiving(threads: Threads, data: bytes)
     with hosts(threads, "trainer/0/0", "rollout/0/0") as (source, between):
         image = source.serves(data, filled=0)
         first, _ = a_pull(threads, len(data))
-        between.server.offer(NUMBER, first.image, SECRET, encrypt=threads.encrypt)
+        between.server.offer(NUMBER, first.received.image, SECRET, encrypt=threads.encrypt)
         last, memory = a_pull(threads, len(data))
-        found: list[str] = []
-        ways = ((first, source.holder), (last, between.holder))
-        pulls = [
-            threading.Thread(target=lambda one=one, holder=holder: found.append(run(one, threads, holder)))
-            for one, holder in ways
-        ]
-        for thread in pulls:
-            thread.start()
+        pulls = [begin(first, threads, source.holder), begin(last, threads, between.holder)]
         image.mark_present(0, BLOCK_NBYTES)
-        assert last.image.wait_for_bytes(0, BLOCK_NBYTES, 30.0) > 0  # before the source has all of it
+        assert last.received.image.wait_for_bytes(0, BLOCK_NBYTES, 30.0) > 0  # before the source has all of it
         image.mark_present(0, len(data))
-        for thread in pulls:
-            thread.join(30)
-        assert found == 2 * [combined(digests(data))]
+        assert [one.result(30) for one in pulls] == 2 * [combined(digests(data))]
         assert memory[OFFSET:] == data
 
 
@@ -172,17 +152,14 @@ def test_another_holder_goes_on_where_one_has_stopped(threads: Threads, data: by
         image = source.serves(data, filled=BLOCK_NBYTES)
         other.serves(data)
         one, memory = a_pull(threads, len(data))
-        found: list[str] = []
-        thread = threading.Thread(target=lambda: found.append(run(one, threads, source.holder, other.holder)))
-        thread.start()
-        assert one.image.wait_for_bytes(BLOCK_NBYTES - 1, BLOCK_NBYTES, 30.0) == 1
+        pulling = begin(one, threads, source.holder, other.holder)
+        assert one.received.image.wait_for_bytes(BLOCK_NBYTES - 1, BLOCK_NBYTES, 30.0) == 1
         assert source.server.withdraw(NUMBER, "its rank has died") >= BLOCK_NBYTES
-        thread.join(30)
-        assert found == [combined(digests(data))]
+        assert pulling.result(30) == combined(digests(data))
         assert memory[OFFSET:] == data
-        assert list(one.why) == ["trainer/0/0"]
-        assert one.received["trainer/0/0"] >= BLOCK_NBYTES > 0
-        assert one.received["rollout/0/0"] <= len(data) - BLOCK_NBYTES
+        assert list(one.holders.why) == ["trainer/0/0"]
+        assert one.received.nbytes["trainer/0/0"] >= BLOCK_NBYTES > 0
+        assert one.received.nbytes["rollout/0/0"] <= len(data) - BLOCK_NBYTES
         assert image.nbytes == len(data)
 
 
@@ -190,24 +167,16 @@ def test_a_pull_that_failed_goes_on_when_it_is_run_again(threads: Threads, data:
     with hosts(threads, "trainer/0/0", "rollout/0/0") as (source, other):
         source.serves(data, filled=2 * BLOCK_NBYTES)
         one, memory = a_pull(threads, len(data))
-        found: list[object] = []
-
-        def attempt() -> None:
-            try:
-                run(one, threads, source.holder)
-            except Failed as error:
-                found.append(error.why)
-
-        thread = threading.Thread(target=attempt)
-        thread.start()
-        assert one.image.wait_for_bytes(2 * BLOCK_NBYTES - 1, 2 * BLOCK_NBYTES, 30.0) == 1
+        pulling = begin(one, threads, source.holder)
+        assert one.received.image.wait_for_bytes(2 * BLOCK_NBYTES - 1, 2 * BLOCK_NBYTES, 30.0) == 1
         source.server.withdraw(NUMBER, "over")
-        thread.join(30)
-        assert [list(why) for why in found if isinstance(why, dict)] == [["trainer/0/0"]]
+        with pytest.raises(Failed) as failed:
+            pulling.result(30)
+        assert list(failed.value.why) == ["trainer/0/0"]
         other.serves(data)
         assert run(one, threads, other.holder) == combined(digests(data))
         assert memory[OFFSET:] == data
-        assert one.received["rollout/0/0"] <= len(data) - 2 * BLOCK_NBYTES + BLOCK_NBYTES
+        assert one.received.nbytes["rollout/0/0"] <= len(data) - 2 * BLOCK_NBYTES + BLOCK_NBYTES
 
 
 @pytest.mark.parametrize("known", ["before", "afterwards"])
@@ -221,9 +190,9 @@ def test_a_wrong_block_is_asked_for_elsewhere_and_its_holder_named(threads: Thre
             assert run(one, threads, liar.holder) != digest
         assert run(one, threads, liar.holder, source.holder, digest=digest) == digest
         assert memory[OFFSET:] == data
-        assert one.again == 1
-        assert one.why == one.wrong == {"rollout/3/0": "block 1 is not what was published"}
-        assert one.received["trainer/0/0"] == BLOCK_NBYTES
+        assert one.received.again == 1
+        assert one.holders.why == one.received.wrong == {"rollout/3/0": "block 1 is not what was published"}
+        assert one.received.nbytes["trainer/0/0"] == BLOCK_NBYTES
 
 
 def test_the_only_holder_is_asked_again_once(threads: Threads, data: bytes) -> None:
@@ -235,10 +204,10 @@ def test_the_only_holder_is_asked_again_once(threads: Threads, data: bytes) -> N
         one, memory = a_pull(threads, len(data))
         assert run(one, threads, host.holder) == digest
         memory[OFFSET + 5] ^= 1
-        one._digests[0] = digests(memory[OFFSET:])[0]
+        one.received.blocks.digests[0] = digests(memory[OFFSET:])[0]
         assert run(one, threads, host.holder, digest=digest) == digest
         assert memory[OFFSET:] == data
-        one._digests[1] = b"?" * 16
+        one.received.blocks.digests[1] = b"?" * 16
         with pytest.raises(Failed, match="block 0 is not what was published"):
             run(one, threads, host.holder, digest=digest)
         assert image.nbytes == len(data)
@@ -279,8 +248,8 @@ def test_a_frozen_holder_is_given_up(threads: Threads, monkeypatch: pytest.Monke
         other.serves(data)
         one, memory = a_pull(threads, len(data))
         assert run(one, threads, frozen.holder, other.holder) == combined(digests(data))
-        assert one.why == {"trainer/0/0": f"{frozen.holder.address} was silent for too long"}
-        assert one.cut == {"trainer/0/0"}
+        assert one.holders.why == {"trainer/0/0": f"{frozen.holder.address} was silent for too long"}
+        assert one.holders.cut == {"trainer/0/0"}
         assert memory[OFFSET:] == data
         for sock in kept:
             sock.close()
@@ -294,14 +263,13 @@ def test_a_holder_that_waits_for_bytes_is_not_given_up(
     with hosts(threads, "trainer/0/0") as (host,):
         image = host.serves(data, filled=0)
         one, memory = a_pull(threads, len(data))
-        thread = threading.Thread(target=lambda: run(one, threads, host.holder))
-        thread.start()
-        thread.join(1.0)
-        assert thread.is_alive()
+        pulling = begin(one, threads, host.holder)
+        with pytest.raises(TimeoutError):
+            pulling.result(1.0)
         image.mark_present(0, len(data))
-        thread.join(30)
+        pulling.result(30)
         assert memory[OFFSET:] == data
-        assert not one.why
+        assert not one.holders.why
 
 
 def test_the_time_is_up(threads: Threads, data: bytes) -> None:
@@ -316,19 +284,11 @@ def test_a_pull_that_is_stopped_ends_at_once(threads: Threads, data: bytes) -> N
     with hosts(threads, "trainer/0/0") as (host,):
         host.serves(data, filled=0)
         one, _ = a_pull(threads, len(data))
-        found: list[str] = []
-
-        def attempt() -> None:
-            with pytest.raises(Failed) as failed:
-                run(one, threads, host.holder)
-            found.append(str(failed.value))
-
-        thread = threading.Thread(target=attempt)
-        thread.start()
-        assert one.image.wait_for_bytes(0, 1, 0.1) == 0
+        pulling = begin(one, threads, host.holder)
+        assert one.received.image.wait_for_bytes(0, 1, 0.1) == 0
         one.stop("the version is not needed any more")
-        thread.join(30)
-        assert found == [": the version is not needed any more"]
+        with pytest.raises(Failed, match=r"^: the version is not needed any more$"):
+            pulling.result(30)
 
 
 @pytest.mark.parametrize("asked", [(RANGE, 0, 0), (RANGE, 5, 4), (RANGE, 0, 1 << 40), (b"?", 0, 1)])
@@ -376,15 +336,15 @@ def test_what_has_changed_is_sent_and_served_on(threads: Threads, data: bytes, b
     with hosts(threads, "trainer/0/0", "rollout/0/0") as (source, between):
         source.serves(data, base=base)
         first, _ = a_pull(threads, len(data), base=base)
-        between.server.offer(NUMBER, first.image, SECRET, first.deltas, encrypt=threads.encrypt)
+        between.server.offer(NUMBER, first.received.image, SECRET, first.received.deltas, encrypt=threads.encrypt)
         assert run(first, threads, source.holder) == combined(digests(data))
         last, memory = a_pull(threads, len(data), base=base)
         assert run(last, threads, between.holder) == combined(digests(data))
         assert memory[OFFSET:] == data
         for one in (first, last):
-            assert 12345 < one.received_nbytes < 12345 + 500, "the last block, and three deltas"
-            assert one.landed_nbytes == len(data)
-            assert one.again == 0
+            assert 12345 < one.received.nbytes.total() < 12345 + 500, "the last block, and three deltas"
+            assert one.received.landed_nbytes == len(data)
+            assert one.received.again == 0
 
 
 @pytest.mark.parametrize(
@@ -406,8 +366,8 @@ def test_changes_of_less_or_more_than_a_block_are_not_made(
         one, memory = a_pull(threads, len(data), base=base)
         assert run(one, threads, host.holder, digest=combined(digests(data))) == combined(digests(data))
         assert memory[OFFSET:] == data
-        assert (one.wrong, one.again) == ({}, 0)
-        assert one.received_nbytes < 12345 + 500
+        assert (one.received.wrong, one.received.again) == ({}, 0)
+        assert one.received.nbytes.total() < 12345 + 500
 
 
 @pytest.mark.parametrize(("here", "there"), [(True, False), (False, True)])
@@ -419,7 +379,7 @@ def test_without_a_common_base_the_bytes_come(
         one, memory = a_pull(threads, len(data), base=base if here else None)
         assert run(one, threads, host.holder) == combined(digests(data))
         assert memory[OFFSET:] == data
-        assert one.received_nbytes == len(data)
+        assert one.received.nbytes.total() == len(data)
 
 
 def test_deltas_to_another_base_are_found_and_the_bytes_asked_for(threads: Threads, data: bytes, base: bytes) -> None:
@@ -429,8 +389,8 @@ def test_deltas_to_another_base_are_found_and_the_bytes_asked_for(threads: Threa
         digest = combined(digests(data))
         assert run(one, threads, host.holder, digest=digest) == digest
         assert memory[OFFSET:] == data
-        assert one.again == 1
-        assert one.wrong == {"trainer/0/0": "block 0 is not what was published"}
+        assert one.received.again == 1
+        assert one.received.wrong == {"trainer/0/0": "block 0 is not what was published"}
 
 
 @pytest.mark.parametrize("forged", [b"?", b"\x01\x02" + bytes(60)])
@@ -444,9 +404,9 @@ def test_a_forged_delta_is_refused_and_the_bytes_asked_for(
         one, memory = a_pull(threads, len(data), base=base)
         assert run(one, threads, host.holder) == combined(digests(data))
         assert memory[OFFSET:] == data
-        assert one.again == 1
-        assert one.wrong["trainer/0/0"].startswith("block 1: ")
-        assert BLOCK_NBYTES < one.received_nbytes < BLOCK_NBYTES + 13000
+        assert one.received.again == 1
+        assert one.received.wrong["trainer/0/0"].startswith("block 1: ")
+        assert BLOCK_NBYTES < one.received.nbytes.total() < BLOCK_NBYTES + 13000
 
 
 def test_a_base_is_let_go_in_the_middle_of_pulls(threads: Threads, data: bytes, base: bytes) -> None:
@@ -457,13 +417,10 @@ def test_a_base_is_let_go_in_the_middle_of_pulls(threads: Threads, data: bytes, 
         host.server.offer(NUMBER, image, SECRET, deltas, encrypt=threads.encrypt)
         image.mark_present(0, BLOCK_NBYTES)
         one, came = a_pull(threads, len(data), base=base)
-        found: list[str] = []
-        thread = threading.Thread(target=lambda: found.append(run(one, threads, host.holder)))
-        thread.start()
-        assert one.image.wait_for_bytes(0, BLOCK_NBYTES, 30.0) == BLOCK_NBYTES
+        pulling = begin(one, threads, host.holder)
+        assert one.received.image.wait_for_bytes(0, BLOCK_NBYTES, 30.0) == BLOCK_NBYTES
         deltas.release_base()
         image.mark_present(0, len(data))
-        thread.join(30)
-        assert found == [combined(digests(data))]
+        assert pulling.result(30) == combined(digests(data))
         assert came[OFFSET:] == data
-        assert one.received_nbytes > 2 * BLOCK_NBYTES
+        assert one.received.nbytes.total() > 2 * BLOCK_NBYTES

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
@@ -36,6 +35,7 @@ from tests.support.carrying import (
     Host,
     Threads,
     a_pull,
+    begin,
     digests,
     hosts,
     run,
@@ -43,8 +43,6 @@ from tests.support.carrying import (
 from tests.support.waits import eventually
 
 pytestmark = pytest.mark.slow
-SYN_SENT = "02"
-"""In ``/proc/net/tcp``."""
 HELLO_NBYTES, ANSWER_NBYTES, PROOF_NBYTES = 32, 48, 32
 GARBAGE = {
     "nothing": b"",
@@ -55,13 +53,6 @@ GARBAGE = {
     "a handshake of noise": b"\x16\x03\x01\x02\x00" + os.urandom(512),
     "noise": random.Random(3).randbytes(4096),
 }
-
-
-@pytest.fixture(params=["plain", "tls"])
-def threads(request: pytest.FixtureRequest) -> Iterator[Threads]:
-    found = Threads(encrypt=request.param == "tls")
-    yield found
-    found.end()
 
 
 @pytest.fixture
@@ -140,7 +131,7 @@ def test_a_greeting_that_was_heard_is_of_no_use_again(data: bytes) -> None:
         host.serves(data)
         heard = Recorder(host.holder)
         threads.start(heard.relay)
-        greeting.prove_as_puller(heard.dial(), NUMBER, SECRET)
+        greeting.prove_as_puller(heard.dial(), NUMBER, SECRET, b"", time.monotonic() + 30.0)
         hello, proof = heard.said(HELLO_NBYTES), heard.said(PROOF_NBYTES)
         for second in (proof, None, b"\0" * PROOF_NBYTES):
             with closing(dial(host)) as sock:
@@ -363,7 +354,7 @@ def test_in_plain_a_man_in_the_middle_changes_nothing_that_is_kept(data: bytes) 
         digest = combined(digests(data))
         assert run(one, threads, changing.holder, other.holder, digest=digest) == digest
         assert memory[OFFSET:] == data
-        assert one.again
+        assert one.received.again
         changing.close()
     threads.end()
 
@@ -412,7 +403,7 @@ def test_a_proof_is_of_one_connection_only() -> None:
 
     def serve_it() -> None:
         try:
-            greeting.prove_as_server(there, lambda transfer: SECRET, b"a certificate")
+            greeting.prove_as_server(there, lambda transfer: SECRET, b"a certificate", time.monotonic() + 30.0)
         except OSError as error:
             found.append(error)
 
@@ -420,7 +411,7 @@ def test_a_proof_is_of_one_connection_only() -> None:
     thread.start()
     with here, there:
         with pytest.raises(UnknownSecret):
-            greeting.prove_as_puller(here, NUMBER, SECRET, b"another one")
+            greeting.prove_as_puller(here, NUMBER, SECRET, b"another one", time.monotonic() + 30.0)
         here.close()
         thread.join(10)
     assert len(found) == 1
@@ -457,72 +448,25 @@ def test_a_pull_that_is_stopped_in_a_handshake_ends_at_once(sealed: Threads, dat
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
         one, _ = a_pull(sealed, len(data))
         holder = Holder("trainer/0/0", "127.0.0.1", listener.getsockname()[1], Certificate().hash)
-        found: list[str] = []
-
-        def attempt() -> None:
-            with pytest.raises(Failed) as failed:
-                run(one, sealed, holder)
-            found.append(str(failed.value))
-
-        thread = threading.Thread(target=attempt)
-        thread.start()
+        pulling = begin(one, sealed, holder)
         eventually(lambda: len(one._dialler._sockets) == 2, "both connections")
         began = time.monotonic()
         one.stop("it is not needed any more")
-        thread.join(10)
-        assert found == [": it is not needed any more"]
+        with pytest.raises(Failed, match=r"^: it is not needed any more$"):
+            pulling.result(10)
         assert time.monotonic() - began < dialler.GREET_S / 2
 
 
-def test_a_pull_that_is_stopped_while_it_connects_ends_at_once(threads: Threads, data: bytes) -> None:
-    """To a listener whose queue is full, which drops packets as a firewall does."""
-    with contextlib.ExitStack() as stack:
-        full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
-        for _ in range(4):
-            sock = stack.enter_context(socket.socket())
-            sock.setblocking(False)
-            sock.connect_ex(full.getsockname())
-        port = full.getsockname()[1]
-        before = connecting(port)
-        one, _ = a_pull(threads, len(data))
-        holder = Holder("trainer/0/0", "127.0.0.1", port, Certificate().hash)
-
-        def attempt() -> None:
-            with pytest.raises(Failed):
-                run(one, threads, holder)
-
-        thread = threading.Thread(target=attempt)
-        thread.start()
-        eventually(lambda: connecting(port) == before + 2, "both wait for an answer")
-        began = time.monotonic()
-        one.stop("it is not needed any more")
-        thread.join(10)
-        assert not thread.is_alive()
-        assert time.monotonic() - began < dialler.CONNECT_S / 2
-
-
-def connecting(port: int) -> int:
-    """Connections to this port of this machine that nobody has answered yet."""
-    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    mine = [row for row in rows if row[3] == SYN_SENT and int(row[2].rpartition(":")[2], 16) == port]
-    return len(mine)
-
-
-def test_a_process_without_threads_turns_away_and_pulls_no_more(
-    threads: Threads, monkeypatch: pytest.MonkeyPatch, data: bytes
-) -> None:
+def test_a_process_without_threads_turns_away(threads: Threads, monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
     with hosts(threads, "trainer/0/0") as (host,):
         host.serves(data)
 
         def refuse(function: Callable[[], None]) -> None:
             raise RuntimeError("can't start new thread")
 
-        one, _ = a_pull(threads, len(data))
-        with pytest.raises(Failed, match="can't start new thread"):
-            one.run([host.holder], time.monotonic() + 30, refuse)
         started = host.server._started
         monkeypatch.setattr(host.server, "_started", refuse)
         with closing(dial(host)) as sock:
             assert all_of(sock) == b""
         monkeypatch.setattr(host.server, "_started", started)
-        assert run(one, threads, host.holder) == combined(digests(data))
+        assert run(a_pull(threads, len(data))[0], threads, host.holder) == combined(digests(data))

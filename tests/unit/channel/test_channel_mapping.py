@@ -10,7 +10,7 @@ import asyncio
 import errno
 import os
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -23,13 +23,6 @@ from replicas.weights.memory.arena import Arena, Slot
 from tests.support.channel.scripted import MANIFEST, ScriptedWorld
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-async def target() -> AsyncIterator[ScriptedWorld]:
-    world = ScriptedWorld("target", 2)
-    yield world
-    await world.end()
 
 
 @pytest.fixture

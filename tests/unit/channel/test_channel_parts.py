@@ -7,7 +7,6 @@ Covers: channel/session/held_versions.py.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -20,31 +19,22 @@ from replicas.channel.operations.results import OperationCall
 from replicas.channel.session.held_versions import Holder
 from replicas.channel.session.pending import Promise, Receipt
 from replicas.channel.versions.filling import PublishJob
-from replicas.channel.versions.lockstep_wait import LockstepWait
-from replicas.channel.versions.owner import Base
+from replicas.channel.versions.loads import Base, Loads
 from replicas.channel.versions.update import Update
 from replicas.core.base.manifest import PartManifest
 from replicas.messages import Segment
 from replicas.messages.identity import Member
 from replicas.weights.feed import Feed
 from replicas.weights.memory.arena import Slot
-from replicas.weights.memory.buffers import Buffer
-from tests.support.channel.scripted import MANIFEST, ME, ScriptedWorld
+from tests.support.channel.scripted import DIGEST, MANIFEST, ME, ScriptedWorld
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-async def target() -> AsyncIterator[ScriptedWorld]:
-    world = ScriptedWorld("target", 2)
-    yield world
-    await world.end()
 
 
 async def test_a_grant_before_the_slot_is_delivered_when_it_is_held(target: ScriptedWorld) -> None:
     pending = target.receiver.receive(None)
     ask = await target.session.next(wire.ReceiveAsk)
-    target.tell(wire.Commit(3, "digest", "hash"), wire.ReceiveGrant(ask.ask, 3))
+    target.tell(wire.Commit(3, DIGEST, "hash"), wire.ReceiveGrant(ask.ask, 3))
     assert not pending.done()
     await target.hold(3, commit=False)
     update = await pending
@@ -93,7 +83,7 @@ async def test_a_slot_is_free_only_when_its_sidecar_is_dead(target: ScriptedWorl
     sidecar = await target.lane("x")
     target.offer(1, 1)
     await target.session.next(wire.TransferReady)
-    target.tell(wire.TransferGo(1, "x", ((0, 1),), 5.0))
+    target.go(1, "x")
     await asyncio.sleep(0)
     target.tell(wire.TransferCancel(1), wire.LaneDrop("x"))
     assert sidecar.killed
@@ -145,7 +135,7 @@ async def test_spare_sidecars_are_asked_for_by_one_task_at_a_time(target: Script
 async def test_a_rank_that_sees_a_gpu_asks_for_no_sidecar_where_versions_are_pulled(
     target: ScriptedWorld, monkeypatch: pytest.MonkeyPatch, *, pulls: bool
 ) -> None:
-    target.hub._introduced = msgspec.structs.replace(target.hello, cuda_devices=("GPU-3",))
+    target.hub.hello = msgspec.structs.replace(target.hello, cuda_devices=("GPU-3",))
     target.hub.settings = msgspec.structs.replace(target.hub.settings, pulls=pulls)
     monkeypatch.setattr(target.carriers, "get", lambda: asyncio.sleep(0))
     target.tell(wire.LaneAhead())
@@ -176,6 +166,16 @@ async def test_however_many_wait_for_loads_the_coordinator_is_asked_once(target:
     assert await seven == 9
 
 
+async def test_a_wait_for_a_version_that_is_not_published_says_so(target: ScriptedWorld) -> None:
+    await target.hold(3)
+    absent = r"no version from 999 on is published \(the newest version is 3\) \(see what its source does\)"
+    for pending in (target.watches.loaded(999, 0.01), target.watches.committed(998, 0.01)):
+        with pytest.raises(errors.DeadlineExceeded, match=absent):
+            await pending
+    with pytest.raises(errors.DeadlineExceeded, match=r"version 3 did not end within its 0\.01 s \(give"):
+        await target.watches.loaded(3, 0.01)
+
+
 async def test_a_new_term_asks_again_and_drops_what_was_under_way(target: ScriptedWorld) -> None:
     pending = target.receiver.receive(None)
     watching = target.watches.loaded(9, None)
@@ -202,7 +202,7 @@ async def test_slots_do_not_change_their_kind(target: ScriptedWorld) -> None:
 
 
 async def test_a_lane_of_nccl_is_on_the_gpu_that_the_rank_has_joined_with(target: ScriptedWorld) -> None:
-    target.hub._introduced = msgspec.structs.replace(target.hello, cuda_devices=("GPU-3",))
+    target.hub.hello = msgspec.structs.replace(target.hello, cuda_devices=("GPU-3",))
     for backend, device in (("gloo", ""), ("nccl", "GPU-3")):
         target.tell(wire.LaneForm(backend, "prefix", "host", 1, 0, 1, backend, ("127.0.0.1",), 5.0))  # type: ignore[arg-type]  # valid ones
         await target.session.next(wire.LaneFormed)
@@ -332,27 +332,21 @@ async def test_publish_packs_pins_and_lets_go() -> None:
     )
     assert (await pending).version == 5
     assert [(slot.version, slot.pins) for slot in world.hub.arena.slots if slot.state == "held"] == [(5, 0)]
-    assert world.hub.held_versions.held() == (wire.HeldVersion(5, packed.digest, MANIFEST.hash, packed.place),)
+    assert world.hub.held_versions.held() == (wire.HeldVersion(5, packed.digest, packed.place),)
     world.hub.arena.close()
 
 
 async def test_update_reports_what_its_block_did() -> None:
-    class Owner:
+    class Owner(Loads):
         def __init__(self) -> None:
+            super().__init__(world.hub, lambda: None)
             self.log: list[tuple[str, object]] = []
-            self.lockstep = LockstepWait(world.hub)
 
         def loaded(self, version: int, load_s: float, base: Base | None) -> None:
             self.log.append(("loaded", version))
 
-        def look_at(self, base: Base) -> Buffer:
-            raise errors.Gone("nothing was loaded before")
-
         def failed(self, version: int, error: BaseException, *, kept: bool = False) -> None:
             self.log.append(("failed", type(error)))
-
-        def touched(self, version: int) -> None:
-            pass
 
         def let_go(self, holder: Holder, slot: Slot) -> None:
             self.log.append(("let go", slot.version))

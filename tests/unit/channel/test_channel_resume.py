@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -20,24 +20,10 @@ from replicas.core.base.manifest import Manifest
 from replicas.weights.copies.digest import digest_of
 from replicas.weights.feed import Feed
 from replicas.weights.memory.arena import Arena, Slot
-from tests.support.channel.scripted import MANIFEST, ScriptedWorld
+from tests.support.channel.scripted import DIGEST, MANIFEST, ScriptedWorld
 from tests.support.waits import wait_until
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-async def target() -> AsyncIterator[ScriptedWorld]:
-    world = ScriptedWorld("target", 2)
-    yield world
-    await world.end()
-
-
-@pytest.fixture
-async def source() -> AsyncIterator[ScriptedWorld]:
-    world = ScriptedWorld("source", 2)
-    yield world
-    await world.end()
 
 
 def begin(world: ScriptedWorld, given: object = None, deadline_s: float = 30.0) -> tuple[PublishJob, asyncio.Task[Any]]:
@@ -86,7 +72,7 @@ async def test_a_packed_publish_is_announced_again_and_gets_its_receipt(source: 
     hello = source.new_coordinator()
     begun, full, resumed = source.session.sent
     assert isinstance(full, wire.Packed)
-    assert (hello.publishes, hello.held) == (1, (wire.HeldVersion(5, full.digest, MANIFEST.hash, full.place),))
+    assert (hello.publishes, hello.held) == (1, (wire.HeldVersion(5, full.digest, full.place),))
     assert isinstance(begun, wire.PublishBegin)
     assert (begun.publish, begun.version, begun.resumed, begun.meta) == (1, 5, True, {"a": 1})
     assert 20 < begun.deadline_s < 30
@@ -271,7 +257,7 @@ async def test_no_slot_is_found_for_a_publish_that_was_interrupted(
     """The interrupt comes while the caller waits for its slot, and a slot is free
     before all of it is heard of."""
     filling, call, looked = source.publisher._filling, source.hub.call, threading.Event()
-    find = filling._find
+    find = filling._find_slot
 
     async def finds(*args: Any) -> Any:
         try:
@@ -291,7 +277,7 @@ async def test_no_slot_is_found_for_a_publish_that_was_interrupted(
         with pytest.raises(KeyboardInterrupt):
             source.publisher.publish(Feed({"w": torch.ones(4)}), PublishJob(None, 5.0, {}, False, "policy"))
 
-    monkeypatch.setattr(filling, "_find", finds)
+    monkeypatch.setattr(filling, "_find_slot", finds)
     monkeypatch.setattr(source.hub, "call", late)
     monkeypatch.setattr(Promise, "wait_for_session", interrupted)
     running = asyncio.create_task(asyncio.to_thread(run))
@@ -313,15 +299,14 @@ async def test_hello_says_what_is_known(target: ScriptedWorld) -> None:
     update = await granted(target, 3)
     await target.hold(4, commit=False)
     hello = target.new_coordinator()
-    held = [(known.version, known.digest, known.manifest_hash) for known in hello.held]
-    assert held == [(3, "digest", MANIFEST.hash), (4, "digest", MANIFEST.hash)]
+    assert [(known.version, known.digest) for known in hello.held] == [(3, DIGEST), (4, DIGEST)]
     assert all(known.place is not None for known in hello.held)
-    assert (hello.epoch, hello.latest, hello.latest_digest, hello.assigned, hello.loaded) == (7, 3, "digest", 3, 0)
+    assert (hello.epoch, hello.latest, hello.latest_digest, hello.assigned, hello.loaded) == (7, 3, DIGEST, 3, 0)
     assert target.session.sent == [wire.Resumed()]
     assert target.hub.arena.protected == {3, 4}
     update.loaded()
     assert (await target.session.next(wire.Loaded)).version == 3
-    target.tell(wire.Commit(4, "digest", "hash"))
+    target.tell(wire.Commit(4, DIGEST, "hash"))
     assert target.hub.latest == 4
     assert target.new_coordinator().assigned == 0
 
@@ -358,7 +343,7 @@ async def test_describe(target: ScriptedWorld) -> None:
     await target.hold(3)
     target.tell(wire.Describe(3), wire.Describe(8))
     known, unknown = [await target.session.next(wire.Described) for _ in range(2)]
-    assert (known.version, known.digest, known.meta, known.device) == (3, "digest", {"n": 3}, "cpu")
+    assert (known.version, known.digest, known.meta, known.device) == (3, DIGEST, {"n": 3}, "cpu")
     assert known.manifest_hash == MANIFEST.hash
     assert (unknown.version, unknown.manifest_hash) == (8, "")
     target.tell(wire.ManifestAsk(MANIFEST.hash, 0, 1000), wire.ManifestAsk("unknown", 0, 1000))
@@ -379,8 +364,8 @@ async def test_a_newer_version_in_the_welcome_counts_as_a_commit(target: Scripte
         target.new_coordinator(latest=4)
     assert await pending == target.hub.latest == 4
     assert target.hub.update_hello(target.hello).latest_digest == ""
-    target.tell(wire.Commit(4, "digest", "hash"))
-    assert target.hub.update_hello(target.hello).latest_digest == "digest"
+    target.tell(wire.Commit(4, DIGEST, "hash"))
+    assert target.hub.update_hello(target.hello).latest_digest == DIGEST
     assert target.hub.arena.protected == {4}
 
 
@@ -410,7 +395,7 @@ async def test_an_old_transfer_does_not_end_a_new_one_of_the_same_number(target:
     sidecar = await target.lane("x")
     target.offer(1, 1)
     await target.session.next(wire.TransferReady)
-    target.tell(wire.TransferGo(1, "x", ((0, 1),), 5.0))
+    target.go(1, "x")
     await asyncio.sleep(0)
     target.new_coordinator()
     target.offer(1, 2)
@@ -421,7 +406,7 @@ async def test_an_old_transfer_does_not_end_a_new_one_of_the_same_number(target:
     assert not [message for message in target.session.sent if isinstance(message, wire.TransferFailed)]
     second = await target.lane("y")
     second.gate.set_result(None)
-    target.tell(wire.TransferGo(1, "y", ((0, 1),), 5.0))
+    target.go(1, "y")
     await target.session.next(wire.TransferDone)
 
 
@@ -528,7 +513,7 @@ async def test_a_target_that_is_caught_up_while_versions_go_on_ends_with_the_new
     slow = await target.lane("catch-up")
     target.offer(100, 5)
     await target.session.next(wire.TransferReady)
-    target.tell(wire.TransferGo(100, "catch-up", ((0, 1),), 60.0))
+    target.go(100, "catch-up", 60.0)
     await target.hold(6)
     assert target.slots() == {5: "filling", 6: "held"}
     target.offer(101, 7)
@@ -546,7 +531,7 @@ async def test_a_catch_up_that_ends_late_is_the_first_to_make_room(target: Scrip
     slow = await target.lane("catch-up")
     target.offer(100, 5)
     await target.session.next(wire.TransferReady)
-    target.tell(wire.TransferGo(100, "catch-up", ((0, 1),), 60.0))
+    target.go(100, "catch-up", 60.0)
     await target.hold(6)
     slow.gate.set_result(None)
     await target.session.next(wire.TransferDone)

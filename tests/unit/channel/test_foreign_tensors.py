@@ -16,17 +16,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from replicas.channel.operations.collectives import Collectives
 from replicas.channel.operations.results import OperationCall
-from replicas.channel.operations.scratch import Scratch, segments_of, write_segments
-from replicas.core.base.manifest import segment_layout
+from replicas.channel.operations.scratch import Scratch, copy_out, segments_of, write_segments
+from replicas.core.base.manifest import Manifest, TensorSpec, segment_layout
 from replicas.errors import ManifestMismatch, UsageError
 from replicas.messages.bounds import shown
 from replicas.weights.copies import streaming
 from replicas.weights.copies.tensors import check_modes
 from replicas.weights.feed import Feed, Shard
-from replicas.weights.loading import load_into
+from replicas.weights.loading import load_image
 from replicas.weights.memory.arena import Arena
 from replicas.weights.packing import Packer, stage
-from tests.support.channel.packing import pack
+from tests.support.channel.packing import load_tensors, pack
 
 
 class Wrapper(torch.Tensor):
@@ -131,8 +131,8 @@ def test_a_later_publish_names_it(kind: str) -> None:
 def test_a_model_stays_as_it_is(kind: str) -> None:
     make, why = FOREIGN[kind]
     model = {"a": torch.zeros(3), "z": make()}
-    with pytest.raises(ManifestMismatch, match=f"the model's 'z' .*{why}"):
-        load_into(model, {"a": torch.ones(3), "z": torch.ones(4)})
+    with pytest.raises(ManifestMismatch, match=f"(the model's|tensor) 'z' .*{why}"):
+        load_tensors(model, {"a": torch.ones(3), "z": torch.ones(4)})
     assert model["a"].tolist() == [0, 0, 0]
 
 
@@ -166,11 +166,11 @@ def test_tensors_freed_after_the_call_are_named_before_any_is_written() -> None:
         with pytest.raises(UsageError, match="tensor 1 of the operation has no memory"):
             write_segments(buffer, segments, tensors)
         with pytest.raises(UsageError, match="tensor 1 of the operation has no memory"):
-            OperationCall("all_reduce", tensors)._write(tensors, (torch.ones(3), torch.ones(4)), buffer)
+            copy_out("", tensors, (torch.ones(3), torch.ones(4)), buffer, ())
         assert tensors[0].tolist() == [0, 0, 0]
         tensors[1].data = torch.zeros(9)
         with pytest.raises(UsageError, match=r"tensor 1 of the operation has shape \[9\]"):
-            OperationCall("all_reduce", tensors)._write(tensors, (torch.ones(3), torch.ones(4)), buffer)
+            copy_out("", tensors, (torch.ones(3), torch.ones(4)), buffer, ())
     finally:
         buffer.close()
 
@@ -212,7 +212,7 @@ def test_code_of_a_tensor_does_not_run() -> None:
     pack(Feed({"z": deaf}), manifest, data)
     assert data.view(torch.float32).tolist() == [3, 3]
     pack(Feed(iter([("z", deaf)])), manifest, data)
-    load_into({"a": torch.zeros(3), "z": deaf}, {"a": torch.ones(3), "z": torch.ones(2)})
+    load_tensors({"a": torch.zeros(3), "z": deaf}, {"a": torch.ones(3), "z": torch.ones(2)})
     operation = Peer().all_reduce(deaf)
     assert cast("OperationCall", operation).inputs[0].tolist() == [1, 1]
 
@@ -220,18 +220,19 @@ def test_code_of_a_tensor_does_not_run() -> None:
 def test_a_lazily_conjugated_target_is_written() -> None:
     model = {"a": torch.zeros(3), "z": torch.zeros(4, dtype=torch.cfloat).conj()}
     given = torch.tensor([1 + 2j, 3, 4j, 5])
-    load_into(model, {"a": torch.ones(3), "z": given})
+    load_tensors(model, {"a": torch.ones(3), "z": given})
     assert torch.equal(model["z"].resolve_conj(), given)
 
 
 @pytest.mark.parametrize("allowed", [True, False])
 def test_in_a_mode_without_real_tensors_nothing_is_published_or_loaded(allowed: bool) -> None:
-    model = {"a": torch.zeros(3)}
+    model, manifest = {"a": torch.zeros(3)}, Manifest((TensorSpec("a", "float32", (3,)),))
+    image = torch.zeros(manifest.image_nbytes, dtype=torch.uint8)
     with FakeTensorMode(allow_non_fake_inputs=allowed):
         with pytest.raises(UsageError, match="FakeTensor"):
             check_modes("publish")
         with pytest.raises(UsageError, match="load_into: torch makes a FakeTensor"):
-            load_into(model, {"a": torch.ones(3)})
+            load_image(model, image, manifest)
 
 
 # ---------------------------------------------------------------- shared memory
@@ -241,19 +242,19 @@ def test_targets_that_overlap_in_part_get_values_that_agree() -> None:
     memory = torch.zeros(6)
     model = {"a": memory[:4], "b": memory[2:]}
     with pytest.raises(ManifestMismatch, match=r"'a' and 'b' share memory in the model, and their values .* differ"):
-        load_into(model, {"a": torch.ones(4), "b": torch.full((4,), 2.0)})
+        load_tensors(model, {"a": torch.ones(4), "b": torch.full((4,), 2.0)})
     assert memory.eq(0).all()
-    load_into(model, {"a": torch.tensor([1.0, 2, 3, 4]), "b": torch.tensor([3.0, 4, 5, 6])})
+    load_tensors(model, {"a": torch.tensor([1.0, 2, 3, 4]), "b": torch.tensor([3.0, 4, 5, 6])})
     assert memory.tolist() == [1, 2, 3, 4, 5, 6]
 
 
 def test_targets_that_are_interleaved_or_one_the_other_transposed_are_written() -> None:
     memory = torch.zeros(8)
-    load_into({"a": memory[::2], "b": memory[1::2]}, {"a": torch.ones(4), "b": torch.full((4,), 2.0)})
+    load_tensors({"a": memory[::2], "b": memory[1::2]}, {"a": torch.ones(4), "b": torch.full((4,), 2.0)})
     assert memory.tolist() == [1, 2] * 4
     square = torch.zeros(2, 2)
     given = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    load_into({"a": square, "b": square.t()}, {"a": given, "b": given.t()})
+    load_tensors({"a": square, "b": square.t()}, {"a": given, "b": given.t()})
     assert torch.equal(square, given)
 
 

@@ -1,7 +1,7 @@
 """The command line: exit codes, exact messages, and tables that fit a terminal of 80
 columns.
 
-Covers: cli/client.py, common/sizes.py, config/values.py, status.py.
+Covers: control/client.py, common/sizes.py, config/values.py, status.py.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import http.server
 import json
 import os
 import re
+import runpy
 import socket
 import subprocess
 import sys
@@ -19,20 +20,22 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 import pytest
 from rich.console import Console
 
 import replicas
-from replicas.cli import client, render
 from replicas.cli import find_run as find
 from replicas.cli import main as cli
+from replicas.cli import render
 from replicas.cli.base import Screen
 from replicas.common.sizes import size_text
+from replicas.control import client
 from replicas.control.commands import Answer
 from replicas.core.base import effects
-from replicas.errors import Disconnected
+from replicas.errors import Disconnected, UsageError
 from replicas.linux.processes import start_time
 from replicas.status import (
     ChannelStatus,
@@ -45,6 +48,7 @@ from replicas.status import (
     SyncRecord,
 )
 from replicas.supervisor.state.run_state import AgentRecord, RunState, Saved
+from replicas.supervisor.state.state import StateDir
 from replicas.telemetry import events as happened
 from replicas.telemetry.event_log import EventLog
 from replicas.telemetry.words import duration_text
@@ -126,9 +130,12 @@ def a_status(run: str = "grpo") -> RunStatus:
 class Handler(http.server.BaseHTTPRequestHandler):
     answer: bytes = b""
     code: int = 200
+    headers_sent: ClassVar[dict[str, str]] = {}
 
     def do_GET(self) -> None:
         self.send_response(self.code)
+        for name, value in self.headers_sent.items():
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(self.answer)
 
@@ -191,6 +198,22 @@ def test_check_json_is_the_resolved_config(folder: Path, capsys: pytest.CaptureF
     plan = json.loads(capsys.readouterr().out)
     assert plan["groups"]["rollout"]["health"]["start_timeout_s"] == 300.0
     assert plan["run"]["state_dir"] == str(folder / ".replicas" / "grpo")
+
+
+@pytest.mark.parametrize(
+    ("state_dir", "why"), [("/proc/nowhere", "No such file|Operation not supported"), ("plain/x", "Not a directory")]
+)
+def test_check_refuses_a_state_folder_that_a_run_could_not_make(
+    folder: Path, capsys: pytest.CaptureFixture[str], state_dir: str, why: str
+) -> None:
+    (folder / "plain").touch()
+    (folder / "grpo.toml").write_text(CONFIG.replace("[run]", f'[run]\nstate_dir = "{state_dir}"'))
+    with pytest.raises(UsageError, match=why):
+        StateDir(Path(folder, state_dir), "grpo").acquire()  # as `run` does
+    assert cli.main(["check", "grpo.toml"]) == 2
+    out, err = capsys.readouterr()
+    assert re.match(f"replicas: cannot use the state folder {folder / state_dir}: ({why})", err), out
+    assert not (folder / ".replicas").exists()
 
 
 def checked(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -330,8 +353,12 @@ def test_the_state_folder_is_read_from_what_can_be_read(tmp_path: Path, text: st
     assert found == (None if expected is None else tmp_path.resolve() / expected)
 
 
-def test_python_m_supervisor_is_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.supervisor_main(["gone.toml"]) == 78
+def test_python_m_supervisor_is_run(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["replicas.supervisor", "gone.toml"])
+    with pytest.raises(SystemExit, match="78"):
+        runpy.run_module("replicas.supervisor", run_name="__main__")
     assert capsys.readouterr().err == "replicas: gone.toml: 1 problem\n  cannot be read: No such file or directory\n"
 
 
@@ -420,6 +447,35 @@ def test_events_leave_out_what_each_version_brings(folder: Path, capsys: pytest.
     assert 'no event has the type SyncEnd; did you mean "SyncEnded"?' in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("target", "known"), [("foo", False), ("rollout/7", False), ("rollout", True), (None, True)])
+def test_events_of_a_name_that_none_has_are_said_to_be_of_others(
+    folder: Path, capsys: pytest.CaptureFixture[str], target: str | None, known: bool
+) -> None:
+    state_dir = folder / ".replicas" / "grpo"
+    state_dir.mkdir(parents=True)
+    log = EventLog(state_dir / "events.jsonl")
+    log.emit(happened.RunStarted(run="grpo", pid=1, version="1"))
+    log.emit(happened.Scaled(group="rollout", before=1, after=2))
+    log.close()
+    (state_dir / "lock").touch()
+    assert cli.main(["events", *(("--target", target) if target else ())]) == 0
+    said = capsys.readouterr()
+    assert len(said.out.splitlines()) == (1 if target == "foo" else 2)
+    assert said.err.startswith("" if known else f"replicas: no event names {target}; shown are those of the run")
+    assert bool(said.err) is not known
+
+
+def test_logs_without_output_are_said_to_be_empty(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = folder / ".replicas" / "grpo" / "logs" / "rollout" / "0" / "gen-1" / "rank-0.log"
+    log.parent.mkdir(parents=True)
+    log.touch()
+    assert cli.main(["logs", "rollout/0", "-c", "grpo.toml"]) == 0
+    assert capsys.readouterr() == ("", "replicas: rollout/0: there is no output to show\n")
+    log.write_text("loss 1\n")
+    assert cli.main(["logs", "rollout/0", "-c", "grpo.toml"]) == 0
+    assert capsys.readouterr() == ("loss 1\n", "")
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--services"]) == 0
     folder = Path(capsys.readouterr().out.strip())
@@ -435,7 +491,7 @@ def test_a_bug_ends_with_70_and_says_so(
     def broken(_: object) -> None:
         raise ZeroDivisionError("of ours")
 
-    monkeypatch.setattr(render, "plan", broken)
+    monkeypatch.setattr(render, "config_tables", broken)
     assert cli.main(["check", "grpo.toml"]) == 70
     err = capsys.readouterr().err
     assert "ZeroDivisionError: of ours" in err
@@ -459,6 +515,19 @@ def test_status_json_of_the_only_run_below_this_folder(
     write_endpoint(folder, supervisor[1])
     assert cli.main(["status", "--json"]) == 0
     assert msgspec.json.decode(capsys.readouterr().out, type=RunStatus) == a_status()
+
+
+@pytest.mark.parametrize("command", ["status", "events"])
+def test_a_token_that_is_refused_is_said_also_where_the_page_is_public(
+    folder: Path, capsys: pytest.CaptureFixture[str], supervisor: tuple[type[Handler], str], command: str
+) -> None:
+    supervisor[0].headers_sent = {"Replicas-Token": "wrong token"}
+    (folder / "token").write_text("wrong")
+    assert cli.main([command, "--endpoint", supervisor[1], "--token-file", "token"]) == 2
+    assert capsys.readouterr().err == (
+        f"replicas: {supervisor[1]} does not accept the token: wrong token "
+        "(give an operator's with --token-file, or none: state and events are public)\n"
+    )
 
 
 def test_status_of_several_runs_asks_which(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -530,7 +599,7 @@ def test_the_status_shows_steps_ages_open_updates_and_the_end(monkeypatch: pytes
     screen = Screen(soft_wrap=True)
     with screen.capture() as shown:
         whole = msgspec.structs.replace(status, groups=(group,), channels=(channel,), exit_code=1)
-        screen.print(render.run_status(whole), width=200)
+        screen.print(render.status_tables(whole), width=200)
     for words in ("12 (step 40)", "committed in 35 ms, 2h ago", "update of policy open for 2m 5s", "over, exit code 1"):
         assert words in shown.get(), shown.get()
     assert "quick" not in shown.get()
@@ -545,6 +614,7 @@ def test_of_several_runs_the_living_one_is_meant(folder: Path, capsys: pytest.Ca
     for name, pid in (("a", os.getpid()), ("b", 2**22 + 1)):
         endpoint = {"endpoint": "127.0.0.1:1", "pid": pid, "run": name}
         (folder / ".replicas" / name / find.ENDPOINT_FILE).write_text(json.dumps(endpoint))
+        (folder / ".replicas" / name / "lock").write_text(f"{pid} {start_time(os.getpid())} machine host")
     assert find.read_endpoint(find.find_state_dir(folder, running=True)).run == "a"
     assert find.find_state_dir(folder).name == "a"
 
@@ -575,38 +645,49 @@ def test_status_when_the_port_belongs_to_another_run_now(
     assert f'run "grpo" is gone: {endpoint} is now the port of run "other"' in capsys.readouterr().err
 
 
+class Silent(find.RunAddress):
+    """A run that does not answer; ``cause``: of that error."""
+
+    cause: OSError | None = None
+
+    def status(self, *, timeout_s: float = 5.0) -> RunStatus:
+        raise Disconnected("silence") from self.cause
+
+
 def test_the_end_of_a_run_is_more_than_its_silence(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place, silence = find.RunAddress(folder / "grpo.toml"), Disconnected("silence")
+    place = Silent(folder / "grpo.toml")
     with pytest.raises(Disconnected, match="is not running"):
-        place.end()
+        place.poll_status(0.0)
     write_endpoint(folder, "127.0.0.1:1")
     path = folder / ".replicas" / "grpo" / find.ENDPOINT_FILE
     monkeypatch.setattr(find, "start_time", lambda pid: 1)
-    end = place.end()
-    assert not end.is_over_after(silence), "it lives, and is only slow"
-    monkeypatch.setattr(find, "SILENT_S", -1.0)
-    with pytest.raises(Disconnected, match="silence"):
-        end.is_over_after(silence)
-    monkeypatch.setattr(find, "start_time", lambda pid: None)
-    with pytest.raises(Disconnected, match="silence"):  # it was killed: an orderly end removes the file
-        end.is_over_after(silence)
+    states, slow, killed = (place.poll_status(0.0) for _ in range(3))
+    assert next(states) is None, "it lives, and is only slow"
+    assert next(slow) is None
+    with monkeypatch.context() as patched, pytest.raises(Disconnected, match="silence"):
+        patched.setattr(find, "SILENT_S", -1.0)
+        next(slow)
+    with monkeypatch.context() as patched, pytest.raises(Disconnected, match="silence"):
+        patched.setattr(find, "start_time", lambda pid: None)  # it was killed: an orderly end removes the file
+        next(killed)
     path.unlink()
-    assert end.is_over_after(silence)
+    assert list(states) == []
 
 
 def test_the_end_of_a_run_elsewhere() -> None:
-    end, refused = find.RunAddress(endpoint="127.0.0.1:1").end(), Disconnected("nobody answers")
-    assert not end.is_over_after(refused)
-    refused.__cause__ = ConnectionRefusedError()
-    assert end.is_over_after(refused)
+    place = Silent(endpoint="127.0.0.1:1")
+    states = place.poll_status(0.0)
+    assert next(states) is None
+    place.cause = ConnectionRefusedError()
+    assert list(states) == []
 
 
 @pytest.mark.parametrize(
     ("code", "answer", "message"),
     [
-        (404, b"", "answered GET /status with 404 (is it a replicas supervisor?)"),
-        (200, b"<html>", "sent an invalid status: JSON is malformed"),
-        (200, b"{}", "sent an invalid status: Object missing required field `run`"),
+        (404, b"", "answered GET /status with 404: Input data was truncated (is it a replicas supervisor"),
+        (200, b"<html>", "answered GET /status with 200: JSON is malformed"),
+        (200, b"{}", "answered GET /status with 200: Object missing required field `run`"),
     ],
 )
 def test_an_answer_of_something_else(
@@ -636,7 +717,7 @@ def test_the_status_counts_replicas_by_group_and_ranks_by_channel(capsys: pytest
     channel = ChannelStatus(name="policy", epoch=3, committed_version=7, digest="ab", members=(*ranks, absent))
     group = GroupStatus(name="trainer", launcher="torchrun", world_size=2, replicas=(trainer,))
     status = msgspec.structs.replace(a_status(), groups=(group,), channels=(channel,))
-    Console(width=160).print(render.run_status(status))
+    Console(width=160).print(render.status_tables(status))
     lines = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
     rows = {cells[0]: cells for line in lines if (cells := [cell.strip() for cell in line if cell.strip()])}
     assert dict(zip(rows["group"], rows["trainer"], strict=True))["ready"] == "1 of 1"

@@ -5,6 +5,9 @@ Covers: cli/base.py, cli/order_commands.py.
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -17,6 +20,8 @@ from replicas.cli.find_run import RunAddress
 from replicas.control.commands import Answer
 from replicas.errors import Disconnected, UsageError, WorldError
 from replicas.status import GroupStatus, ReplicaStatus, RunStatus, StoreStatus
+from replicas.telemetry.event_log import EventLog
+from replicas.telemetry.events import RunEnded, RunStarted
 
 
 def one(name: str, state: str, reason: str = "") -> ReplicaStatus:
@@ -62,7 +67,7 @@ def test_what_is_waited_for() -> None:
 @pytest.mark.parametrize(
     ("lost", "words"),
     [
-        (one("rollout/1", "failed", "no restart is left"), "rollout/1 has failed: no restart is left"),
+        (one("rollout/1", "failed", "all restarts are used"), "rollout/1 has failed: all restarts are used"),
         (one("rollout/1", "drained"), "rollout/1 was drained"),
     ],
 )
@@ -73,7 +78,7 @@ def test_what_will_not_come_is_not_waited_for(lost: ReplicaStatus, words: str) -
 
 
 def test_a_group_is_ready_with_as_many_as_it_needs() -> None:
-    lost = one("rollout/1", "failed", "no restart is left")
+    lost = one("rollout/1", "failed", "all restarts are used")
     group = msgspec.structs.replace(run_of(READY, lost).groups[0], min_ready=1)
     status = msgspec.structs.replace(run_of(READY), groups=(group,))
     assert cli_wait.unready(status, "rollout") == []
@@ -82,8 +87,8 @@ def test_a_group_is_ready_with_as_many_as_it_needs() -> None:
 
 
 def test_who_is_not_there_is_named() -> None:
-    for target in ("rolout", "rollout/7"):
-        with pytest.raises(UsageError, match=f'run "r" has no "{target}"'):
+    for target, more in (("rolout", 'did you mean "rollout"'), ("rollout/7", "rollout has 1 replica")):
+        with pytest.raises(UsageError, match=f'run "r" has no "{target}"; {more}'):
             cli_wait.unready(run_of(READY), target)
 
 
@@ -172,6 +177,32 @@ def test_a_run_that_does_not_appear_is_given_up_earlier_than_one_that_starts(
     monkeypatch.setattr(FakePlace, "starting", starting)
     code = wait_for(monkeypatch, FakePlace(*[None] * 100, run_of(READY)), "-t1m")
     assert code == (0 if starting else 69), capsys.readouterr().err
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_run_that_is_over_is_not_waited_for_unless_somebody_starts_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, begins: bool
+) -> None:
+    """``replicas run & replicas wait`` of a second run finds the end of the first."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".replicas" / "r").mkdir(parents=True)
+    log = EventLog(tmp_path / ".replicas" / "r" / "events.jsonl", now=lambda: 1.8e9)
+    log.emit(RunStarted(run="r", pid=1, version="1"))
+    log.emit(RunEnded(exit_code=1, reason="group trainer failed"))
+    log.close()
+    (tmp_path / ".replicas" / "r" / "lock").touch()
+    command = [sys.executable, "-c", "input()", "replicas", "run" if begins else "check", "run.toml"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as other:
+        monkeypatch.setattr(cli_wait, "processes", lambda: [other.pid])
+        began = time.monotonic()
+        assert cli.main(["wait", "-t1s"]) == 1
+        assert (time.monotonic() - began >= 1.0) is begins
+        other.kill()
+    said = capsys.readouterr().err
+    assert said.startswith('replicas: run "r" is not running: it ended at 2027-01-')
+    assert said.endswith(" with exit code 1: group trainer failed (start it with: replicas run CONFIG)\n")
+    assert cli.main(["events", "--follow"]) == 0
+    assert "over, exit code 1: group trainer failed" in capsys.readouterr().out
 
 
 def test_a_duration_that_is_none(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ def test_words_are_whole_where_they_fit(columns: list[list[str]], room: int) -> 
 
 def test_a_long_path_does_not_break_the_other_columns() -> None:
     console = screen(80, 24)
-    lines = console.render_lines(render.run_status(a_status()), console.options.update(height=None), pad=False)
+    lines = console.render_lines(render.status_tables(a_status()), console.options.update(height=None), pad=False)
     text = "\n".join("".join(segment.text for segment in line).rstrip() for line in lines)
     for number in range(6):
         assert f"rollout-server/{number} " in text
@@ -170,7 +170,7 @@ def test_a_long_path_does_not_break_the_other_columns() -> None:
 
 def test_a_pipe_gets_whole_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
-    Screen().print(render.run_status(a_status()))
+    Screen().print(render.status_tables(a_status()))
     assert LONG in capsys.readouterr().out
 
 
@@ -212,6 +212,10 @@ def test_watched_has_ill_replicas_first_then_channels_and_one_line_of_healthy_on
     assert heads[9:13] == ["policy", "group", "rollout", "trainer"], "the ill group before the healthy one"
     assert text[13] == "47 healthy: rollout/0-16, rollout/18-39, rollout/42-47, trainer/0-1"
     assert [line.split()[1] for line in text[14:]] == ["state", "away"], "nodes that are not up"
+
+
+def test_of_several_replicas_the_oldest_trouble_is_the_most() -> None:
+    assert drawn(many(r17="failed", r40="failed"))[1] == "rollout/17, rollout/40 have failed for good, for up to 2m 5s"
 
 
 def test_watched_has_channels_and_healthy_ones_also_when_most_are_ill() -> None:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import pytest
 
 from replicas.common.backoff import Backoff
-from replicas.core import channel_state
 from replicas.core.members import roster
-from replicas.core.moving import lanes, links, stragglers
+from replicas.core.moving import channel_context, links, stragglers
 from replicas.core.versions import catch_up
 from replicas.sidecar import building
+from replicas.sidecar import kept_forkserver as keeper
 from replicas.supervisor.agent import agent
-from replicas.supervisor.agent import forkservers as keeper
 from replicas.supervisor.fleet import local_agent
 from replicas.supervisor.shim import pump_watcher as logkeeper
 
@@ -23,11 +22,10 @@ from replicas.supervisor.shim import pump_watcher as logkeeper
 @pytest.mark.parametrize(
     ("backoff", "seconds"),
     [
-        (channel_state.QUARANTINE, [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300]),
         (stragglers.SLOW, [2, 4, 8, 16, 32, 64, 128, 256, 300, 300]),
         (catch_up.RETRY, [1, 2, 4, 8, 16, 30, 30]),
         (roster.PROBATION, [1, 2, 4, 8, 16, 30, 30]),
-        (lanes.REST, [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300]),
+        (channel_context.REST, [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300]),
         (links.DOUBT, [2, 4, 8, 16, 32, 64, 128, 256, 300, 300]),
         (building.STORE_CONNECT, [0.5, 1, 2, 4, 4]),
         (keeper.AGAIN, [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4]),

@@ -5,6 +5,8 @@ Covers: common/child.py.
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from replicas.common.backoff import Backoff
@@ -22,17 +24,17 @@ def started(**rules: float) -> ChildLife:
 
 def test_it_is_looked_at_until_it_is_given_up() -> None:
     life = ChildLife(AGAIN, look_interval_s=1.0)
-    assert (life.state, life.wakes, life.on_time(99.0)) == ("waiting", [], "")
+    assert (life.state, life.due, life.on_time(99.0)) == ("waiting", math.inf, "")
     life.start(100.0)
     assert (life.state, life.on_time(100.9), life.on_time(101.0), life.on_time(101.1)) == ("starting", "", "look", "")
     life.ready()
-    assert (life.state, life.wakes) == ("up", [102.0])
+    assert (life.state, life.due) == ("up", 102.0)
     life.give_up()
-    assert (life.state, life.wakes) == ("dying", [])
+    assert (life.state, life.due) == ("dying", math.inf)
     with pytest.raises(InvalidStep):
         life.give_up()
     assert not life.ended(103.0)
-    assert (life.state, life.on_time(103.4), life.on_time(103.5), life.wakes) == ("waiting", "", "start", [])
+    assert (life.state, life.on_time(103.4), life.on_time(103.5), life.due) == ("waiting", "", "start", math.inf)
     life.start(103.5)
     assert (life.state, life.starts) == ("starting", 2)
 
@@ -42,7 +44,7 @@ def test_it_is_started_later_each_time_and_soon_again_after_a_steady_life() -> N
     for lived_s in (0.0, 1.0, 9.0, 10.0, 1.0, 11.0, 0.0):
         now += lived_s
         life.ended(now)
-        (due,) = life.wakes
+        due = life.due
         delays.append(due - now)
         assert life.on_time(due) == "start"
         life.start(now := due)
@@ -60,7 +62,7 @@ def test_it_is_over_after_too_many_starts_in_a_row() -> None:
     assert not life.ended(113.0)
     life.start(114.0)
     assert life.ended(114.0)
-    assert (life.state, life.starts, life.wakes) == ("over", 3, [])
+    assert (life.state, life.starts, life.due) == ("over", 3, math.inf)
     life.stop()
     assert life.state == "over"
 
@@ -68,10 +70,10 @@ def test_it_is_over_after_too_many_starts_in_a_row() -> None:
 def test_one_that_is_stopped_is_not_started_again() -> None:
     life = started()
     life.stop()
-    assert (life.state, life.wakes) == ("leaving", [])
+    assert (life.state, life.due) == ("leaving", math.inf)
     life.ready()  # too late
     assert not life.ended(101.0)
-    assert (life.state, life.wakes) == ("over", [])
+    assert (life.state, life.due) == ("over", math.inf)
     waits = started()
     waits.ended(101.0)
     waits.stop()
@@ -82,7 +84,7 @@ def test_one_that_is_due_may_be_started_when_it_is_needed() -> None:
     life = started()
     life.ended(101.0)
     assert life.on_time(101.5) == "start"
-    assert (life.wakes, life.on_time(150.0)) == ([], "")
+    assert (life.due, life.on_time(150.0)) == (math.inf, "")
     life.start(200.0)
     assert life.state == "starting"
 
@@ -95,4 +97,4 @@ def test_one_that_others_replace_has_one_start(given_up: bool) -> None:
     if given_up:
         life.give_up()
     assert life.ended(100.0)
-    assert (life.state, life.wakes) == ("over", [])
+    assert (life.state, life.due) == ("over", math.inf)

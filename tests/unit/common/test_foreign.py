@@ -26,9 +26,10 @@ from replicas import errors
 from replicas.cli import base as cli_base
 from replicas.cli.base import Screen, complain
 from replicas.cli.look import draw_findings
-from replicas.cli.render import event_line, run_status
+from replicas.cli.render import event_line, status_tables
 from replicas.common.foreign import ascii_controls, characters, hanging, lines, one_line, readable, visible
 from replicas.core.base.effects import MemberLost
+from replicas.linux import processes
 from replicas.messages.carried import WireError
 from replicas.messages.identity import Member
 from replicas.status import GroupStatus, ReplicaStatus, RunStatus, StoreStatus
@@ -144,8 +145,8 @@ def test_the_error_file_of_torchelastic() -> None:
 
 def test_the_command_line_of_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "read_bytes", lambda self: OWNED.encode("utf-8", "surrogatepass"))
-    assert remains._name(7).isprintable()
-    assert "OWNED" not in remains._name(7)
+    assert remains._named(7, processes.command_line(7)).isprintable()
+    assert "OWNED" not in remains._named(7, processes.command_line(7))
 
 
 def test_an_error_from_the_wire() -> None:
@@ -187,7 +188,7 @@ def test_nothing_but_our_own_styles_reaches_a_terminal(text: str) -> None:
     table.add_column(text)
     table.add_row(text)
     out.print(table)
-    out.print(run_status(status_with(text)))
+    out.print(status_tables(status_with(text)))
     for record in records_with(text):
         out.print(event_line(record))
     draw_findings(out, [doctor.Finding(about="run", state="problem", text=text, remedy=text, node=text)])
@@ -202,7 +203,7 @@ def test_nothing_but_our_own_styles_reaches_a_terminal(text: str) -> None:
 def test_nor_does_what_is_shown_live(text: str) -> None:
     out = screen()
     with Live(console=out, auto_refresh=False) as live:
-        live.update(run_status(status_with(text)), refresh=True)
+        live.update(status_tables(status_with(text)), refresh=True)
     ours = re.compile(r"\x1b\[(?:[0-9;]*m|\?25[lh]|1A|2K)|\r")  # colours, the cursor, a line up and cleared
     assert not controls(ours.sub("", drawn(out)))
 

@@ -13,7 +13,7 @@ import pytest
 
 from replicas.common import own_code
 from replicas.errors import UsageError
-from replicas.linux.helpers import apart, interpreter
+from replicas.linux.helpers import interpreter, popen_arguments
 
 
 @pytest.mark.parametrize("named", ["", "/usr/bin/uwsgi", None])
@@ -39,11 +39,11 @@ def test_the_interpreter_that_runs_is_the_one() -> None:
 def test_a_helper_has_what_it_needs_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home, given = str(Path(own_code.__file__).parents[2]), {"PYTHONPATH": "lib::/abs", "PET_MODULE": "1", "A": "b"}
     monkeypatch.chdir(tmp_path)
-    found = apart(given)
+    found = popen_arguments(given)
     paths = [path for path in found["env"].pop("PYTHONPATH").split(os.pathsep) if path != home]
     assert paths == [str(tmp_path / "lib"), "", "/abs"]
     assert (found["cwd"], found["env"], found["start_new_session"]) == ("/", {"A": "b"}, True)
-    assert apart(given, "/group")["env"]["PYTHONPATH"].endswith("/group/lib::/abs")
+    assert popen_arguments(given, "/group")["env"]["PYTHONPATH"].endswith("/group/lib::/abs")
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()

@@ -1,7 +1,7 @@
 """Log handlers of the user's program: whatever they raise and however long they take,
 no thread of ours ends or waits by it, and the records come as they were made.
 
-Covers: common/background_queue.py, common/logs.py.
+Covers: common/background_queue.py, common/logs.py, common/reason.py.
 """
 
 from __future__ import annotations

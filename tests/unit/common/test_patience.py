@@ -20,29 +20,29 @@ from replicas.supervisor.wire.orders import PartSpec
 
 def test_a_late_look_is_a_pause_and_a_look_a_little_late_is_none() -> None:
     clock = PauseClock(10.0)
-    assert clock.pause_at(9.0) == clock.pause_at(10.0) == clock.pause_at(10.0 + PAUSE_S) == 0.0
-    assert clock.pause_at(17.0) == 7.0
+    assert clock.measure_pause(9.0) == clock.measure_pause(10.0) == clock.measure_pause(10.0 + PAUSE_S) == 0.0
+    assert clock.measure_pause(17.0) == 7.0
     clock.due = 18.0
-    assert clock.pause_at(18.0) == 0.0
-    assert PauseClock(1.0, slack_s=0.25).pause_at(1.5) == 0.5
+    assert clock.measure_pause(18.0) == 0.0
+    assert PauseClock(1.0, slack_s=0.25).measure_pause(1.5) == 0.5
 
 
 def test_what_lasts_is_counted_from_the_first_look_that_found_it() -> None:
     patience = Patience(0.0, 1.0)
-    assert [patience.update_duration(float(now), so) for now, so in ((1, False), (2, True), (3, True), (4, True))] == [
+    assert [patience.measure_duration(float(now), so) for now, so in ((1, False), (2, True), (3, True), (4, True))] == [
         0,
         0,
         1,
         2,
     ]
-    assert patience.update_duration(5.0, False) == 0.0
-    assert [patience.update_duration(now, True) for now in (6.0, 7.0)] == [0.0, 1.0]
+    assert patience.measure_duration(5.0, False) == 0.0
+    assert [patience.measure_duration(now, True) for now in (6.0, 7.0)] == [0.0, 1.0]
 
 
 def test_what_lasts_is_counted_anew_after_a_pause() -> None:
     patience = Patience(0.0, 1.0)
-    assert [patience.update_duration(now, True) for now in (1.0, 2.0, 3.0 + PAUSE_S)] == [0.0, 1.0, 2.0 + PAUSE_S]
-    assert [patience.update_duration(now, True) for now in (60.0, 61.0, 62.0)] == [0.0, 1.0, 2.0]
+    assert [patience.measure_duration(now, True) for now in (1.0, 2.0, 3.0 + PAUSE_S)] == [0.0, 1.0, 2.0 + PAUSE_S]
+    assert [patience.measure_duration(now, True) for now in (60.0, 61.0, 62.0)] == [0.0, 1.0, 2.0]
 
 
 @pytest.fixture
@@ -53,10 +53,10 @@ def pump(tmp_path: Path) -> Iterator[PumpWatcher]:
         watcher = PumpWatcher(spec, selector, None, lambda _: None)
         watcher._life.start(0.0)
         watcher._life.ready()
-        watcher._pidfd = os.pidfd_open(process.pid)
+        pidfd = watcher._pidfd = os.pidfd_open(process.pid)
         os.write(watcher.pipes.streams("rank 0")[0], b"a line\n")
         yield watcher
-        watcher._clear_process()
+        os.close(pidfd)
         process.kill()
         for pipe in (*watcher.pipes.readers, *watcher.pipes.streams("rank 0")):
             os.close(pipe)
@@ -64,18 +64,18 @@ def pump(tmp_path: Path) -> Iterator[PumpWatcher]:
 
 def test_a_silence_counts_from_the_oldest_question_and_anew_after_a_pause() -> None:
     silence = Silence(1.0)
-    assert silence.lasts(1.0) == 0.0
+    assert silence.measure_silence(1.0) == 0.0
     silence.due = 2.0
     silence.ask(1.0)
     silence.ask(1.5)
-    assert silence.lasts(2.0) == 1.0
+    assert silence.measure_silence(2.0) == 1.0
     silence.due = 3.0
-    assert silence.lasts(10.0) == 0.0, "a pause"
+    assert silence.measure_silence(10.0) == 0.0, "a pause"
     silence.due = 11.0
-    assert silence.lasts(11.0) == 1.0
+    assert silence.measure_silence(11.0) == 1.0
     silence.answered()
     assert not silence.asked
-    assert silence.lasts(11.0) == 0.0
+    assert silence.measure_silence(11.0) == 0.0
 
 
 def test_a_pump_is_not_killed_for_a_pause_of_its_shim(pump: PumpWatcher, capfd: pytest.CaptureFixture[str]) -> None:

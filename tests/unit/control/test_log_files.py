@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,9 +65,8 @@ def test_lines_come_as_they_are_complete(tmp_path: Path) -> None:
     assert follower.poll() == []
     write(tmp_path, "a/0/gen-1/rank-0", "o\nthree")
     assert texts(follower.poll()) == ["two"]
-    assert texts(follower.rest()) == ["three"]
-    assert follower.rest() == []
-    follower.close()
+    assert texts(follower.close()) == ["three"]
+    assert follower.close() == []
 
 
 def test_a_follower_loses_nothing_in_a_rotation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,11 +169,24 @@ def test_bytes_that_are_no_text_and_lines_without_end(tmp_path: Path, monkeypatc
 
 
 def test_a_selection_that_is_empty_names_what_there_is(tmp_path: Path) -> None:
-    with pytest.raises(errors.UsageError, match=r"has written no log yet in .*--previous"):
-        LogFollower(tmp_path, Selection()).poll()
-    write(tmp_path, "a/0/gen-1/rank-0", "x\n")
-    with pytest.raises(errors.UsageError, match=r"a/0, rank 3, generation 2"):
-        LogFollower(tmp_path, Selection(target="a/0", rank=3, generation=2)).poll()
+    def refused(folder: str, **chosen: Any) -> str:
+        with pytest.raises(errors.UsageError, match="there is no log of") as caught:
+            LogFollower(tmp_path / folder, Selection(**chosen)).poll()
+        return str(caught.value)
+
+    assert "of this run in " in refused("logs")
+    chosen: dict[str, Any]
+    for chosen in ({}, {"target": "b/7"}):
+        assert "(no program has written one here yet; external programs log elsewhere)" in refused("logs", **chosen)
+        assert "--previous" not in refused("logs.previous", **chosen)
+    write(tmp_path, "logs.previous/a/0/gen-1/rank-0", "x\n")
+    said = refused("logs", target="b/7")
+    assert said.endswith("(this start has written none yet; --previous shows the last one's, of: a/0)")
+    write(tmp_path, "logs/a/1/gen-1/rank-0", "x\n")
+    write(tmp_path, "logs/a/1/gen-3/rank-0", "x\n")
+    said = refused("logs", target="a/1", rank=3, generation=2)
+    assert "a/1, rank 3, generation 2 in " in said
+    assert said.endswith("(there are logs of: a/1, generations 1 to 3)")
 
 
 def test_since_goes_by_the_times_beside_a_log(tmp_path: Path) -> None:
@@ -254,5 +267,4 @@ def test_a_line_longer_than_a_look_is_no_end(tmp_path: Path) -> None:
     write(tmp_path, "a/0/gen-1/rank-0", f"{'x' * 3 * log_files.BATCH_NBYTES}\nlast\n")
     follower = LogFollower(tmp_path, Selection())
     assert [len(text) for text in texts(follower.poll())] == [3 * log_files.BATCH_NBYTES, 4]
-    assert follower.poll() == follower.rest() == []
-    follower.close()
+    assert follower.poll() == follower.close() == []

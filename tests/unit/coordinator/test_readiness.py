@@ -53,7 +53,7 @@ def test_ranks_whose_heartbeats_are_late_are_named() -> None:
     one = book.join("rollout/0/1")
     book.world.now += 3.0
     assert book.of().silent == ()
-    book.world.state.roster.heard(one.member, book.world.now)
+    book.world.state.roster.note_heard(one.member, book.world.now)
     book.world.now += 1.0
     assert (book.of().silent, book.of().heartbeat_age_s) == ((0,), 4.0)
 
@@ -63,7 +63,7 @@ def test_a_late_target_is_ready_when_it_has_loaded_the_newest_and_stays_so() -> 
     book.join("trainer/0/0")
     book.commit()
     target = book.join("rollout/0/0")
-    assert book.of().reason == "policy: has version 0, version 1 is committed"
+    assert book.of().reason == "no version of policy loaded yet (newest: 1)"
     target.ask()
     book.world.run()
     assert book.of().ready
@@ -99,7 +99,7 @@ def test_the_first_that_joins_when_nobody_else_is_left_is_ready_with_the_version
     book.world.lose(trainer)
     target = book.join("rollout/0/0", machine="a")
     target.ask()
-    reason = "policy: has version 0, version 1 is committed"
+    reason = "no version of policy loaded yet (newest: 1)"
     assert book.of().reason == reason, "it may be on the host where the version is kept"
     while not target.granted:
         assert book.of().reason == reason
@@ -129,7 +129,7 @@ def test_a_target_that_loads_more_slowly_than_its_trainer_publishes_is_ready_all
     target.ask()
     book.world.run()
     book.commit()
-    assert book.of().reason == "policy: has version 0, version 2 is committed"
+    assert book.of().reason == "no version of policy loaded yet (newest: 2)"
     target.outbox.append(wire.Loaded(1, 5.0))
     book.world.run()
     assert book.of().ready, "version 1 was the newest when it asked"
@@ -270,4 +270,4 @@ def test_programs_of_others_number_their_generations_as_they_like() -> None:
     book.world.state.start_new_life("rollout", 0, book.world.now)
     assert book.of(generation=2, external=True).reason == "policy: rank 1 has not joined"
     book.join("rollout/0/1", generation=3)
-    assert book.of(generation=2, external=True).reason == "policy: has version 0, version 1 is committed"
+    assert book.of(generation=2, external=True).reason == "no version of policy loaded yet (newest: 1)"

@@ -18,7 +18,7 @@ from replicas.coordinator.decisions import DecisionLog
 from replicas.coordinator.engine import Engine
 from replicas.coordinator.sessions import MemberSession
 from replicas.core.base.effects import EpochStarted, Event, MemberJoined, MemberLost
-from replicas.core.members.heartbeats import DEAF_MAX_S, SilenceOfAll
+from replicas.core.members.heartbeats import DEAF_MAX_S, ChannelSilence
 from replicas.core.members.roster import GroupShape
 from replicas.messages import (
     PROTOCOL,
@@ -96,9 +96,9 @@ class FarMember:
     def _answer(self, message: Any) -> None:
         match message:
             case LaneForm():
-                self.say(LaneFormed(message.lane, 0.05))
+                self.say(LaneFormed(message.lane))
             case OperationGo() if not self.stuck:
-                self.say(OperationDone(message.operation, 0.01))
+                self.say(OperationDone(message.operation))
             case _ if type(message).__name__ == "Locate":
                 self.say(Located(-1))
 
@@ -176,7 +176,7 @@ def test_who_is_heard_first_after_a_cut_of_the_coordinator_does_not_go_on_alone(
             member.stuck = False
             member.heal()
             for go in [message for message in member.heard if isinstance(message, OperationGo)]:
-                member.say(OperationDone(go.operation, 0.1))
+                member.say(OperationDone(go.operation))
             await asyncio.sleep(2.4)
         assert [len(end.receipt.members) for member in members for end in member.ends if end.receipt] == [3, 3, 3]
 
@@ -209,7 +209,7 @@ def test_one_that_stays_away_after_the_cut_is_judged_as_ever() -> None:
             member.stuck = False
             member.heal()
             for go in [message for message in member.heard if isinstance(message, OperationGo)]:
-                member.say(OperationDone(go.operation, 0.1))
+                member.say(OperationDone(go.operation))
         await asyncio.sleep(12)
         assert [len(end.receipt.members) for member in members for end in member.ends if end.receipt] == [2, 2]
 
@@ -236,14 +236,14 @@ def test_one_silent_member_is_judged_while_another_is_heard() -> None:
 
 
 def test_time_is_forgiven_once() -> None:
-    silence = SilenceOfAll()
-    assert silence.passed(5.0) == 0.0, "nobody has ever been heard"
-    assert silence.heard(10.0) == 0.0
-    assert silence.passed(11.0) == 0.0, "that is from one heartbeat to the next"
-    assert [silence.passed(now) for now in (12.5, 13.0, 14.0)] == [2.5, 0.5, 1.0]
-    assert silence.heard(14.5) == 4.5
-    assert silence.heard(14.6) == 0.0
-    assert silence.passed(15.0) == 0.0
+    silence = ChannelSilence()
+    assert silence.take_uncounted_s(5.0) == 0.0, "nobody has ever been heard"
+    assert silence.end_silence(10.0) == 0.0
+    assert silence.take_uncounted_s(11.0) == 0.0, "that is from one heartbeat to the next"
+    assert [silence.take_uncounted_s(now) for now in (12.5, 13.0, 14.0)] == [2.5, 0.5, 1.0]
+    assert silence.end_silence(14.5) == 4.5
+    assert silence.end_silence(14.6) == 0.0
+    assert silence.take_uncounted_s(15.0) == 0.0
 
 
 def test_when_the_last_member_has_left_that_is_no_silence() -> None:
@@ -251,7 +251,7 @@ def test_when_the_last_member_has_left_that_is_no_silence() -> None:
         for member in members:
             member.say(Bye())
         await asyncio.sleep(5)
-        assert engine._silence.heard(asyncio.get_running_loop().time()) == 0.0
+        assert engine._silence.end_silence(asyncio.get_running_loop().time()) == 0.0
 
     scene(work)
 

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from replicas.coordinator.addresses import LOOPBACK, AllowedHosts, source_of
-from replicas.coordinator.limits import Bounded
-from replicas.coordinator.port_connections import PortConnection, authorization_of, head_nbytes
+from replicas.coordinator.limits import BoundedConnections
+from replicas.coordinator.port_connections import PortConnection, authorization_of, head_nbytes, names_of
 
 
 def test_the_oldest_gives_way_and_one_source_has_half() -> None:
-    crowd: Bounded[str] = Bounded(6)
+    crowd: BoundedConnections[str] = BoundedConnections(6)
     assert [crowd.add(f"many{number}", b"many") for number in range(5)] == [None, None, None, "many0", "many1"]
     assert [crowd.add(f"few{number}", f"{number}".encode()) for number in range(4)] == [None, None, None, "many2"]
     assert list(crowd) == ["many3", "many4", "few0", "few1", "few2", "few3"]
@@ -58,6 +58,8 @@ def test_the_head_of_a_request(end: bytes) -> None:
     head = data[: head_nbytes(data)]
     assert head + b"Host: body" == data
     assert authorization_of(head) == b"Bearer s"
+    assert names_of(head) == ["x:1", "http://y"]
+    assert names_of(head.replace(b" / ", b" HTTPS://z:2/a ")) == ["z:2", "http://y"]
     assert authorization_of(b"GET / HTTP/1.1" + end + b"Host: x") == b""
     assert head_nbytes(head[:-1]) == 0
 
@@ -79,16 +81,16 @@ LOOPBACK_PORT = AllowedHosts("my.name", "127.0.0.1")
     ],
 )
 def test_names_of_this_machine(value: str) -> None:
-    assert LOOPBACK_PORT.problem([value]) == ""
+    assert LOOPBACK_PORT.problem([value]) is None
 
 
 @pytest.mark.parametrize(
     "value", ["evil.example.com", "127.0.0.1.nip.io:80", "http://evil", "null", "", "localhost.evil"]
 )
 def test_names_of_others(value: str) -> None:
-    assert "does not answer to the name" in LOOPBACK_PORT.problem(["localhost", value])
-    assert AllowedHosts("0.0.0.0", "0.0.0.0").problem([value]) == ""
-    assert AllowedHosts("10.0.0.1", "10.0.0.1").problem([value]) == ""
+    assert "does not answer to the name" in str(LOOPBACK_PORT.problem(["localhost", value]))
+    assert AllowedHosts("0.0.0.0", "0.0.0.0").problem([value]) is None
+    assert AllowedHosts("10.0.0.1", "10.0.0.1").problem([value]) is None
 
 
 class Transport(asyncio.Transport):
@@ -132,13 +134,13 @@ async def test_a_visitor_that_leaves_is_not_refused(
 
     monkeypatch.setattr(asyncio.get_running_loop(), "call_later", call_later)
     refused: list[str] = []
-    rules = SimpleNamespace(unproven=Bounded(1), strangers=Bounded(1))
-    port: Any = SimpleNamespace(rules=rules, connections=set(), refused=refused.append)
-    visit = PortConnection(port)
+    rules = SimpleNamespace(unproven=BoundedConnections(1), strangers=BoundedConnections(1), refused=refused.append)
+    port: Any = SimpleNamespace(rules=rules, connections=set())
+    visit = PortConnection(port, b"", 0.0)
     visit.connection_made(Transport())
     for event in events.split():
         if event == "request":
-            visit._goes_on()
+            visit._cancel_timer()
             visit._pages = asyncio.Protocol()
         elif event == "answer":
             visit.finish("http")

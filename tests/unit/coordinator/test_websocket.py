@@ -15,6 +15,7 @@ from websockets.client import ClientProtocol
 from websockets.frames import Frame, Opcode
 from websockets.uri import parse_uri
 
+from replicas.control.access import RefusedToken
 from replicas.coordinator import websocket as module
 from replicas.coordinator.websocket import FRAGMENTS, MESSAGES_WAITING, Ended, WebSocket
 from replicas.messages.bounds import FRAME_NBYTES
@@ -110,7 +111,7 @@ async def test_messages_in_both_directions() -> None:
 
 
 async def test_a_request_that_is_refused() -> None:
-    world = World((401, "wrong token"))
+    world = World((401, RefusedToken("wrong token")))  # msgspec encodes no subclass of str by itself
     assert not world.opened
     assert world.below.ended == "closed"
     assert world.client.handshake_exc is not None

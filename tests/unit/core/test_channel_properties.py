@@ -178,13 +178,13 @@ class Channel(RuleBasedStateMachine):
         sim = data.draw(st.sampled_from(self._sims()))
         error = wire.WireError("SyncError", "late")
         replies: list[wire.FromMember] = [
-            wire.LaneFormed("0.999", 0.1),
+            wire.LaneFormed("0.999"),
             wire.LaneFailed("0.999", error),
-            wire.TransferDone(9999, "digest-0", {}, 0.1, 0.1),
+            wire.TransferDone(9999, "digest-0", 0.1, 0.1),
             wire.TransferFailed(9999, error),
-            wire.Packed(77, "", 0, "cpu", 0.0, 0.0),
+            wire.Packed(77, "", "cpu", 0.0, 0.0),
             wire.PackFailed(77, error),
-            wire.OperationDone(9999, 0.1),
+            wire.OperationDone(9999),
         ]
         late = data.draw(st.sampled_from(replies))
         sim.outbox.append(late)
@@ -361,7 +361,7 @@ class Channel(RuleBasedStateMachine):
             if self.world.state.roster.holder_of(name) is None:
                 self._join(name)
         self.world.advance(130.0)
-        assert not self.world.state.commits.publishes.open()
+        assert not self.world.state.commits.publishes.without_verdict()
         trainer = next(s for s in self.world.members.values() if s.member.group == "trainer")
         if self.world.state.links:
             trainer.pack(trainer.publish())  # there was no version that could show that they work again

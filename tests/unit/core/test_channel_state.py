@@ -19,7 +19,7 @@ from replicas.core.base.effects import CaughtUp, LoadFailed, MemberLost, Replica
 from replicas.core.base.manifest import PartManifest, Piece, TensorSpec
 from replicas.core.members.roster import GroupShape
 from replicas.core.members.views import WHOLE_VIEW
-from replicas.core.moving.lanes import REST
+from replicas.core.moving.channel_context import REST
 from replicas.messages.bounds import REASON_LENGTH, REASONS_MAX, TEXT_LENGTH
 from replicas.messages.identity import ProcessIdentity
 from tests.support.channel_world import SimMember, World, channel_config
@@ -38,8 +38,7 @@ def test_a_version_commits_when_every_target_holds_it() -> None:
     trainer, first, second = world.join("trainer/0/0"), world.join("rollout/0/0"), world.join("rollout/1/0")
     publish(world, trainer)
     world.run()
-    receipt = trainer.verdicts[1].receipt
-    assert receipt is not None
+    receipt = trainer.receipt(1)
     assert [m.name for m in receipt.members] == ["rollout/0/0", "rollout/1/0"]
     assert receipt.version == 1
     assert receipt.lost == ()
@@ -77,8 +76,7 @@ def test_a_chosen_version_that_is_not_newer_is_refused() -> None:
     world.run()
     trainer.publish(version=5)
     world.run()
-    error = trainer.verdicts[2].error
-    assert error is not None
+    error = trainer.error(2)
     assert error.kind == "StaleVersion"
 
 
@@ -92,8 +90,7 @@ def test_all_ranks_of_a_source_get_one_verdict() -> None:
     leader.outbox.append(wire.PackFailed(number, full))
     world.run()
     for sim in (leader, other):
-        error = sim.verdicts[number].error
-        assert error is not None
+        error = sim.error(number)
         assert (error.kind, error.message, error.unanimous) == ("NoCapacity", "the arena needs 5 GiB", True)
 
 
@@ -172,8 +169,7 @@ def test_a_target_that_dies_in_mid_transfer_is_left_out() -> None:
     assert not trainer.verdicts
     world.lose(second)
     world.run()
-    receipt = trainer.verdicts[1].receipt
-    assert receipt is not None
+    receipt = trainer.receipt(1)
     assert receipt.lost == ("rollout/1/0",)
     assert [m.name for m in receipt.members] == ["rollout/0/0"]
     assert first.commits == [1]
@@ -187,8 +183,9 @@ def test_on_lost_raise_fails_the_publish_and_the_next_one_works() -> None:
     world.run()
     world.lose(second)
     world.run()
-    assert trainer.verdicts[1].error is not None
-    assert trainer.verdicts[1].error.kind == "PeersLost"
+    error = trainer.error(1)
+    assert error.kind == "PeersLost"
+    assert 'with on_lost = "raise" each target is needed' in error.hint
     assert first.commits == []
     publish(world, trainer)
     world.run()
@@ -200,8 +197,7 @@ def test_a_frozen_target_costs_seconds_and_no_eviction() -> None:
     trainer, first, second = world.join("trainer/0/0"), world.join("rollout/0/0"), world.join("rollout/1/0")
     publish(world, trainer)
     world.advance(5.0, frozen=(second,))
-    receipt = trainer.verdicts[1].receipt
-    assert receipt is not None
+    receipt = trainer.receipt(1)
     assert receipt.lost == ("rollout/1/0",)
     assert second.member in world.state.roster
     world.advance(3.0)
@@ -242,7 +238,7 @@ def test_the_pause_of_the_coordinator_itself_evicts_nobody() -> None:
     world = World()
     target = world.join("rollout/0/0")
     world.now += 90.0
-    world.state.roster.forgive(90.0, world.now)
+    world.state.roster.skip_pause(90.0, world.now)
     world.state.tick(world.now)
     assert target.member in world.state.roster
 
@@ -267,14 +263,9 @@ def moving(world: World, trainer: SimMember) -> None:
     """Everybody is at it; nobody has said yet that it is done."""
     targets = [sim for sim in world.members.values() if sim is not trainer]
     if world.config.transport == "group":
-        for _ in range(50):
-            if any(isinstance(message, wire.TransferGo) for message in trainer.inbox):
-                return
-            for sim in list(world.members.values()):
-                while sim.inbox and not isinstance(sim.inbox[0], wire.TransferGo):
-                    world.down(sim)
-                world.up(sim)
-        raise AssertionError("no transfer")
+        world.run_to(wire.OperationGo)
+        assert all(isinstance(sim.inbox[0], wire.OperationGo) for sim in (trainer, *targets))
+        return
     for sim in targets:
         sim.stuck = True
     world.run()
@@ -385,8 +376,7 @@ def test_a_target_without_memory_is_left_behind_and_the_others_go_on() -> None:
     second.refuse = wire.WireError("NoCapacity", "no memory")
     publish(world, trainer)
     world.run()
-    receipt = trainer.verdicts[1].receipt
-    assert receipt is not None
+    receipt = trainer.receipt(1)
     assert receipt.lost == ("rollout/1/0",)
     assert first.held == {1}
     second.refuse = None
@@ -408,14 +398,13 @@ def test_targets_without_memory_are_lost_targets(targets: int, says: str) -> Non
     world.run()
     for sim in sims if says != "at the offer" else ():
         sim.refuse = full
-        if says == "of its sidecar":
+        if says == "of its sidecar" and sim is sims[0]:  # then all pull, and it has no memory for that, either
             lanes = [message.lane for message in sim.seen if isinstance(message, wire.LaneForm)]
             sim.outbox.append(wire.LaneFailed(lanes[-1], full))
         else:
             sim.outbox.append(wire.TransferFailed(next(iter(sim.pulling)), full))
         world.run()
-    receipt = trainer.verdicts[1].receipt
-    assert receipt is not None
+    receipt = trainer.receipt(1)
     assert receipt.reasons == dict.fromkeys([sim.member.name for sim in sims], "no memory")
     for sim in sims:
         sim.refuse, sim.stuck = None, False
@@ -445,8 +434,7 @@ def test_where_no_target_may_be_lost_the_error_names_who_has_no_memory(changes: 
     target.refuse = wire.WireError("NoCapacity", "no memory")
     publish(world, trainer)
     world.run()
-    error = trainer.verdicts[1].error
-    assert error is not None
+    error = trainer.error(1)
     assert (error.kind, error.message, error.members) == ("NoCapacity", "rollout/0/0: no memory", ("rollout/0/0",))
 
 
@@ -456,24 +444,19 @@ def test_a_wrong_digest_is_never_committed() -> None:
     target.bad_digest = True
     publish(world, trainer)
     world.run()
-    assert trainer.verdicts[1].error is not None
-    assert "digests differ at rollout/0/0" in trainer.verdicts[1].error.message
+    assert "digests differ at rollout/0/0" in trainer.error(1).message
     assert world.decisions == []
 
 
 def test_what_a_failed_lane_has_not_brought_is_pulled() -> None:
     world = World(GROUP)
     trainer, target = world.join("trainer/0/0"), world.join("rollout/0/0")
-    target.mute = True
     publish(world, trainer)
+    world.run_to(wire.LaneForm)
+    lane = next(m.lane for m in target.inbox if isinstance(m, wire.LaneForm))
+    target.outbox.append(wire.LaneFailed(lane, wire.WireError("SyncError", "reset by peer")))
     world.run()
-    lane = next(m.lane for m in target.seen if isinstance(m, wire.LaneForm))
-    target.mute = False
-    world.state.receive(target.member, wire.LaneFailed(lane, wire.WireError("SyncError", "reset by peer")), world.now)
-    world._collect()
-    world.run()
-    receipt = trainer.verdicts[1].receipt
-    assert receipt is not None
+    receipt = trainer.receipt(1)
     assert receipt.members == (target.member,)
     assert sum(isinstance(m, wire.LaneForm) for m in target.seen) == 1
     assert [e.reason for e in world.events if isinstance(e, Retried)] == ["failed"]
@@ -483,16 +466,13 @@ def test_what_a_failed_lane_has_not_brought_is_pulled() -> None:
 def test_a_lane_that_forms_over_a_dead_store_costs_nobody_the_version() -> None:
     world = World(GROUP)
     trainer, target = world.join("trainer/0/0"), world.join("rollout/0/0")
-    target.mute = True
     publish(world, trainer)
-    world.run()
-    target.mute = False
+    world.run_to(wire.LaneForm)
     for _ in range(3):  # no failure of anyone here, however often it happens
         world.state.store_moved(world.now)
         world._collect()
     world.run()
-    receipt = trainer.verdicts[1].receipt
-    assert receipt is not None
+    receipt = trainer.receipt(1)
     assert (receipt.members, receipt.lost) == ((target.member,), ())
     world.advance(REST.after(1))
     for _ in range(2):
@@ -519,12 +499,12 @@ def test_too_few_targets_until_the_deadline() -> None:
     trainer, first = world.join("trainer/0/0"), world.join("rollout/0/0")
     publish(world, trainer, deadline_s=5.0)
     world.advance(6.0)
-    error = trainer.verdicts[1].error
-    assert error is not None
+    error = trainer.error(1)
     assert (error.kind, error.message) == (
         "PeersLost",
         "version 1 is not committed: 1 target replicas have joined, but min_targets = 2",
     )
+    assert error.hint == "start or wait for more target replicas, or lower min_targets"
     assert first.commits == []
 
 
@@ -536,11 +516,23 @@ def test_min_targets_lost_on_the_way() -> None:
     world.run()
     world.lose(second)
     world.run()
-    error = trainer.verdicts[1].error
-    assert error is not None
+    error = trainer.error(1)
     assert (error.kind, error.phase) == ("PeersLost", "acknowledge")
+    assert error.hint == "start or wait for more target replicas, or lower min_targets"
     assert first.commits == []
     assert first.held == set()
+
+
+def test_a_lost_rank_of_a_source_is_what_the_next_publish_needs() -> None:
+    world = World(channel_config(sources=(ChannelRole("trainer", "all"),)), {"trainer": GroupShape(world_size=2)})
+    first, second = (world.join(f"trainer/0/{rank}", world_size=2) for rank in (0, 1))
+    world.run()
+    first.publish()
+    world.run()
+    world.lose(second)
+    world.run()
+    error = first.error(1)
+    assert (error.kind, error.hint) == ("PeersLost", "publish again when this rank has joined again")
 
 
 def test_the_deadline_names_who_was_late() -> None:
@@ -549,8 +541,7 @@ def test_the_deadline_names_who_was_late() -> None:
     target.mute = True
     publish(world, trainer, deadline_s=10.0)
     world.advance(11.0)
-    error = trainer.verdicts[1].error
-    assert error is not None
+    error = trainer.error(1)
     assert error.members == ("rollout/0/0",)
     assert (error.kind, error.phase) == ("Busy", "offer")
 
@@ -571,8 +562,7 @@ def test_a_rank_that_never_packs_ends_by_the_deadline(joins: bool, publishes: bo
         second.publish(deadline_s=5.0)
     publish(world, first, deadline_s=5.0)
     world.advance(6.0)
-    error = first.verdicts[1].error
-    assert error is not None
+    error = first.error(1)
     assert (error.kind, error.phase, error.members) == ("DeadlineExceeded", phase, ("trainer/0/1",))
     assert error.message == f"version 1: trainer/0/1 {words}"
     assert ("every rank of the source" in (error.hint or "")) == (not publishes)
@@ -587,8 +577,7 @@ def test_tensors_that_do_not_fit_the_manifest_are_refused_unless_asked_for() -> 
     number = trainer.publish()
     trainer.pack(number, manifest=other)
     world.run()
-    error = trainer.verdicts[number].error
-    assert error is not None
+    error = trainer.error(number)
     assert (error.kind, error.message) == (
         "ManifestMismatch",
         "the tensors of version 2 do not fit the manifest of channel 'policy': 'weight' was float32[4], is float32[5]",
@@ -740,24 +729,21 @@ def test_long_reasons_of_many_replicas_fit_into_a_receipt_and_into_the_end_of_a_
     publish(world, trainer)
     world.run()
     (end,) = [m for m in trainer.seen if isinstance(m, wire.WatchEnd)]
-    receipt = trainer.verdicts[2].receipt
-    assert receipt is not None
+    receipt = trainer.receipt(2)
     for texts in (end.failed, receipt.not_loaded):
         assert texts.keys() == {f"rollout/{one}" for one in range(count)}, "they are counted"
         assert sum("éé" in text for text in texts.values()) == REASONS_MAX
         assert sum(map(len, texts.values())) < 2 * REASONS_MAX * REASON_LENGTH
 
 
-def test_the_reason_of_a_target_that_is_left_behind_or_quarantined_is_cut() -> None:
+def test_the_reason_of_a_target_that_is_left_behind_is_cut() -> None:
     world = World()
     trainer, target, _ = (world.join(name) for name in ("trainer/0/0", "rollout/0/0", "rollout/1/0"))
     target.refuse = wire.WireError("SyncError", "é" * TEXT_LENGTH)
     publish(world, trainer)
     world.run()
-    receipt = trainer.verdicts[1].receipt
-    assert receipt is not None
+    receipt = trainer.receipt(1)
     assert receipt.lost == ("rollout/0/0",)
-    world.state.quarantine(target.member, "é" * TEXT_LENGTH, world.now)
     (state,) = world.state.roster.states([target.member])
     for text in (receipt.reasons["rollout/0/0"], state.note):
         assert "éé" in text
@@ -842,7 +828,7 @@ def test_an_observer_takes_nobodys_place_and_its_world_is_not_asked_about() -> N
     ]
     world.run()
     assert all(one.member in world.state.roster for one in (ranks[0], *observers))
-    assert "rollout/0/1" in world.state.roster.history.left, "that rank has left, whoever looks on"
+    assert 1 in world.state.roster.history.left["rollout", 0], "that rank has left, whoever looks on"
     with pytest.raises(errors.UsageError, match="replica must be 0 or more"):
         world.join("rollout/-1/0", observe=True)
 
@@ -852,8 +838,7 @@ def test_only_sources_publish() -> None:
     target = world.join("rollout/0/0")
     target.publish()
     world.run()
-    assert target.verdicts[1].error is not None
-    assert target.verdicts[1].error.kind == "UsageError"
+    assert target.error(1).kind == "UsageError"
 
 
 def test_a_process_that_cannot_work_with_the_others_is_refused_at_the_door() -> None:
@@ -928,7 +913,7 @@ def test_only_a_member_whose_identity_is_taken_hears_that_it_was_replaced() -> N
     observer, member = world.join("rollout/0/0", observe=True), world.join("rollout/0/0")
     world.run()
     other = msgspec.structs.replace(member.hello, process=ProcessIdentity(2, 2, "boot", 2))
-    told = [world.state.roster.left_behind(hello).message for hello in (observer.hello, member.hello, other)]
+    told = [world.state.roster.fenced_error(hello).message for hello in (observer.hello, member.hello, other)]
     lost, again, replaced = told
     assert lost.startswith("rollout/0/0 was declared lost")
     assert again == "this process joined again as rollout/0/0"
@@ -1027,51 +1012,69 @@ def test_parts_of_a_rank_that_dies_while_they_move_end_the_publish() -> None:
     world.lose(ranks[1])
     target.stuck = False
     world.run()
-    error = ranks[0].verdicts[1].error
-    assert error is not None
+    error = ranks[0].error(1)
     assert error.kind == "PeersLost"
     assert error.members == ("trainer/0/1",)
     assert world.decisions == []
 
 
 class Odd(SimMember):
-    """One that gives a version, and finds that it is not what it was."""
+    """One that gives a version, and finds that it is not there any more, or not what it
+    was."""
 
-    how = ""
+    odd = False
 
     def _answer(self, message: wire.FromCoordinator) -> None:
-        if self.how == "gone" and isinstance(message, wire.TransferOffer) and message.role == "serve":
+        if self.odd and isinstance(message, wire.TransferOffer) and message.role == "serve":
             error = wire.WireError("Gone", "its memory is gone")
             self.outbox.append(wire.TransferFailed(message.transfer, error))
-        elif self.how == "changed" and isinstance(message, wire.TransferGo) and 1 in self.held:
-            self.outbox.append(wire.TransferDone(message.transfer, "another", {}, 0.1, 0.01))
+        elif self.odd and isinstance(message, wire.OperationGo):
+            self.outbox.append(wire.OperationDone(message.operation))
+            self.outbox.append(wire.TransferDone(message.transfer, "another", 0.1, 0.01))
         else:
             super()._answer(message)
 
 
-@pytest.mark.parametrize("how", ["gone", "changed"])
-def test_a_holder_that_cannot_give_the_version_any_more_gives_way_to_another_one(how: str) -> None:
+def test_a_holder_that_cannot_give_the_version_any_more_gives_way_to_another_one() -> None:
     """It counts as one without the version, and gets it again."""
-    world = World(GROUP if how == "changed" else None)
+    world = World()
     world.member_type = Odd
     trainer, holder = world.join("trainer/0/0"), world.join("rollout/0/0")
     publish(world, trainer)
     world.run()
     assert isinstance(holder, Odd)
-    holder.how = how
+    holder.odd = True
     late = world.join("rollout/1/0")
     while late.held != {1}:
         world.advance(0.5)
-    holder.how = ""
+    holder.odd = False
     world.advance(10.0)
     assert late.held == {1}
     assert sum(version == 1 for version in holder.received) == 2
     assert {state.member for state in world.state.roster.holders.of(1)} == {trainer.member, holder.member, late.member}
 
 
+def test_a_publisher_that_broadcasts_what_its_version_is_not_gives_way_to_who_has_copied_it() -> None:
+    world = World(channel_config(staging="device"))
+    world.member_type = Odd
+    trainer, near = (world.join(name, machine="a", cuda_devices=("GPU-0",)) for name in ("trainer/0/0", "rollout/0/0"))
+    far = world.join("rollout/1/0", machine="a", cuda_devices=("GPU-1",))
+    world.run()
+    for sim in (trainer, far):
+        assert isinstance(sim, Odd)
+        sim.odd = True
+    publish(world, trainer)
+    world.run()
+    receipt = trainer.receipt(1)
+    assert (receipt.members, receipt.digest) == ((near.member, far.member), "digest-1")
+    pulls = [pull for m in far.seen if isinstance(m, wire.TransferOffer) for pull in m.pulls]
+    assert [holder.name for pull in pulls for holder in pull.holders] == ["rollout/0/0"]
+    assert {state.member for state in world.state.roster.holders.of(1)} == {near.member, far.member}
+
+
 def test_only_those_who_were_not_heard_are_pardoned_for_the_silence() -> None:
     world = World()
     silent, heard = world.join("rollout/0/0"), world.join("rollout/1/0")
-    world.state.roster.pardon({silent.member}, 5.0, world.now + 5.0)
+    world.state.roster.extend_leases({silent.member}, 5.0, world.now + 5.0)
     seen = [state.last_seen - world.now for state in world.state.roster.states([silent.member, heard.member])]
     assert seen == [5.0, 0.0]

@@ -65,7 +65,7 @@ def follower(engine: Engine) -> Follower:
 )
 def test_the_first_load_of_a_follower(said: int | None, version: int, latest: int, loads: bool) -> None:
     engine, given = Told(said), update(version)
-    follower(engine)._bring(given, latest)
+    follower(engine)._load_or_refuse(given, latest)
     if loads:
         assert engine.calls == ["pause", f"load {version}", "reset", "resume"]
         assert not given.refused
@@ -79,12 +79,12 @@ def test_the_first_load_of_a_follower(said: int | None, version: int, latest: in
 def test_another_program_takes_the_server_further() -> None:
     engine = Told(1)
     one = follower(engine)
-    one._bring(update(1), 1)
+    one._load_or_refuse(update(1), 1)
     engine.said, engine.calls = 9, []  # of another run, perhaps: not from this follower
     second = update(2)
-    one._bring(second, 2)
+    one._load_or_refuse(second, 2)
     assert engine.calls == []
     assert "has version 9 already" in second.refused[0].message
     engine.said = 1
-    one._bring(update(3), 3)
+    one._load_or_refuse(update(3), 3)
     assert engine.calls == ["pause", "load 3", "reset", "resume"]

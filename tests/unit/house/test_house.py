@@ -46,8 +46,20 @@ WAYS = {
     "coordinator": {*BOTTOM, "trust", "config", "core", "memory", "telemetry"},
     "page": {*BOTTOM, "core", "telemetry"},
     "control": {*BOTTOM, "trust", "core", "telemetry", "coordinator", "page"},
-    "supervisor": {*BOTTOM, "trust", "config", "core", "telemetry", "coordinator", "control"},
-    "cli": {*BOTTOM, "trust", "config", "core", "telemetry", "page", "control", "supervisor", "sources"},
+    # the agent has the one module of sidecar that loads no torch: kept_forkserver
+    "supervisor": {*BOTTOM, "trust", "config", "core", "telemetry", "sidecar", "coordinator", "control"},
+    "cli": {
+        *BOTTOM,
+        "trust",
+        "config",
+        "core",
+        "telemetry",
+        "page",
+        "control",
+        "supervisor",
+        "sources",
+        "integrations",
+    },
     "engine": {"channel"},
     "testing": {"common", "messages", "config", "channel", "coordinator", "engine"},
     "sources": {"common", "linux", "core", "weights"},
@@ -59,8 +71,8 @@ WAYS = {
             "config",
             "core",
             "telemetry",
+            "control",
             "supervisor",
-            "cli",
             "sources",
             "channel",
             "engine",
@@ -69,44 +81,36 @@ WAYS = {
 }
 LOOSE = {"__init__", "__main__", "environ", "errors", "status"}
 FILES_MAX = 20
-CODE_LINES_MAX = 40_000
+CODE_LINES_MAX = 37_475
 """A feature that needs more says in its commit what it removes instead. Pulls between
 hosts take 2,680, far ones and the doctor's look at their ports included; with them as
 the default, lanes for weights in host memory go. The loop of engines, 235, has come
-from the integrations, where lines are not counted; the scenes that each engine has to
-survive take 205, targets that load a version together 290, and ``get``, ``put``,
+from the integrations, where lines are not counted; targets that load a version together
+take 290, and ``get``, ``put``,
 ``verify`` and ``mirror`` 210; that ranks at different steps make no version, 8; that
 peers have no ``adopt_together``, and sources of vLLM one pass of two, 11. What can be
 looked at takes 1,690: the page of a run and its reports 660; what is wrong in sentences
 126; spans, timelines, ``top`` and the like the rest."""
 LINES_MAX = 450
 LONG = {
-    "core/moving/transfer.py": 797,
-    "supervisor/supervisor.py": 686,
-    "supervisor/fleet/cluster.py": 576,
-    "supervisor/fleet/fleet.py": 573,
-    "core/versions/commits.py": 538,
-    "coordinator/coordinator.py": 467,
-    "channel/versions/transfers.py": 455,
-    "supervisor/fleet/replica.py": 490,
-    "channel/versions/publish.py": 486,
-    "channel/channel.py": 476,
-    "supervisor/shim/shim.py": 455,
-    "core/operations/matching.py": 454,
-    "coordinator/engine.py": 451,
+    "core/moving/transfer.py": 542,
+    "supervisor/supervisor.py": 681,
+    "supervisor/fleet/cluster.py": 519,
+    "supervisor/fleet/fleet.py": 533,
+    "core/versions/commits.py": 526,
+    "coordinator/coordinator.py": 465,
+    "supervisor/fleet/replica.py": 466,
+    "channel/versions/publish.py": 456,
+    "channel/channel.py": 467,
 }
 """Longer files may not grow. Each holds one table or one class that is not yet cut."""
 ATTRIBUTES_MAX, METHODS_MAX = 15, 20
 """A class with more of both is wide: it holds several things that could be classes."""
-_PROCESS = "the one object of its process: each part of it ends with it"
 _FACE = "what users or another process call; each method is a step of one life"
 WIDE = {
     "channel/session/hub.py: Hub": "the one thread on which all parts of a channel meet",
-    "carry/pull.py: Pull": "its connections share what they have received",
     "channel/versions/update.py: Update": _FACE,
-    "core/moving/transfer.py: Transfer": "one transfer: maps, a lane that is tried once, and pulls",
-    "supervisor/fleet/replica.py: Replica": "one replica over all its generations",
-    "supervisor/shim/shim.py: Shim": _PROCESS,
+    "core/moving/transfer.py: Transfer": "one transfer: who still needs the version, and who is left out of it, and why",
 }
 """Why these are. No other class may become wide."""
 PUBLIC = {
@@ -116,12 +120,11 @@ PUBLIC = {
     "cli/main.py",
     "control/exit_codes.py",
     "testing/engine_suite.py",
-    "messages/from_coordinator.py",
-    "messages/from_member.py",
-    "messages/carried.py",
 }
 """Modules with ``__all__``, beside the faces of packages, sources and integrations:
-users import them, or their names are listed or taken all together."""
+users import them, or their names are listed."""
+TAKEN_TOGETHER = ("messages/__init__.py",)
+"""Faces that show all that their modules define: no list repeats it."""
 BARE = 1
 _PENDING = "it ends with the session thread at the latest"
 _GPU = "it orders work on the GPU, and does not wait here"
@@ -129,16 +132,13 @@ _DONE = "it is done by then"
 _OWN = "a thread of ours waits for work"
 WAITS_WITHOUT_LIMIT = {
     "channel/channel.py: pending.wait_ended()": _PENDING,
-    "channel/session/loop.py: task.result()": _DONE,
-    "channel/session/loop.py: starting.result()": _DONE,
     "channel/operations/scratch.py: event.wait()": _GPU,
     "channel/versions/filling.py: job.pending.wait()": _DONE,
-    "channel/versions/filling.py: room.wait_for_session()": _PENDING,
-    "channel/versions/publish.py: done.result()": _DONE,
-    "channel/versions/publish.py: held.result()": _DONE,
+    "channel/versions/publish.py: (await ended).result()": _DONE,
     "channel/versions/publish.py: job.admitted.wait()": _PENDING,
     "channel/versions/update.py: self.adopt().wait()": _PENDING,
     "common/background_queue.py: self._queue.get()": _OWN,
+    "common/tasks.py: task.result()": _DONE,
     "common/waits.py: asleep.acquire()": "its own new lock",
     "coordinator/server.py: over.wait()": "a task, which is cancelled",
     "testing/virtual_target.py: self.channel.committed(after=update.version).wait()": _PENDING,
@@ -319,10 +319,11 @@ def code_lines(path: Path) -> int:
 
 @pytest.mark.slow
 def test_the_house_keeps_its_budget() -> None:
-    """Without integrations and sources, which are doors to other people's programs."""
+    """Without integrations and sources, which are doors to other people's programs, and
+    the scenes that each engine must pass: tests that are shipped."""
     rooms = Counter[str]()
     for path in modules():
-        if room(path) not in ("integrations", "sources"):
+        if room(path) not in ("integrations", "sources") and path.name != "engine_suite.py":
             rooms[room(path) or "loose"] += code_lines(path)
     print("code lines:", *map("{0[0]} {0[1]}".format, rooms.most_common()), f"all {rooms.total()}")
     assert rooms.total() <= CODE_LINES_MAX, dict(rooms.most_common())
@@ -470,7 +471,7 @@ def test_every_module_says_what_it_is_and_public_ones_what_they_export() -> None
         name = str(path.relative_to(ROOT))
         bare = path.name in ("__main__.py", "__init__.py") and len(tree.body) <= BARE
         public = (
-            (path.name == "__init__.py" and not bare)
+            (path.name == "__init__.py" and not bare and name not in TAKEN_TOGETHER)
             or name in PUBLIC
             or name.startswith(("sources/", "integrations/"))
         )

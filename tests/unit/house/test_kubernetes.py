@@ -1,5 +1,7 @@
 """The manifests of services/kubernetes fit Kubernetes' schemas, each other, and the
-programs that they start."""
+programs that they start: as text, where no network can be made. (That a run of them
+works is in tests/integration/house/test_kubernetes.py, which reads no schema, and needs
+root.)"""
 
 from __future__ import annotations
 

@@ -18,12 +18,12 @@ import pytest
 from replicas.integrations import engine_health
 from replicas.integrations.engine_health import (
     EVERY_S,
-    Spent,
-    Vigil,
+    LivenessWatch,
+    ProcessorTime,
     _Call,
-    needed_processes,
     processor_time,
     serving_process,
+    watch_processes,
 )
 from replicas.integrations.engine_server import Answer, EngineServer
 from replicas.linux.processes import children
@@ -43,11 +43,11 @@ class Watched:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.vigil = Vigil(WATCHED, LIMIT_S, self.now, while_loading=("/health",))
+        self.vigil = LivenessWatch(WATCHED, LIMIT_S, self.now, while_loading=("/health",))
         self.answers: dict[str, Answer] = dict.fromkeys(WATCHED, "good")
-        self.works = Spent(0.0, 0.0)
+        self.works = ProcessorTime(0.0, 0.0)
         self.is_seen = True
-        self._spent = Spent(0.0, 0.0)
+        self._spent = ProcessorTime(0.0, 0.0)
 
     def run(self, seconds: float, *, pauses: bool = False, scan_s: float = 0.0) -> str:
         """Why it is given up in this time; with ``pauses`` the watcher sleeps through
@@ -56,9 +56,11 @@ class Watched:
         while self.now < until:
             passes = seconds if pauses else EVERY_S + scan_s
             self.now += passes
-            self._spent = Spent(*(used + passes * part for used, part in zip(self._spent, self.works, strict=True)))
+            self._spent = ProcessorTime(
+                *(used + passes * part for used, part in zip(self._spent, self.works, strict=True))
+            )
             for path, answer in self.answers.items():
-                self.vigil.heard(path, answer, self.now)
+                self.vigil.record_answer(path, answer, self.now)
             if reason := self.vigil.reason_to_give_up(self._spent if self.is_seen else None, self.now, scan_s):
                 return reason
         return ""
@@ -77,35 +79,31 @@ def test_a_server_that_neither_answers_nor_works_is_given_up_soon(path: str, pat
     assert patience_s < watched.now - 100 <= patience_s + 2
 
 
-@pytest.mark.parametrize(("path", "works"), [("/health", Spent(0.3, 0.0)), ("/is_paused", Spent(0.0, 0.3))])
-def test_a_process_at_work_gets_the_longer_time(path: str, works: Spent) -> None:
+@pytest.mark.parametrize(
+    ("path", "works"), [("/health", ProcessorTime(0.3, 0.0)), ("/is_paused", ProcessorTime(0.0, 0.3))]
+)
+def test_a_process_at_work_gets_the_longer_time(path: str, works: ProcessorTime) -> None:
     watched = Watched()
     watched.run(5)
     watched.answers[path], watched.works = "none", works
     assert not watched.run(300)
-    watched.works = Spent(0.0, 0.0)
+    watched.works = ProcessorTime(0.0, 0.0)
     assert f"has not answered {path}" in watched.run(WATCHED[path] + 2)
 
 
 def test_the_work_of_the_api_process_is_no_life_of_the_engine() -> None:
     watched = Watched()
     watched.run(5)
-    watched.answers["/is_paused"], watched.works = "none", Spent(1.0, 0.001)
+    watched.answers["/is_paused"], watched.works = "none", ProcessorTime(1.0, 0.001)
     assert "has not answered /is_paused" in watched.run(32)
 
 
-def test_a_process_that_works_for_ever_is_given_up_after_the_longer_time() -> None:
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_processes_that_work_for_ever_or_cannot_be_seen_get_the_longer_time(is_seen: bool) -> None:
     watched = Watched()
+    watched.is_seen = is_seen
     watched.run(5)
-    watched.answers["/is_paused"], watched.works = "none", Spent(1.0, 1.0)
-    assert not watched.run(LIMIT_S - 2)
-    assert watched.run(5)
-
-
-def test_processes_that_cannot_be_seen_get_the_longer_time() -> None:
-    watched = Watched()
-    watched.is_seen = False
-    watched.answers["/is_paused"] = "none"
+    watched.answers["/is_paused"], watched.works = "none", ProcessorTime(is_seen, is_seen)
     assert not watched.run(LIMIT_S - 2)
     assert watched.run(5)
 
@@ -122,9 +120,9 @@ def test_during_a_load_the_call_under_way_counts_in_place_of_the_engines_path() 
     watched.answers["/is_paused"] = "none"
     watched.vigil.is_loading, watched.vigil.call = True, _Call("/update_weights", 0.0, 100.0)
     assert not watched.run(99)
-    watched.works = Spent(0.0, 0.5)
+    watched.works = ProcessorTime(0.0, 0.5)
     assert not watched.run(100)
-    watched.works = Spent(0.0, 0.0)
+    watched.works = ProcessorTime(0.0, 0.0)
     assert "no answer to /update_weights" in watched.run(102)
 
 
@@ -189,11 +187,11 @@ def test_a_process_that_a_server_needs_is_missed_when_it_has_ended() -> None:
             assert api.stdout is not None
             api.stdout.readline()
             (child,) = children(api.pid)
-            ended, others = needed_processes(api.pid, sys.executable), needed_processes(api.pid, "another")
-            assert ended() == others() == ""
+            ended, others = watch_processes(api.pid, sys.executable), watch_processes(api.pid, "another")
+            assert (ended(), others()) == (None, None)
             os.kill(child, signal.SIGKILL)
-            eventually(lambda: f"its process {child} (" in ended(), "the end of the child", timeout_s=20)
-            assert others() == ""
+            eventually(lambda: f"its process {child} (" in str(ended()), "the end of the child", timeout_s=20)
+            assert others() is None
         finally:
             api.kill()
 
@@ -221,5 +219,5 @@ def test_a_server_on_loopback_is_local(url: str, port: int | None) -> None:
 def test_a_port_without_a_listener_is_dead() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         server = EngineServer(f"http://127.0.0.1:{listening.getsockname()[1]}")
-    ask: Callable[[str], Answer] = server.ask
+    ask: Callable[[str], Answer] = server.check_path
     assert ask("/health") == "dead"

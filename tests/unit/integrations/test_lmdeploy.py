@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import pickle
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +57,7 @@ class FakeLmdeploy:
     def ask(self, path: str) -> Answer:
         return "good"
 
-    def hang_up(self) -> None:
+    def break_health_requests(self) -> None:
         pass
 
     def give_up(self, reason: str) -> None:
@@ -99,12 +98,6 @@ def engine_of(server: FakeLmdeploy, **more: Any) -> LmdeployEngine:
     return verbs
 
 
-@pytest.fixture
-def run() -> Iterator[FakeRun]:
-    with FakeRun() as run:
-        yield run
-
-
 @pytest.mark.parametrize("asleep", [False, True])
 def test_a_version_is_loaded_layer_by_layer_out_of_its_memory(run: FakeRun, asleep: bool) -> None:
     server = FakeLmdeploy(asleep=asleep)
@@ -113,7 +106,7 @@ def test_a_version_is_loaded_layer_by_layer_out_of_its_memory(run: FakeRun, asle
     tied = WEIGHTS["model.embed.weight"]
     trainer.publish({**WEIGHTS, "lm_head.weight": tied}).wait()
     with target.receive().wait() as update:
-        verbs.look_up()
+        verbs.read_identity()
         verbs.pause("abort", 5)
         verbs.load(update, 5)
         verbs.reset_caches(5)

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from replicas import errors
-from replicas.integrations.shared.model_folder import ModelFolder, Spec, find_model, misfit, read_specs
+from replicas.integrations.shared.model_folder import ModelFolder, Spec, describe_misfit, find_model, read_specs
 from replicas.testing import FakeRun
 
 MODEL = {
@@ -28,9 +28,9 @@ GOOD = {"a.weight": Spec("bfloat16", (4, 2)), "b.weight": Spec("bfloat16", (2,))
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        ({}, ""),
-        ({"lm_head.weight": Spec("bfloat16", (4, 2))}, ""),
-        ({"layers.0.rotary_emb.inv_freq": Spec("float32", (8,))}, ""),
+        ({}, None),
+        ({"lm_head.weight": Spec("bfloat16", (4, 2))}, None),
+        ({"layers.0.rotary_emb.inv_freq": Spec("float32", (8,))}, None),
         ({"b.weight": Spec("bfloat16", (3,))}, "b.weight has bfloat16[3], the model float32[2]"),
         ({"b.weight": Spec("int32", (2,))}, "b.weight has int32[2], the model float32[2]"),
         ({"b.weight": Spec("float8_e4m3fn", (2,))}, "b.weight has float8_e4m3fn[2], the model float32[2]"),
@@ -38,23 +38,23 @@ GOOD = {"a.weight": Spec("bfloat16", (4, 2)), "b.weight": Spec("bfloat16", (2,))
         ({"b.weight": None}, "b.weight is missing"),
     ],
 )
-def test_a_misfit_is_named(changed: dict[str, Spec | None], why: str) -> None:
+def test_a_misfit_is_named(changed: dict[str, Spec | None], why: str | None) -> None:
     given = {name: spec for name, spec in {**GOOD, **changed}.items() if spec is not None}
-    assert misfit(given, MODEL, tied=True, complete=True) == why
+    assert describe_misfit(given, MODEL, tied=True, complete=True) == why
 
 
 def test_an_output_layer_of_its_own_may_not_be_missing() -> None:
-    assert misfit(GOOD, MODEL, tied=False, complete=True) == "lm_head.weight is missing"
+    assert describe_misfit(GOOD, MODEL, tied=False, complete=True) == "lm_head.weight is missing"
 
 
 def test_a_version_that_may_lack_tensors_may_not_have_others() -> None:
-    assert misfit({"a.weight": GOOD["a.weight"]}, MODEL, tied=True, complete=False) == ""
-    assert "is not in" in misfit({"x": GOOD["a.weight"]}, MODEL, tied=True, complete=False)
+    assert describe_misfit({"a.weight": GOOD["a.weight"]}, MODEL, tied=True, complete=False) is None
+    assert "is not in" in str(describe_misfit({"x": GOOD["a.weight"]}, MODEL, tied=True, complete=False))
 
 
 def test_of_many_misfits_the_first_are_named() -> None:
     given = {f"{number}": Spec("float32", ()) for number in range(9)}
-    assert misfit(given, {}, tied=False, complete=True).endswith(", and 6 more")
+    assert str(describe_misfit(given, {}, tied=False, complete=True)).endswith(", and 6 more")
 
 
 A, B = Spec("float32", (2, 3)), Spec("float4_e2m1fn_x2", (4, 8))
@@ -130,8 +130,8 @@ def test_the_folder_shows_a_versions_memory_beside_the_models_own_files(tmp_path
         for value in (1.0, 2.0):
             trainer.publish({"a": torch.full((2,), value)}).wait()
             with server.receive().wait() as update:
-                assert folder.misfit(update) == ""
-                shown = folder.show(update)
+                assert folder.misfit(update) is None
+                shown = folder.link_version(update)
                 assert {file.name for file in shown.iterdir()} == {"config.json", "model.safetensors"}
                 assert load_file(shown / "model.safetensors")["a"].tolist() == [value, value]
     folder.close()
@@ -163,13 +163,13 @@ def test_a_server_is_handed_each_name_that_its_model_has(
             value += 1
             trainer.publish({first: value, "embed": value, "lm_head": value}).wait()
             with server.receive().wait() as update:
-                shown = [load_file(file) for file in sorted(folder.show(update).glob("*.safetensors"))]
+                shown = [load_file(file) for file in sorted(folder.link_version(update).glob("*.safetensors"))]
                 folder.loaded(update)
             assert [{*one} for one in shown] == [{first}, *([copied] if copied else [])]
             assert all(torch.equal(one, value) for found in shown for one in found.values())
         trainer.publish({"embed": value, "lm_head": value + 1}, new_manifest=True).wait()
         with server.receive().wait() as update:
-            assert not (folder.show(update) / "tied.safetensors").exists()
+            assert not (folder.link_version(update) / "tied.safetensors").exists()
     folder.close()
 
 
@@ -190,6 +190,6 @@ def test_without_the_models_files_the_first_version_that_was_loaded_counts(tmp_p
         for size, fits in ((2, True), (3, False)):
             trainer.publish({"a": torch.zeros(size)}, new_manifest=True).wait()
             with server.receive().wait() as update:
-                assert (folder.misfit(update) == "") is fits
+                assert (folder.misfit(update) is None) is fits
                 folder.loaded(update)
     folder.close()

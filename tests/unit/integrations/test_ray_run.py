@@ -138,7 +138,7 @@ def config(**placement: str) -> Config:
 
 class RayWorld:
     def __init__(self, ray: Ray, ray_run: Any) -> None:
-        self.ray, self._adapted = ray, ray_run.adapted
+        self.ray, self._adapted = ray, ray_run.adapt_config
         self.supervisor = Supervisor(self._adapted(config(pool="x"), "10.0.0.1"))
         self.bundles = ray_run._Bundles(self.supervisor)
         self.bundles.request_bundles()

@@ -20,7 +20,7 @@ from replicas.core.versions.recovery import RECOVERY_S
 from replicas.integrations import sglang, vllm
 from replicas.integrations.nemo import CheckpointEngine
 from replicas.integrations.shared import refit, releases
-from replicas.integrations.shared.refit import Place, Refit, Seat, channel_settings, first_sync, seats
+from replicas.integrations.shared.refit import CoordinatorAddress, Refit, Seat, channel_settings, first_sync, seats
 from replicas.testing import FakeRun
 from tests.support.waits import eventually
 
@@ -46,7 +46,7 @@ class World:
     """A manager, with trainers and rollout workers of one run."""
 
     def __init__(self, run: FakeRun, trainers: list[Refit], rollouts: list[Refit]) -> None:
-        self.place = Place(run.endpoint, run.token, "")
+        self.place = CoordinatorAddress(run.endpoint, run.token, "")
         self.trainers, self.rollouts = trainers, rollouts
 
     def begin(self) -> None:

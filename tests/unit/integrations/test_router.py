@@ -41,7 +41,7 @@ def test_a_live_leader_with_a_version_and_an_address_is_a_worker() -> None:
     "other",
     [
         member("rollout/0/0", "gone"),
-        member("rollout/0/0", "quarantined"),
+        member("rollout/0/0", "joining"),
         member("rollout/0/0", loaded=0),
         member("rollout/0/0", url=""),
         member("rollout/0/1"),

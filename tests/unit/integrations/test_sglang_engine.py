@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from replicas import Channel, Update, engine, errors
-from replicas.integrations.engine_server import Answer, NotDone
+from replicas.integrations.engine_server import Answer, RequestRefused
 from replicas.integrations.sglang.engine import SglangEngine
 from replicas.testing import FakeRun, engine_suite
 
@@ -80,7 +79,7 @@ class FakeSglang:
     def ask(self, path: str) -> Answer:
         return "dead" if self.broken else "good" if path in ("/model_info", "/server_info") else "none"
 
-    def hang_up(self) -> None:
+    def break_health_requests(self) -> None:
         pass
 
     def give_up(self, reason: str) -> None:
@@ -95,7 +94,7 @@ class FakeSglang:
         self.calls.append(f"{path} {body['mode']}" if path == "/pause_generation" else path)
         found = getattr(self, "_" + path.strip("/").replace("/", "_").replace("-", "_"))(**(body or {}))
         if isinstance(found, dict) and found.get("success") is False:
-            raise NotDone(f"400 {found['message']}", phase="load", hint="")
+            raise RequestRefused(f"400 {found['message']}", phase="load", hint="")
         return found
 
     def answer(self) -> float | None:
@@ -170,16 +169,10 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def run() -> Iterator[FakeRun]:
-    with FakeRun() as run:
-        yield run
-
-
 def engine_of(server: FakeSglang, **more: Any) -> SglangEngine:
     engine = SglangEngine(server.url, scratch=Path(server.settings["model_path"]), **more)
     engine.server = server  # type: ignore[assignment]  # a look-alike
-    engine.look_up()
+    engine.read_identity()
     return engine
 
 
@@ -221,7 +214,7 @@ def test_a_load_that_fails_leaves_the_server_paused_in_each_mode(model: Path, ru
     with published(run) as update:
         server.fails = 1
         verbs.pause("wait", 5)
-        with pytest.raises(NotDone, match="it fails"):
+        with pytest.raises(RequestRefused, match="it fails"):
             verbs.load(update, 5)
         assert server.paused == "retract"
         verbs.load(update, 5)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from replicas.integrations.vllm_worker.patches import EnginePatches
-from replicas.integrations.vllm_worker.ties import has_head, needed
+from replicas.integrations.vllm_worker.ties import has_head, without_tied_head
 from replicas.testing import FakeRun
 
 PATCHES = "vllm.model_executor.model_loader.checkpoint_weight_patch"
@@ -141,12 +141,6 @@ class Server:
         return patched
 
 
-@pytest.fixture
-def run() -> Iterator[FakeRun]:
-    with FakeRun() as found:
-        yield found
-
-
 def test_what_has_changed_is_all_that_is_written(run: FakeRun, patcher: Patcher) -> None:
     server, weights = Server(run, Model()), checkpoint()
     assert not server.sync(weights), "there is nothing to patch"
@@ -181,7 +175,7 @@ def test_an_output_layer_that_is_tied_is_given_no_weight(run: FakeRun, first: st
     names = [first, "lm_head.weight", "model.embed_tokens.weight"]
     run.join("trainer").publish({**dict.fromkeys(names, weight), "lm_head.bias": torch.zeros(1)}).wait(CALL_S)
     with run.join("rollout").receive().wait(CALL_S) as update:
-        given = [name for name, _ in needed(update, update.manifest, head=has_head(model))]
+        given = [name for name, _ in without_tied_head(update, update.manifest, head=has_head(model))]
     wanted = {"lm_head.weight", "lm_head.bias", "model.embed_tokens.weight"}
     assert set(given) == (wanted - {"lm_head.weight"} if tied else wanted)
 
@@ -248,7 +242,7 @@ class Reload:
     def fits(self, manifest: str) -> bool:
         return True
 
-    def abandon(self) -> None:
+    def restore_unfinished(self) -> None:
         self.calls.append("abandon")
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from replicas.integrations.vllm_worker.proof import PLACES_MAX, Place, place_of, prove
+from replicas.integrations.vllm_worker.proof import PLACES_MAX, CopiedRegion, compare_sample, place_of
 
 
 class UnquantizedLinearMethod:
@@ -44,7 +44,7 @@ class Layer(nn.Module):
         self.cpu_linear = True
 
 
-def fused(model: nn.Module, path: str, first: torch.Tensor, second: torch.Tensor) -> list[Place]:
+def fused(model: nn.Module, path: str, first: torch.Tensor, second: torch.Tensor) -> list[CopiedRegion]:
     """Load them; where they went."""
     weight = model.get_submodule(path)._parameters["weight"]
     assert weight is not None
@@ -79,10 +79,10 @@ def test_a_tensor_that_was_not_loaded_right_is_named(
     layer: Any = model["proj"]
     if packed:
         layer.pack()
-    assert prove(model, places, weights, 1) == ([], 2, 0)
+    assert compare_sample(model, places, weights, 1) == ([], 2, 0)
     with torch.no_grad():
         (layer.packed if packed else layer.weight)[6, 3] += 1
-    assert prove(model, places, weights, 1) == (["k in proj.weight"], 1, 0)
+    assert compare_sample(model, places, weights, 1) == (["k in proj.weight"], 1, 0)
 
 
 def test_what_a_layer_has_made_of_its_weights_cannot_be_told(weights: dict[str, torch.Tensor]) -> None:
@@ -90,7 +90,7 @@ def test_what_a_layer_has_made_of_its_weights_cannot_be_told(weights: dict[str, 
     model = nn.ModuleDict({"quantized": quantized, "moved": moved})
     places = [place for path in model for place in fused(model, path, weights["q"], weights["k"])]
     moved.weight = nn.Parameter(moved.weight.detach().T.contiguous())
-    assert prove(model, places, weights, 1) == ([], 0, 4)
+    assert compare_sample(model, places, weights, 1) == ([], 0, 4)
 
 
 def test_a_nan_elsewhere_in_a_packed_layer_blames_no_tensor(weights: dict[str, torch.Tensor]) -> None:
@@ -99,15 +99,15 @@ def test_a_nan_elsewhere_in_a_packed_layer_blames_no_tensor(weights: dict[str, t
     layer: Any = model["proj"]
     layer.pack()
     layer.packed[6, 2] = math.nan
-    proof = prove(model, places, weights, 1)
-    assert (proof.wrong, proof.untold) == ([], 1)
+    proof = compare_sample(model, places, weights, 1)
+    assert (proof.wrong, proof.not_compared) == ([], 1)
 
 
 def test_a_version_of_nan_is_what_was_published(weights: dict[str, torch.Tensor]) -> None:
     model = nn.ModuleDict({"proj": Layer()})
     weights = {name: tensor * math.nan for name, tensor in weights.items()}
     places = fused(model, "proj", weights["q"], weights["k"])
-    assert prove(model, places, weights, 1) == ([], 2, 0)
+    assert compare_sample(model, places, weights, 1) == ([], 2, 0)
 
 
 def test_a_tied_layer_that_kept_an_old_packed_copy_is_found(weights: dict[str, torch.Tensor]) -> None:
@@ -116,7 +116,7 @@ def test_a_tied_layer_that_kept_an_old_packed_copy_is_found(weights: dict[str, t
     head.packed, head.cpu_linear = embedding.weight.detach().clone(), True
     model = nn.ModuleDict({"embedding": embedding, "head": head})
     places = fused(model, "embedding", weights["q"], weights["k"])
-    proof = prove(model, places, weights, 1)
+    proof = compare_sample(model, places, weights, 1)
     assert proof.wrong == ["k in embedding.weight", "q in embedding.weight"]
 
 
@@ -131,11 +131,11 @@ def test_each_place_of_a_large_model_has_its_turn() -> None:
     layer = nn.Linear(1, 3 * PLACES_MAX, bias=False)
     model, tensor = nn.ModuleDict({"proj": layer}), layer.weight.detach().clone()
     places = [
-        Place("w", row, (1, 1), "proj", "weight", tuple(tensor.shape), row, (1, 1), (1, 1))
+        CopiedRegion("w", row, (1, 1), "proj", "weight", tuple(tensor.shape), row, (1, 1), (1, 1))
         for row in range(len(tensor))
     ]
     with torch.no_grad():
         layer.weight[100] += 1
-    found = [bool(prove(model, places, {"w": tensor}, version).wrong) for version in (1, 2, 3)]
+    found = [bool(compare_sample(model, places, {"w": tensor}, version).wrong) for version in (1, 2, 3)]
     assert sorted(found) == [False, False, True]
-    assert sum(prove(model, places, {"w": tensor}, 1)[1:]) <= PLACES_MAX
+    assert sum(compare_sample(model, places, {"w": tensor}, 1)[1:]) <= PLACES_MAX

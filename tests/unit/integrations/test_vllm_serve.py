@@ -49,12 +49,8 @@ def test_the_followers_api_key_is_the_servers(monkeypatch: pytest.MonkeyPatch, o
     assert vllm._api_key(options) == key
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_a_user_that_has_no_name_can_serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, known: bool) -> None:
-    """As a container's user without an entry in /etc/passwd."""
-    for name in ("LOGNAME", "USER", "LNAME", "USERNAME", "TORCHINDUCTOR_CACHE_DIR"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(os, "getuid", lambda: pwd.getpwall()[0].pw_uid if known else 4_000_000_007)
+def variables_of_vllm(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Mapping[str, str]:
+    """The environment with which vLLM would start."""
     started: list[Mapping[str, str]] = []
 
     @contextlib.contextmanager
@@ -63,9 +59,17 @@ def test_a_user_that_has_no_name_can_serve(monkeypatch: pytest.MonkeyPatch, tmp_
         yield
 
     monkeypatch.setattr(vllm, "child", child)
-    with vllm._vllm("127.0.0.1", 1, [], Mock(path="gate"), tmp_path):
-        (variables,) = started
-    assert variables["TORCHINDUCTOR_CACHE_DIR"] == default_cache_dir()
+    with vllm._vllm("127.0.0.1", 1, [], Mock(path="gate"), folder):
+        return started[0]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_user_that_has_no_name_can_serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, known: bool) -> None:
+    """As a container's user without an entry in /etc/passwd."""
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: pwd.getpwall()[0].pw_uid if known else 4_000_000_007)
+    assert variables_of_vllm(monkeypatch, tmp_path)["TORCHINDUCTOR_CACHE_DIR"] == default_cache_dir()
 
 
 @pytest.mark.parametrize("option", ["--uds", "--uds=/tmp/x", "--ssl-certfile", "--ssl_keyfile=x"])
@@ -92,17 +96,8 @@ def test_a_front_end_that_takes_no_gate_is_refused(
 def test_the_front_end_is_that_of_the_gate_whatever_the_default_is(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    started: list[Mapping[str, str]] = []
-
-    @contextlib.contextmanager
-    def child(name: str, command: Sequence[str], variables: Mapping[str, str]) -> Iterator[None]:
-        started.append(variables)
-        yield
-
     monkeypatch.delenv("VLLM_USE_RUST_FRONTEND", raising=False)
-    monkeypatch.setattr(vllm, "child", child)
-    with vllm._vllm("127.0.0.1", 1, [], Mock(path="gate"), tmp_path):
-        assert started[0]["VLLM_USE_RUST_FRONTEND"] == "0"
+    assert variables_of_vllm(monkeypatch, tmp_path)["VLLM_USE_RUST_FRONTEND"] == "0"
 
 
 class _Answers(BaseHTTPRequestHandler):
@@ -134,7 +129,7 @@ def test_a_server_without_the_gate_is_not_followed(ready: tuple[int, bytes], has
         found: list[str] = []
         verbs = VllmEngine(f"http://127.0.0.1:{server.server_port}", secret="secret")
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(verbs, "look_up", lambda: found.append("looked up"))
+            patch.setattr(verbs, "read_identity", lambda: found.append("looked up"))
             with contextlib.nullcontext() if has_gate else pytest.raises(errors.UsageError, match="without the gate"):
                 verbs.wait_until_up(10.0)
         verbs.close()
@@ -149,7 +144,7 @@ HOSTS = ["127.0.0.1", *(["::1"] if Path("/proc/net/if_inet6").exists() else [])]
 @pytest.mark.parametrize("host", HOSTS)
 def test_a_free_port_is_held_until_the_server_has_it(host: str) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with serving.held_port(host, 0) as port:
+    with serving.reserve_port(host, 0) as port:
         with socket.socket(family) as other, pytest.raises(OSError, match="in use"):
             other.bind((host, port))
         with socket.socket(family) as server:  # as vLLM binds its own
@@ -210,34 +205,25 @@ def test_a_server_has_ended_before_its_supervisor_would_kill_it() -> None:
         assert limit_s + 4 * following.BEAT_S <= promised_s
 
 
-def test_a_server_that_does_not_end_in_time_is_killed_with_its_frozen_engine(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    starts(monkeypatch, DEAF)
-    monkeypatch.setattr(serving, "STOP_TIMEOUT_S", 0.01)
-    page = GatePage.create()
-    with vllm._vllm("127.0.0.1", 1, (), page, tmp_path) as server:
-        assert server.process.stdout is not None
-        engine = int(server.process.stdout.readline())
-        server.process.stdout.close()
-        os.kill(engine, signal.SIGSTOP)
-    assert server.process.returncode == -signal.SIGKILL
-    eventually(lambda: start_time(engine) is None, "the end of the engine")
-    page.close()
-
-
-def test_a_server_that_is_given_up_is_killed_with_its_frozen_engine(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("given_up", [False, True])
+def test_a_server_that_does_not_end_in_time_or_is_given_up_is_killed_with_its_frozen_engine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given_up: bool
 ) -> None:
     """A stopped process cannot notice that its follower has gone."""
-    starts(monkeypatch, TREE)
+    starts(monkeypatch, TREE if given_up else DEAF)
+    if not given_up:
+        monkeypatch.setattr(serving, "STOP_TIMEOUT_S", 0.01)
     page = GatePage.create()
-    with pytest.raises(errors.SyncError), vllm._vllm("127.0.0.1", 1, (), page, tmp_path) as server:
+    with (
+        pytest.raises(errors.SyncError) if given_up else contextlib.nullcontext(),
+        vllm._vllm("127.0.0.1", 1, (), page, tmp_path) as server,
+    ):
         assert server.process.stdout is not None
         engine = int(server.process.stdout.readline())
         server.process.stdout.close()
         os.kill(engine, signal.SIGSTOP)
-        raise errors.SyncError("frozen")
+        if given_up:
+            raise errors.SyncError("frozen")
     assert server.process.returncode == -signal.SIGKILL
     eventually(lambda: start_time(engine) is None, "the end of the engine")
     page.close()

@@ -21,12 +21,6 @@ from tests.support.waits import eventually
 GOOD = {"a": torch.ones(3)}
 
 
-@pytest.fixture
-def run() -> Iterator[FakeRun]:
-    with FakeRun() as found:
-        yield found
-
-
 def where(run: FakeRun) -> dict[str, Any]:
     return {"endpoint": run.endpoint, "token": run.token, "group": "trainer"}
 

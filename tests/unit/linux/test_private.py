@@ -194,3 +194,31 @@ def test_a_folder_of_ours_that_was_closed_once_is_closed_again(place: Path) -> N
     (place / "lock").touch(0o660)
     private.close_to_others(place, once_ours="lock")
     assert mode(place) == 0o2750
+
+
+def test_a_folder_is_checked_as_it_would_be_made(place: Path) -> None:
+    """In ``/proc`` nobody makes a folder, root neither."""
+    place.chmod(0o777)
+    for call in (private.make_folder, lambda path: private.check_folder(path, once_ours="lock")):
+        for path, why in (
+            (place, "others"),
+            (place / "file" / "x", "Not a dir"),
+            (Path("/proc/nowhere"), "No such|not s"),
+        ):
+            with pytest.raises(OSError, match=why):
+                call(path)
+    (place / "lock").touch()
+    for path in (place, place / "a" / "b"):
+        private.check_folder(path, once_ours="lock")
+    assert {one.name for one in place.iterdir()} == {"file", "lock"}
+
+
+@needs_users
+def test_a_folder_in_which_this_user_can_make_none_is_said_before(place: Path) -> None:
+    os.seteuid(ATTACKER)
+    try:
+        for call in (private.make_folder, lambda path: private.check_folder(path, once_ours="lock")):
+            with pytest.raises(PermissionError, match="Permission denied"):
+                call(place / "a")
+    finally:
+        os.seteuid(0)

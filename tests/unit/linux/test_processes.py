@@ -33,7 +33,7 @@ def test_with_hidepid_the_processes_of_others_are_not_there(monkeypatch: pytest.
     assert not has_zombie(os.getpid())
     assert os.getppid() in parents(os.getpid())
     watch = StallWatch(4000001, 0.0)
-    assert [watch.reason_to_give_up(at / 2, starting=True) for at in range(100)] == [""] * 100
+    assert [watch.reason_to_give_up(at / 2, awaited=True) for at in range(100)] == [None] * 100
 
 
 def test_one_that_may_not_be_signalled_ends_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:

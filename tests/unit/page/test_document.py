@@ -66,9 +66,10 @@ def test_ages_are_moments_and_what_says_nothing_is_left_out() -> None:
         "waits_for": ("a/0/0",),
         "waiting": 1,
         "until": 5056.5,
+        "kept": 0,
     }
-    text = "Version 8 of policy is moving, and waits for a/0/0."
-    about = {"level": "note", "about": "channel policy", "text": text, "since": 4996.5, "until": 5056.5}
+    text = "The publish of version 8 of policy (moving) waits for a/0/0."
+    about = {"level": "note", "about": "channel policy", "text": text, "since": 4996.5, "until": 5056.5, "then": ""}
     assert found["verdict"]["troubles"] == {text: about}
     assert found["channels"]["policy"]["members"]["a/0/0"]["held"] == (7,)
     assert "info" not in found["channels"]["policy"]["members"]["a/0/0"], "it is long"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 from collections.abc import AsyncIterator
-from contextlib import ExitStack
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -98,6 +98,18 @@ async def closed(stream: Any) -> None:
     await stream.aclose()
 
 
+@asynccontextmanager
+async def viewed() -> AsyncIterator[tuple[Run, AsyncIterator[bytes], dict[str, Any]]]:
+    """A run with one viewer, which has the document, and whose stream has begun."""
+    run = Run()
+    live = Live(run)
+    mine = await whole(live)
+    stream = live.changes(mine["number"])
+    await anext(stream)
+    yield run, stream, mine
+    await closed(stream)
+
+
 @virtual
 async def test_a_viewer_that_applies_each_change_has_the_document() -> None:
     run = Run()
@@ -157,14 +169,10 @@ async def test_nothing_is_done_without_a_viewer_and_memory_goes() -> None:
 
 @virtual
 async def test_an_idle_stream_beats_and_costs_one_look_an_interval() -> None:
-    run = Run()
-    live = Live(run)
-    stream = live.changes((await whole(live))["number"])
-    await anext(stream)
-    looks = run.looks
-    assert (await message(stream))[0] == "beat"
-    assert run.looks - looks == pytest.approx(BEAT_S / INTERVAL_S, abs=2)
-    await closed(stream)
+    async with viewed() as (run, stream, _):
+        looks = run.looks
+        assert (await message(stream))[0] == "beat"
+        assert run.looks - looks == pytest.approx(BEAT_S / INTERVAL_S, abs=2)
 
 
 @virtual
@@ -287,37 +295,30 @@ async def test_the_document_is_there_at_once_for_who_comes_during_the_first_look
 
 @virtual
 async def test_the_end_of_a_run_is_told_at_once() -> None:
-    run = Run()
-    live = Live(run)
-    stream = live.changes((await whole(live))["number"])
-    await anext(stream)
-    await asyncio.sleep(INTERVAL_S / 2)
-    loop = asyncio.get_running_loop()
-    began = loop.time()
-    run.tell(RunEnded(exit_code=3, reason="a failed"))
-    run.log.finish()
-    _, patch = await message(stream)
-    assert patch["run"]["exit_code"] == 3
-    assert loop.time() == began, "the port closes soon"
-    looks = run.looks
-    await asyncio.sleep(5)
-    assert run.looks - looks == pytest.approx(5 / INTERVAL_S, abs=2)
-    await closed(stream)
+    async with viewed() as (run, stream, _):
+        await asyncio.sleep(INTERVAL_S / 2)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        run.tell(RunEnded(exit_code=3, reason="a failed"))
+        run.log.finish()
+        _, patch = await message(stream)
+        assert patch["run"]["exit_code"] == 3
+        assert loop.time() == began, "the port closes soon"
+        looks = run.looks
+        await asyncio.sleep(5)
+        assert run.looks - looks == pytest.approx(5 / INTERVAL_S, abs=2)
 
 
 @virtual
 async def test_a_bug_ends_the_streams_and_is_not_hidden() -> None:
-    run = Run()
-    live = Live(run)
-    stream = live.changes((await whole(live))["number"])
-    await anext(stream)
+    async with viewed() as (run, stream, _):
 
-    def fails() -> RunStatus:
-        raise ZeroDivisionError
+        def fails() -> RunStatus:
+            raise ZeroDivisionError
 
-    run.status = fails  # type: ignore[method-assign]  # a bug in it
-    with pytest.raises(ZeroDivisionError):
-        await message(stream)
+        run.status = fails  # type: ignore[method-assign]  # a bug in it
+        with pytest.raises(ZeroDivisionError):
+            await message(stream)
 
 
 def record(seq: int, event: Event) -> Record:

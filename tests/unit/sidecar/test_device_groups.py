@@ -1,5 +1,4 @@
-"""Process groups on device memory: what is staged, how NCCL is asked and waited for,
-and in which order versions go.
+"""Process groups on device memory: what is staged, how NCCL is asked and waited for.
 
 Covers: sidecar/groups.py, sidecar/process.py.
 """
@@ -8,12 +7,9 @@ from __future__ import annotations
 
 import gc
 import os
-import random
-import threading
 import time
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -22,18 +18,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from replicas.core.base.manifest import Manifest, TensorSpec
-from replicas.core.versions.manifests import merge_parts
 from replicas.errors import Preflight, WorldError
 from replicas.sidecar import building, wire
-from replicas.sidecar.groups import CollectiveGroup, GlooGroup, NcclGroup, StartedWork
-from replicas.sidecar.mailbox import PackingProgress
+from replicas.sidecar.groups import GlooGroup, NcclGroup, StartedWork
 from replicas.sidecar.process import SidecarProcess
-from replicas.sidecar.transfer import run_transfer
-from replicas.weights.copies.digest import DeviceDigest, device_digest_of, digest_of
-from replicas.weights.feed import Feed, Shard
 from replicas.weights.memory.buffers import Buffer
-from replicas.weights.packing import stage
 from tests.support.devices.device_memory import lingering_nbytes
 from tests.support.devices.fake_accelerator import NAME, FakeAccelerator
 
@@ -107,11 +96,14 @@ def test_gloo_stages_what_is_on_a_device(monkeypatch: pytest.MonkeyPatch) -> Non
 class Asked:
     """A backend that notes what it is asked for."""
 
-    def __init__(self, *, batches: bool) -> None:
+    def __init__(self) -> None:
         self.calls: list[Any] = []
-        if batches:
-            self._start_coalescing = lambda: self.calls.append("start")
-            self._end_coalescing = lambda: self._note("end")
+
+    def _start_coalescing(self) -> None:
+        self.calls.append("start")
+
+    def _end_coalescing(self) -> str:
+        return self._note("end")
 
     def _note(self, *call: Any) -> str:
         self.calls.append(call)
@@ -123,23 +115,14 @@ class Asked:
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> str:
         return self._note("recv", peer)
 
-    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> str:
-        return self._note("broadcast", options.rootRank)
 
-
-def test_nccl_sends_to_several_in_one_batch() -> None:
+def test_what_goes_between_two_is_one_batch_of_nccl() -> None:
     tensor = torch.zeros(4)
-
-    def spread(backend: Asked, rank: int, route: Sequence[int]) -> list[Any]:
-        group = NcclGroup(backend, spec_of(rank, 4, backend="nccl"), FakeAccelerator(), torch.device("cpu"))
-        group.spread(tensor, route, FAR)
-        return backend.calls
-
-    assert spread(Asked(batches=True), 1, (1, 3, 0)) == ["start", ("send", 3), ("send", 0), ("end",)]
-    assert spread(Asked(batches=True), 3, (1, 3, 0)) == ["start", ("recv", 1), ("end",)]
-    assert spread(Asked(batches=False), 1, (1, 3, 0)) == [("send", 3), ("send", 0)]
-    assert spread(Asked(batches=True), 1, (2, 1, 3, 0)) == [("broadcast", 2)]
-    assert spread(Asked(batches=True), 1, (1,)) == []
+    backend = Asked()
+    group = NcclGroup(backend, spec_of(1, 4, backend="nccl"), FakeAccelerator(), torch.device("cpu"))
+    group.send(tensor, 3, FAR)
+    group.receive(tensor, 0, FAR)
+    assert backend.calls == ["start", ("send", 3), ("end",), "start", ("recv", 0), ("end",)]
 
 
 class NcclWork:
@@ -230,155 +213,6 @@ def test_ranks_on_one_gpu_take_another_name(
     assert (os.environ.get("NCCL_HOSTID") == "replicas-test-1") is named
 
 
-# ---------------------------------------------------------- the order of what is spread
-
-
-class Board:
-    """Where the members of a :class:`SerialGroup` meet."""
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.sent: defaultdict[tuple[int, int], list[torch.Tensor]] = defaultdict(list)
-        self.taken: defaultdict[tuple[int, int], int] = defaultdict(int)
-
-
-class SerialGroup(CollectiveGroup):
-    """As NCCL is: what a member asks for is done one after another, and a send ends
-    when its receivers have taken it."""
-
-    spreads = True
-
-    def __init__(self, board: Board, rank: int, size: int) -> None:
-        super().__init__(None, spec_of(rank, size))
-        self._board = board
-        self._stream = ThreadPoolExecutor(1)
-        self._wait_for = lambda work, deadline: work.result(5.0)
-
-    def _in_place(self, tensor: torch.Tensor) -> bool:
-        return True
-
-    def _staging_for(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
-        raise NotImplementedError
-
-    def broadcast(self, tensor: torch.Tensor, root: int, deadline: float) -> StartedWork:
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        to, sources = (others, []) if root == self.rank else ([], [root])
-        return StartedWork(self._exchange(tensor, to, sources), deadline, wait_for=self._wait_for)
-
-    def _exchange(self, tensor: torch.Tensor, to: Sequence[int], sources: Sequence[int]) -> list[Any]:
-        return [self._stream.submit(self._move, tensor, to, sources)]
-
-    def _move(self, tensor: torch.Tensor, to: Sequence[int], sources: Sequence[int]) -> None:
-        board = self._board
-        with board.changed:
-            marks = {peer: len(board.sent[self.rank, peer]) + 1 for peer in to}
-            for peer in to:
-                board.sent[self.rank, peer].append(tensor.clone())
-            board.changed.notify_all()
-            for peer in sources:
-                way = (peer, self.rank)
-                number = board.taken[way]
-                self._until(lambda way=way, number=number: len(board.sent[way]) > number)  # type: ignore[misc]  # its defaults
-                tensor.copy_(board.sent[way][number])
-                board.taken[way] += 1
-            board.changed.notify_all()
-            self._until(lambda: all(board.taken[self.rank, peer] >= mark for peer, mark in marks.items()))
-
-    def _until(self, there: Callable[[], bool]) -> None:
-        assert self._board.changed.wait_for(there, 5.0)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_spread_parts_arrive_whatever_their_routes_are(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two owners of a part each, two receivers; some have a part already, and everybody
-    works in its own order."""
-    monkeypatch.setattr("replicas.sidecar.transfer.SPREAD_NBYTES", 1024)
-    rng = random.Random(seed)
-    whole = torch.arange(2000).view(20, 100)
-    halves = [{"x": Shard(half, (0, start), (20, 100))} for start, half in ((0, whole[:, :50]), (50, whole[:, 50:]))]
-    staged = [stage(Feed(half, mode="parts")) for half in halves]
-    manifest = merge_parts([part.manifest for part in staged])
-    parts = [torch.empty(part.manifest.nbytes, dtype=torch.uint8) for part in staged]
-    for part, memory in zip(staged, parts, strict=True):
-        part.write(memory)
-    routes = tuple(
-        (owner, *rng.sample([2, 3], rng.randint(1, 2)), *rng.sample([1 - owner], rng.randint(0, 1))) for owner in (0, 1)
-    )
-    gpu, board = FakeAccelerator(), Board()
-
-    def run(rank: int) -> wire.TransferResult:
-        sends = rank < 2
-        spec = wire.TransferSpec(
-            1, "send" if sends else "receive", "parts", manifest.encode(), routes, rank if sends else None, 5.0
-        )
-        memory = parts[rank] if sends else images[rank]
-        return run_transfer(SerialGroup(board, rank, 4), spec, manifest, memory, lambda nbytes, deadline: None, gpu)
-
-    full = torch.zeros(manifest.image_nbytes, dtype=torch.uint8)
-    full[manifest.data_offset :][: whole.nbytes].copy_(whole.flatten().view(torch.uint8))
-    images = {}
-    for rank in (2, 3):
-        images[rank] = full.clone()
-        data = images[rank][manifest.data_offset :][: whole.nbytes].view(torch.int64).view(20, 100)
-        for owner, route in enumerate(routes):
-            if rank in route:
-                data[:, owner * 50 : owner * 50 + 50] = -1
-    results = everywhere(4, run)
-    for rank in (2, 3):
-        assert torch.equal(images[rank], full), (routes, rank)
-        assert results[rank].image_digest == device_digest_of(full[manifest.data_offset :])
-        for owner in results[rank].part_digests:
-            assert results[rank].part_digests[owner] == device_digest_of(parts[owner])
-
-
-def test_a_digest_is_made_of_what_the_other_thread_has_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streams of two threads know nothing of each other: what the one has enqueued is
-    not there yet for the other."""
-    told: list[tuple[str, str]] = []
-
-    class Noted(FakeAccelerator):
-        def synchronize(self, uuid: str = "") -> None:
-            told.append(("waits", threading.current_thread().name))
-            super().synchronize(uuid)
-
-    class NotedDigest(DeviceDigest):
-        def update(self, chunk: torch.Tensor) -> None:
-            told.append(("enqueues", threading.current_thread().name))
-            super().update(chunk)
-
-        def hexdigest(self, rest: torch.Tensor | None = None) -> str:
-            told.append(("reads", threading.current_thread().name))
-            return super().hexdigest(rest)
-
-    monkeypatch.setattr("replicas.sidecar.transfer.DeviceDigest", NotedDigest)
-    manifest = Manifest((TensorSpec("x", "uint8", (1000,)),))
-    images = [torch.full((manifest.image_nbytes,), 5, dtype=torch.uint8) for _ in range(2)]
-    gpu, board = Noted(), Board()
-
-    def run(rank: int) -> None:
-        spec = wire.TransferSpec(
-            1, "receive" if rank else "send", "image", manifest.encode(), ((0, 1),), None, 5.0, digest="d"
-        )
-        run_transfer(SerialGroup(board, rank, 2), spec, manifest, images[rank], lambda nbytes, deadline: None, gpu)
-
-    everywhere(2, run)
-    reads = next(place for place, (what, _) in enumerate(told) if what == "reads")
-    digesting = [who for what, who in told[:reads] if what == "enqueues"][-1]
-    assert digesting != told[reads][1]
-    assert [what for what, who in told[:reads] if who == digesting][-1] == "waits"
-
-
-def test_a_digest_of_pieces_is_that_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replicas.weights.copies.digest._BLOCK_NBYTES", 1 << 12)
-    data = torch.arange(1 << 10, dtype=torch.int64).view(torch.uint8)[:-3]
-    for cuts in ((), (5, 1000, 4099, 8000), (4096,)):
-        stream = DeviceDigest()
-        for start, end in zip((0, *cuts), (*cuts, data.numel()), strict=True):
-            stream.update(data[start:end])
-        assert stream.hexdigest() == device_digest_of(data), cuts
-    assert DeviceDigest().hexdigest() == device_digest_of(data[:0])
-
-
 # ---------------------------------------------------------------- the process
 
 
@@ -387,7 +221,7 @@ def sidecar(monkeypatch: pytest.MonkeyPatch) -> Iterator[SidecarProcess]:
     monkeypatch.setattr("replicas.weights.copies.accelerator._chosen", (0, "", None))  # as in a process of its own
     monkeypatch.setenv("REPLICAS_ACCELERATOR", NAME)
     monkeypatch.setenv("FAKE_GPUS", "FAKE-0,FAKE-1")
-    made = SidecarProcess(SimpleNamespace(progress=PackingProgress()))  # type: ignore[arg-type]  # a fake
+    made = SidecarProcess(SimpleNamespace())  # type: ignore[arg-type]  # a fake
     yield made
     for key in list(made._buffers):
         made.handle(wire.ForgetBuffer(key), [])
@@ -438,16 +272,3 @@ def test_a_gpu_that_fails_in_the_midst_of_it_is_the_end_of_the_group(
     assert isinstance(failed, wire.Failed)
     assert (failed.kind, failed.over) == ("WorldError", over)
     assert issubclass(Preflight, WorldError)
-
-
-def test_an_image_in_host_memory_keeps_its_digest() -> None:
-    manifest = Manifest((TensorSpec("x", "uint8", (1000,)),))
-    images = [torch.zeros(manifest.image_nbytes, dtype=torch.uint8) for _ in range(2)]
-    images[0][manifest.data_offset :] = 3
-    board = Board()
-
-    def run(rank: int) -> wire.TransferResult:
-        spec = wire.TransferSpec(1, "receive" if rank else "send", "image", manifest.encode(), ((0, 1),), None, 5.0)
-        return run_transfer(SerialGroup(board, rank, 2), spec, manifest, images[rank], lambda nbytes, deadline: None)
-
-    assert {result.image_digest for result in everywhere(2, run)} == {digest_of(images[0][manifest.data_offset :])}

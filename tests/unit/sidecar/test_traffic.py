@@ -64,14 +64,8 @@ def test_how_long_nothing_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
         one.sendall(b"x")
         eventually(lambda: look(traffic).sent == 1, "it is acknowledged")
         assert look(traffic).still_s == 0.0
-        clock.now += 0.01
-        with traffic.paused():
-            clock.now += 0.05
-            assert look(traffic).still_s < 0.05, "something else was waited for"
         clock.now += 0.1
         assert look(traffic).still_s == pytest.approx(0.1)
-        traffic.worked(1)
-        assert look(traffic).still_s < 0.05
 
 
 @pytest.mark.slow

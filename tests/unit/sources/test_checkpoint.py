@@ -329,4 +329,8 @@ def test_differences_are_of_bits() -> None:
     }
     other = {**one, "zero": torch.tensor([-0.0]), "x": torch.ones(1, 1), "y": torch.ones(1)}
     assert differences(one, one) == []
-    assert differences(one, other, "A", "B") == ["x: float32[1], float32[1, 1]", "y: only in B", "zero: values differ"]
+    assert differences(one, other, "A", "B") == [
+        "x: float32[1] in A, float32[1, 1] in B",
+        "y: only in B",
+        "zero: values differ",
+    ]

@@ -2,12 +2,13 @@
 the model in between do to what is published, and what is refused.
 
 Covers: sources/hf.py, sources/models/adapters.py, sources/models/unwrapping.py,
-sources/models/gathering.py.
+sources/models/gathering.py, sources/models/plan.py.
 """
 
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import random
 import re
@@ -30,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from replicas import errors
 from replicas.sources import hf
 from replicas.sources.models.adapters import MERGED, SAVED
+from replicas.sources.models.unwrapping import unwrap
 from replicas.testing import FakeRun
 from replicas.weights.feed import Feed
 from tests.support.models.adapters import ADAPTERS, METHODS, SEVERAL, randomise
@@ -253,6 +255,31 @@ def test_a_source_keeps_no_tensor_of_a_model_that_has_changed() -> None:
     model.load_state_dict({name: one.clone() for name, one in model.state_dict().items()}, assign=True)
     given(source)
     assert not [one for one in old if one() is not None]
+
+
+def test_a_source_of_each_publish_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``publish(hf(model))``: neither transformers nor the modules are asked again."""
+    unwrapped = Mock(wraps=unwrap)
+    monkeypatch.setattr("replicas.sources.models.plan.unwrap", unwrapped)
+    model = make("Qwen3-MoE")
+    for _ in range(3):
+        randomise(model, 1)
+        assert not different(given(hf(model)), saved(model))
+    assert unwrapped.call_count == 1
+    model.to(torch.float32)
+    assert not different(given(hf(model)), saved(model))
+    model.model.layers[0].mlp = make("Qwen2").model.layers[0].mlp
+    with pytest.raises(errors.UsageError, match="replaced by a wrapper"):
+        given(hf(model))
+
+
+def test_what_is_known_of_a_model_does_not_keep_it() -> None:
+    model = make("Llama")
+    given(hf(model))
+    found = weakref.ref(model), weakref.ref(model.lm_head.weight)
+    del model
+    gc.collect()
+    assert [one() for one in found] == [None, None]
 
 
 def test_planning_leaves_torchs_initialisation_as_it_is() -> None:

@@ -155,7 +155,8 @@ def test_stopping_is_said_once_and_a_drain_asks_for_time(systemd: FakeSystemd, n
     watcher.send_changes(0.7)
     watcher.stopping()
     assert systemd.messages() == [
-        {"STATUS": "draining; a 1/2 ready; p at version 7", "STOPPING": "1", "EXTEND_TIMEOUT_USEC": "15000000"},
+        {"STOPPING": "1"},
+        {"STATUS": "draining; a 1/2 ready; p at version 7", "EXTEND_TIMEOUT_USEC": "15000000"},
         {"EXTEND_TIMEOUT_USEC": "15000000"},
     ]
 

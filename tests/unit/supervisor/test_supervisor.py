@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
+import msgspec
 import pytest
 
 from replicas import errors
@@ -22,11 +23,9 @@ from replicas.config.structs import Dependency, GroupConfig
 from replicas.coordinator import Coordinator
 from replicas.core.lives.lifecycle import Lifecycle, ReplicaEvent, Transition
 from replicas.core.lives.ordering import start_levels
-from replicas.supervisor.agent.shim_process import base_environment
-from replicas.supervisor.fleet.causes import Cause, line, verdict
-from replicas.supervisor.fleet.generation import rank_environment
+from replicas.supervisor.fleet.causes import line, verdict
 from replicas.supervisor.shim.starting import resolve_command
-from replicas.supervisor.state.run_state import Saved
+from replicas.supervisor.state.run_state import Cause, Saved
 from replicas.supervisor.state.state import AlreadySupervised, StateDir
 from replicas.supervisor.supervisor import Supervisor
 from replicas.supervisor.wire import orders
@@ -168,19 +167,6 @@ def test_groups_start_after_those_they_depend_on(tmp_path: Path) -> None:
         start_levels({"a": config(tmp_path, depends_on=(Dependency("a"),))})
 
 
-def test_a_rank_gets_its_own_identity_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "REPLICAS_RUN", "REPLICA_ID"):
-        monkeypatch.setenv(name, "outer")
-    monkeypatch.setenv("KEPT", "yes")
-    shared = {"REPLICAS_RUN": "inner"}
-    env = base_environment() | rank_environment(config(tmp_path, env={"MINE": "1"}), 2, 3, replicas=4, shared=shared)
-    assert "RANK" not in env
-    assert "MASTER_ADDR" not in env
-    assert "TORCHELASTIC_RUN_ID" not in env
-    wanted = {"REPLICAS_RUN": "inner", "REPLICAS_GROUP": "a", "REPLICA_ID": "2", "REPLICA_NUM": "4"}
-    assert {**wanted, "REPLICAS_GENERATION": "3", "KEPT": "yes", "MINE": "1"}.items() <= env.items()
-
-
 def test_lines_name_the_log() -> None:
     step = Transition(
         group="a",
@@ -196,6 +182,8 @@ def test_lines_name_the_log() -> None:
     assert text == "a/1: rank 0 died; starting again in 1.5 s; logs: /run/logs/a/1/gen-2"
     text = line(step, None)
     assert text == "a/1: rank 0 died; starting again in 1.5 s; logs: replicas logs a/1 -g 2"
+    text = line(msgspec.structs.replace(step, resume_s=0.0), None)  # no node may take it
+    assert text == "a/1: rank 0 died; starting again as soon as it can; logs: replicas logs a/1 -g 2"
 
 
 def test_the_last_word_on_a_healthy_replica_is_that_it_is_ready() -> None:
@@ -205,13 +193,13 @@ def test_the_last_word_on_a_healthy_replica_is_that_it_is_ready() -> None:
         for event, reason in (
             (ReplicaEvent.START, ""),
             (ReplicaEvent.READY, ""),
-            (ReplicaEvent.UNREADY, "has version 1, version 2 is committed"),
+            (ReplicaEvent.UNREADY, "no version of policy loaded yet (newest: 2)"),
             (ReplicaEvent.READY, ""),
         )
     ]
     assert said[1:] == [
         "a/1: ready after 0.0 s",
-        "a/1: not ready: has version 1, version 2 is committed",
+        "a/1: not ready: no version of policy loaded yet (newest: 2)",
         "a/1: ready again",
     ]
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from replicas.cli.render import run_status
+from replicas.cli.render import status_tables
 from replicas.core.base.effects import ReplicaLoaded
 from replicas.core.lives.lifecycle import ReplicaEvent, Transition
 from replicas.status import ChannelStatus, ReplicaState, RunStatus, StoreStatus
@@ -107,10 +107,10 @@ def test_the_status_says_so_at_80_columns_and_only_then(fleet: Fleet) -> None:
     def shown() -> str:
         console = Console(width=80, no_color=True)
         with console.capture() as capture:
-            console.print(run_status(fleet.run))
+            console.print(status_tables(fleet.run))
         return capture.get()
 
     assert "different versions" not in shown()
     fleet.loads(0, 6, at=time.time() - 9001.0)
-    line = "The fleet serves different versions of policy: 6 on 1, 5 on 2, for 2h 30m"
-    assert line in shown().splitlines()
+    line = "Replicas serve different versions of policy: version 6 on 1, version 5 on 2, for 2h 30m"
+    assert line in " ".join(shown().split())

@@ -11,17 +11,18 @@ import socket
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from replicas.core.base.effects import CaughtUp, ReplicaLoaded
 from replicas.messages.arguments import with_trace
 from replicas.messages.carried import Meta
 from replicas.messages.identity import Member
+from replicas.telemetry import otel
 from replicas.telemetry.events import Event, Record, RunStarted
 from replicas.telemetry.otel import Traces, exporters
 from tests.support.showing.otlp import collecting
@@ -35,11 +36,13 @@ PHASES = {"pack": 0.5, "transfer": 1.0, "commit": 0.5}
 def exported(*happened: Event) -> dict[str, ReadableSpan]:
     """The spans of these events, one a second, by name."""
     memory = InMemorySpanExporter()
-    traces = Traces("grpo", {}, SimpleSpanProcessor(memory))
-    traces.put(Record(1, 100.0, RunStarted(run="grpo", pid=1, version="0")))
-    for number, event in enumerate(happened, 2):
-        traces.put(Record(number, 99.0 + number, event))
-    traces.close()
+    traces = Traces("grpo", {"OTEL_TRACES_EXPORTER": "memory"})
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(otel, "entry_points", lambda **_: [SimpleNamespace(load=lambda: lambda: memory)])
+        traces.put(Record(1, 100.0, RunStarted(run="grpo", pid=1, version="0")))
+        for number, event in enumerate(happened, 2):
+            traces.put(Record(number, 99.0 + number, event))
+        traces.close()
     return {span.name: span for span in memory.get_finished_spans()}
 
 

@@ -242,6 +242,17 @@ def test_indices_survive_a_new_coordinator_and_are_one_on_all_channels(monkeypat
         assert policy.receive(deadline=20).wait().version == 2
 
 
+def test_an_iterator_that_was_used_up_is_refused_and_the_model_that_follows_is_not(run: FakeRun) -> None:
+    """It gives no tensors: committed, they would be the channel's manifest."""
+    trainer, used_up = run.join("trainer"), iter(ONE.items())
+    assert len(list(used_up)) == len(ONE)
+    with pytest.raises(errors.UsageError, match=r"the weights have no tensors \(an iterator gives its tensors once"):
+        trainer.publish(used_up, deadline=20).wait(30)
+    assert trainer.publish(ONE, deadline=20).wait(30).nbytes > 0
+    with pytest.raises(errors.ManifestMismatch, match=r"'weight' was not given.*an iterator gives its tensors once"):
+        trainer.publish(used_up, deadline=20).wait(30)
+
+
 def test_nothing_is_left(run: FakeRun) -> None:
     with FakeRun() as other:
         joined, target = other.join("trainer"), other.target("rollout")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -18,6 +17,7 @@ import msgspec
 import pytest
 
 from replicas import errors
+from replicas.control.access import ByToken
 from replicas.coordinator.server import session_route
 from replicas.coordinator.websocket import Ended, SocketRoute, WebSocket
 from replicas.linux import private
@@ -275,12 +275,9 @@ class OldToken:
 
 
 def routes(tokens: Tokens) -> dict[str, SocketRoute]:
-    def access(headers: Mapping[str, str]) -> str:
-        return "" if tokens.role_of(headers) else "it is not valid any more"
-
     nothing = mock.MagicMock()
     return {
-        "agents": agent_route(nothing, lambda _: None, access, lambda: tokens),
+        "agents": agent_route(nothing, lambda _: None, ByToken(lambda: tokens, lambda _: None)),
         "members": session_route(nothing, tokens),
     }
 

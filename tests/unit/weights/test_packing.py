@@ -19,17 +19,16 @@ from safetensors.torch import load, load_file
 from torch import nn
 
 from replicas.core.base.dtypes import ITEM_NBYTES, item_nbytes
-from replicas.core.base.manifest import Manifest, PartManifest, Piece, TensorSpec
+from replicas.core.base.manifest import Manifest, PartManifest, TensorSpec
 from replicas.core.versions.manifests import merge_parts
 from replicas.errors import ManifestMismatch, UsageError
-from replicas.sidecar.buckets import Bucket, buckets_of_part, split_piece
-from replicas.sidecar.transfer import scatter
+from replicas.weights.copies.copying import copy_pairs
 from replicas.weights.copies.tensors import bits, torch_dtype
 from replicas.weights.feed import Feed, Mode, Shard
-from replicas.weights.loading import load_into, views
+from replicas.weights.loading import Model, load_image, piece_pairs, views
 from replicas.weights.memory.arena import Arena, Slot
 from replicas.weights.packing import Packer, stage
-from tests.support.channel.packing import pack
+from tests.support.channel.packing import load_tensors, pack
 
 DTYPES = [name for name in ITEM_NBYTES if hasattr(torch, name)]
 
@@ -69,6 +68,11 @@ def packed(weights: object, *, dtype: torch.dtype | None = None) -> Slot:
 def unpacked(slot: Slot) -> dict[str, torch.Tensor]:
     assert slot.manifest is not None
     return views(slot.buffer.private(), slot.manifest)
+
+
+def load_packed(model: Model, slot: Slot) -> None:
+    assert slot.image is not None
+    load_image(model, slot.buffer.tensor(), slot.image)
 
 
 def every_kind() -> dict[str, torch.Tensor | None]:
@@ -354,14 +358,13 @@ def parts_of(weights: object, mode: Mode = "parts") -> tuple[PartManifest, torch
     return staged.manifest, data
 
 
-def assemble(parts: list[tuple[PartManifest, torch.Tensor]], limit: int) -> tuple[Manifest, torch.Tensor]:
+def assemble(parts: list[tuple[PartManifest, torch.Tensor]]) -> tuple[Manifest, torch.Tensor]:
     """What receivers do, without processes."""
     merged = merge_parts([manifest for manifest, _ in parts])
     merged = Manifest.decode(merged.encode())
     data = torch.full((merged.data_nbytes,), 0xEE, dtype=torch.uint8)
-    for number, (_, memory) in enumerate(parts):
-        for bucket in buckets_of_part(merged, number, owner=number, limit=limit):
-            scatter(memory[bucket.start : bucket.start + bucket.nbytes].clone(), bucket, data, merged)
+    for pieces, (_, memory) in zip(merged.parts or (), parts, strict=True):
+        copy_pairs(piece_pairs(merged, pieces, memory, data))
     return merged, data
 
 
@@ -371,7 +374,7 @@ def test_shards_of_every_rank_make_the_whole() -> None:
         parts_of({"w": Shard(matrix[:, :4], (0, 0), (4, 6)), "b": bias, "only0": torch.tensor(7.0), "only1": None}),
         parts_of({"w": Shard(matrix[:, 4:], (0, 4), (4, 6)), "b": bias, "only0": None, "only1": torch.tensor(8.0)}),
     ]
-    manifest, data = assemble(parts, limit=16)
+    manifest, data = assemble(parts)
     found = views(torch.cat([torch.zeros(manifest.data_offset, dtype=torch.uint8), data]), manifest)
     assert torch.equal(found["w"], matrix)
     assert torch.equal(found["b"], bias)
@@ -392,20 +395,6 @@ def test_empty_shards_are_no_pieces() -> None:
     assert manifest.pieces == ()
     assert [spec.name for spec in manifest.tensors] == ["w", "e"]
     assert data.numel() == 0
-
-
-@settings(max_examples=15, deadline=None)
-@given(st.lists(st.integers(1, 6), min_size=0, max_size=4), st.sampled_from([1, 2, 8, 16]), st.integers(1, 200))
-def test_cut_pieces_are_boxes_that_follow_each_other(shape: list[int], item: int, limit: int) -> None:
-    whole = Piece(0, (1,) * len(shape), tuple(shape), 48)
-    position, seen = 48, 0
-    for piece in split_piece(whole, item, limit):
-        count = torch.Size(piece.shape).numel()
-        assert piece.source_offset == position
-        assert count * item <= max(limit, item)
-        position += count * item
-        seen += count
-    assert seen == torch.Size(shape).numel()
 
 
 @settings(max_examples=15, deadline=None)
@@ -434,22 +423,9 @@ def test_any_tiling_over_any_ranks_is_put_together_again(data: st.DataObject) ->
             shard = Shard(local.contiguous().view(whole.dtype), offsets, tuple(whole.shape))
             for rank in data.draw(st.sets(st.integers(0, ranks - 1), min_size=1)):
                 held[rank].append((f"t{number}", shard))
-    manifest, image = assemble([parts_of(shards) for shards in held], limit=data.draw(st.integers(1, 64)))
+    manifest, image = assemble([parts_of(shards) for shards in held])
     found = views(torch.cat([torch.zeros(manifest.data_offset, dtype=torch.uint8), image]), manifest)
     assert all(same(found[name], tensor) for name, tensor in tensors.items())
-
-
-def test_small_pieces_share_a_bucket_and_a_hole_ends_one() -> None:
-    spec = TensorSpec("x", "int8", (100,))
-    pieces = tuple(Piece(0, (start,), (10,), start) for start in range(0, 100, 10) if start != 50)
-    buckets = buckets_of_part(Manifest((spec,), (), (pieces,)), 0, owner=3, limit=30)
-    assert [(bucket.owner, bucket.start, bucket.nbytes) for bucket in buckets] == [
-        (3, 0, 30),
-        (3, 30, 20),
-        (3, 60, 30),
-        (3, 90, 10),
-    ]
-    assert all(isinstance(bucket, Bucket) for bucket in buckets)
 
 
 # ---------------------------------------------------------------- loading
@@ -459,7 +435,7 @@ def test_a_model_gets_the_published_values() -> None:
     source, target = Tied(), Tied()
     slot = packed(source)
     assert slot.manifest is not None
-    load_into(target, unpacked(slot), slot.manifest.aliases)
+    load_packed(target, slot)
     assert all(same(source.state_dict()[name], value) for name, value in target.state_dict().items())
     assert target.head.weight is target.embed.weight
 
@@ -469,7 +445,7 @@ def test_a_model_without_the_tie_gets_both() -> None:
     target.head.weight = nn.Parameter(torch.zeros(7, 4))
     slot = packed(source)
     assert slot.manifest is not None
-    load_into(target, unpacked(slot), slot.manifest.aliases)
+    load_packed(target, slot)
     assert torch.equal(target.head.weight, source.embed.weight)
 
 
@@ -477,14 +453,14 @@ def test_a_model_without_the_tie_gets_both() -> None:
 def test_a_tied_model_takes_either_name(name: str) -> None:
     target = Tied()
     given = {key: value.clone() for key, value in target.state_dict().items() if not key.endswith("d.weight")}
-    load_into(target, given | {name: torch.ones(7, 4)})
+    load_tensors(target, given | {name: torch.ones(7, 4)})
     assert bool((target.embed.weight == 1).all())
 
 
 def test_floating_dtypes_are_converted() -> None:
     source = nn.Linear(3, 2)
     target = copy.deepcopy(source).double()
-    load_into(target, unpacked(packed(source, dtype=torch.bfloat16)))
+    load_packed(target, packed(source, dtype=torch.bfloat16))
     assert target.weight.dtype == torch.float64
     assert torch.equal(target.weight, source.weight.bfloat16().double())
 
@@ -492,8 +468,8 @@ def test_floating_dtypes_are_converted() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"bias": None}, "the weights do not fit the model (missing: 'bias')"),
-        ({"extra": torch.zeros(1)}, "the weights do not fit the model (unknown: 'extra')"),
+        ({"bias": None}, "the weights do not fit the model (not published: 'bias')"),
+        ({"extra": torch.zeros(1)}, "the weights do not fit the model (not in the model: 'extra')"),
         ({"bias": torch.zeros(3)}, "tensor 'bias' has shape [3], the model's has [2]"),
         ({"bias": torch.zeros(2, dtype=torch.int64)}, "tensor 'bias' is torch.int64, the model's is torch.float32"),
     ],
@@ -503,14 +479,15 @@ def test_a_misfit_leaves_the_model_unchanged(change: dict[str, torch.Tensor | No
     before = copy.deepcopy(model.state_dict())
     given = {"weight": torch.zeros(2, 3), "bias": torch.zeros(2)} | change
     with pytest.raises(ManifestMismatch) as caught:
-        load_into(model, {name: value for name, value in given.items() if value is not None})
+        load_tensors(model, {name: value for name, value in given.items() if value is not None})
     assert caught.value.message == message
+    assert caught.value.hint
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
 def test_a_meta_model_is_refused() -> None:
     with pytest.raises(ManifestMismatch, match="the model's 'weight' is on the meta device"):
-        load_into(nn.Linear(2, 2, bias=False, device="meta"), {"weight": torch.zeros(2, 2)})
+        load_tensors(nn.Linear(2, 2, bias=False, device="meta"), {"weight": torch.zeros(2, 2)})
 
 
 def test_a_slot_that_was_made_in_inference_mode_is_written_in_any() -> None:

@@ -23,7 +23,7 @@ from replicas.channel import Update
 from replicas.testing import FakeRun
 from replicas.weights.copies import streaming
 from replicas.weights.copies.tensors import bits
-from replicas.weights.loading import load_image, load_into, views
+from replicas.weights.loading import load_image, views
 from tests.support.channel.pairs import Pair
 from tests.support.devices.fake_accelerator import NAME, FakeAccelerator
 
@@ -60,20 +60,15 @@ def step_by_step(update: Update, model: Any) -> None:
         update.load_into(model)
 
 
-def by_views(update: Update, model: Any) -> None:
-    tensors = update.tensors()
-    load_into(model, {spec.name: tensors[spec.name] for spec in update.manifest.tensors}, update.manifest.aliases)
-
-
 def on_a_device(update: Update, model: Any) -> None:
     """CPU tensors count as those of a device."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("REPLICAS_ACCELERATOR", NAME)
         patch.setattr("replicas.weights.copies.accelerator._chosen", (os.getpid(), NAME, FakeAccelerator()))
-        load_image(model, update._open_slot().buffer.readable(), update.manifest)
+        load_image(model, update._slot_or_raise().buffer.readable(), update.manifest)
 
 
-WAYS: Mapping[str, Load] = {one.__name__: one for one in (whole, step_by_step, by_views, on_a_device)}
+WAYS: Mapping[str, Load] = {one.__name__: one for one in (whole, step_by_step, on_a_device)}
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:

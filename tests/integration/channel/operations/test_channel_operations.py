@@ -1,14 +1,16 @@
 """Collectives between peers through a real coordinator, store and sidecars; all members
 in this process.
 
+What becomes of them when a peer, a sidecar or a call fails is in
+test_small_operations.py (between two calls) and test_operation_faults.py (in the
+middle of one).
+
 Covers: sidecar/collective.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -115,17 +117,6 @@ async def test_in_place_on_success_and_untouched_on_failure() -> None:
         assert torch.equal(strided, other)
         assert given[0].tolist() == [0, 2, 3, 3]
 
-        lonely = torch.ones(3)
-        with pytest.raises(errors.DeadlineExceeded):
-            await peers[0].all_reduce(lonely, deadline=0.5)
-        assert lonely.sum() == 3
-
-        a, b = torch.ones(3), torch.ones(4)
-        pendings = [peers[0].all_reduce(a), peers[1].all_reduce(b)]
-        for pending in pendings:
-            with pytest.raises(errors.RanksDisagree):
-                await pending
-
         odd = [torch.ones(3, dtype=torch.bool) for _ in peers]
         for pending in [peer.all_reduce(odd[i], deadline=10) for i, peer in enumerate(peers)]:
             with pytest.raises(errors.ReplicasError, match="cannot reduce bool"):
@@ -151,32 +142,6 @@ async def test_lanes(ranks: str, sums: list[int]) -> None:
         given = [torch.tensor(float(index + 1)) for index in range(4)]
         await everyone(peers, lambda i, p: p.all_reduce(given[i]))
         assert [tensor.item() for tensor in given] == [*sums, *sums]
-
-
-async def test_a_peer_that_leaves_in_the_middle() -> None:
-    async with channel_world(PEERS, peer=3) as world:
-        peers = await three(world)
-        await everyone(peers, lambda i, p: p.barrier())
-        a = torch.ones(2)
-        pendings = [peer.all_reduce(a) for peer in peers[:2]]
-        await asyncio.to_thread(peers[2].close)
-        results = await asyncio.gather(*pendings)
-        assert len(results[0].members) == 2
-        await everyone(peers[:2], lambda i, p: p.barrier())
-
-
-async def test_a_killed_sidecar_is_replaced() -> None:
-    async with channel_world(PEERS, peer=2) as world:
-        peers = [await world.join("peer", index) for index in range(2)]
-        await everyone(peers, lambda i, p: p.barrier())
-        lanes = list(peers[0]._lanes._lanes.values())
-        assert lanes
-        for lane in lanes:
-            assert lane.sidecar is not None
-            os.kill(lane.sidecar.pid, signal.SIGKILL)
-        tensors = [torch.ones(2), torch.ones(2)]
-        await everyone(peers, lambda i, p: p.all_reduce(tensors[i], deadline=30))
-        assert all(tensor.sum() == 4 for tensor in tensors)
 
 
 async def test_arguments_of_no_use() -> None:

@@ -303,18 +303,3 @@ async def test_waits_that_are_abandoned_harm_no_later_operation() -> None:
             assert pending.done()
             assert early.eq(11.0 * number).all()
             assert late.eq(11.0 * number).all()
-
-
-async def test_an_exception_in_the_callers_code_while_an_operation_runs() -> None:
-    """The program goes on to something else, and calls the next operation, as if it had
-    never waited."""
-    async with channel_world(PEERS, peer=2) as world:
-        channels = [await world.join("peer", index) for index in range(2)]
-        tensor = torch.ones(1000)
-        with contextlib.suppress(ZeroDivisionError):
-            channels[0].all_reduce(tensor)
-            raise ZeroDivisionError
-        other = torch.ones(1000)
-        await channels[1].all_reduce(other)
-        await one_good_operation(channels)
-        assert tensor.eq(2.0).all()

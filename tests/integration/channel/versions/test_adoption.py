@@ -1,7 +1,7 @@
 """Targets in processes of their own load a version together: one refuses a version, one
 is killed in the midst.
 
-Covers: channel/versions/lockstep_wait.py.
+Covers: channel/versions/loads.py.
 """
 
 from __future__ import annotations

@@ -5,21 +5,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from replicas import errors
-from replicas.channel import Channel, Receipt
 from replicas.channel.versions import filling
 from replicas.coordinator import GroupShape
 from replicas.weights.feed import Feed
 from replicas.weights.memory import buffers
 from replicas.weights.packing import Staged, stage
 from tests.support.channel.memory import statistics
-from tests.support.channels import channel_world
+from tests.support.channels import channel_world, publish
 
 pytestmark = pytest.mark.anyio
 
@@ -37,10 +35,6 @@ def stream(look: Callable[[int], object] = id) -> Iterator[tuple[str, torch.Tens
         yield f"layers.{number}.weight", tensor_of(number)
         yield f"layers.{number}.scale", torch.tensor([float(number)])
         look(number + 1)
-
-
-async def publish(channel: Channel, given: object, **options: Any) -> Receipt:
-    return await (await asyncio.to_thread(channel.publish, given, **options))
 
 
 async def test_a_bare_iterator_is_staged_once_and_ends_as_any_other_version(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,12 +29,12 @@ from replicas.coordinator import GroupShape
 from replicas.weights.copies.accelerator import accelerator
 from tests.integration.coordinator.test_coordinator_restart import world_of
 from tests.support.channel.memory import statistics
-from tests.support.channels import ChannelWorld, channel_world
+from tests.support.channels import ChannelWorld, channel_world, load
 from tests.support.devices import fake_accelerator
 from tests.support.devices.fake_accelerator import fake_memory_nbytes
 from tests.support.ranks import ELEMENTS, RankProcess
 from tests.support.root import ROOT
-from tests.support.sidecars import shared_forkserver
+from tests.support.sidecars import kill_next, shared_forkserver
 from tests.support.waits import wait_until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300), pytest.mark.usefixtures("gpus")]
@@ -76,14 +76,6 @@ def weights(value: float) -> dict[str, torch.Tensor]:
 
 async def publish(channel: Channel, value: float) -> Receipt:
     return await (await asyncio.to_thread(channel.publish, weights(value)))
-
-
-async def load(channel: Channel) -> tuple[int, float]:
-    """The version, and the one value that all of its tensors must have."""
-    with await channel.receive(deadline=40) as update:
-        values: set[float] = {value for _, tensor in update for value in tensor.tolist()}
-        assert len(values) == 1, "a torn set of weights"
-        return update.version, values.pop()
 
 
 def lanes(world: ChannelWorld) -> list[list[str]]:
@@ -144,8 +136,7 @@ async def test_other_gpus_get_every_byte_once() -> None:
 
 
 async def test_the_parts_of_a_version_on_two_gpus() -> None:
-    """Each target copies the part that lies on its own GPU, and receives the other
-    one."""
+    """Each target copies the part that lies on its own GPU, and pulls the other one."""
     async with channel_world(
         {**DEVICE, "sources": [{"group": "trainer", "ranks": "all"}]}, trainer=GroupShape(1, 2)
     ) as world:
@@ -155,18 +146,10 @@ async def test_the_parts_of_a_version_on_two_gpus() -> None:
             receipts = await publish_parts(trainers, value)
             assert [receipt.version for receipt in receipts] == [int(value)] * 2
             assert [await load(rollout) for rollout in rollouts] == [(int(value), value)] * 2
-
-
-def kill_next(victim: Channel) -> None:
-    """Kill the sidecar of this member as soon as bytes are to go through it."""
-    move = victim._transfers._move_through_lane
-
-    async def kill_first(lane: Any, *args: Any) -> Any:
-        victim._transfers._move_through_lane = move  # type: ignore[method-assign]  # only the first one is hit
-        os.kill(lane.sidecar.pid, signal.SIGKILL)
-        return await move(lane, *args)
-
-    victim._transfers._move_through_lane = kill_first  # type: ignore[method-assign,assignment]  # see above
+            (status,) = world.coordinator.channel_statuses()
+            assert status.last_sync is not None
+            assert set(status.last_sync.pulled) == {"rollout/0/0", "rollout/1/0"}
+        assert not lanes(world)
 
 
 async def test_a_version_is_pulled_through_host_memory_where_a_lane_has_failed() -> None:
@@ -199,7 +182,8 @@ async def test_a_version_is_pulled_through_host_memory_where_a_lane_has_failed()
         assert len(in_lane) == 3
         for victim in in_lane:
             kill_next(victim)
-            assert await pulls() == 2, "one of each GPU, and the others copy"
+            wanting = {2} if victim is trainer else {1, 2}  # a receiver may have had all before
+            assert await pulls() in wanting, "one of each GPU, and the others copy"
             async with asyncio.timeout(60):
                 while await pulls():
                     assert not lanes(world), "lanes rest"
@@ -242,30 +226,11 @@ def part_memory() -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("whose", [0, 2])
-async def test_parts_are_pulled_where_a_lane_has_failed(whose: int) -> None:
-    async with channel_world(
-        {**DEVICE, "sources": [{"group": "trainer", "ranks": "all"}]}, trainer=GroupShape(1, 2)
-    ) as world:
-        trainers = [await join(world, "trainer", 0, f"FAKE-{rank}", rank, 2) for rank in (0, 1)]
-        rollouts = [await join(world, "rollout", index, f"FAKE-{1 + index}") for index in (0, 1)]
-        await publish_parts(trainers, 1)
-        kill_next([*trainers, *rollouts][whose])
-        for receipt in await publish_parts(trainers, 2):
-            assert (receipt.version, receipt.lost) == (2, ())
-        assert [await load(rollout) for rollout in rollouts] == [(2, 2.0)] * 2
-        (status,) = world.coordinator.channel_statuses()
-        assert status.last_sync is not None
-        assert set(status.last_sync.pulled) == {"rollout/0/0", "rollout/1/0"}
-
-
-async def test_a_latecomer_pulls_where_its_lane_has_failed() -> None:
-    """From a target, whose own sidecar is killed."""
+async def test_a_latecomer_pulls_from_a_target() -> None:
     async with channel_world(DEVICE) as world:
         trainer = await join(world, "trainer", 0, "FAKE-0")
         first = await join(world, "rollout", 0, "FAKE-1")
         await publish(trainer, 1)
-        kill_next(first)
         late = await join(world, "rollout", 1, "FAKE-2")
         assert await load(late) == (1, 1.0)
         assert (await publish(trainer, 2)).lost == ()
@@ -447,7 +412,13 @@ async def test_publishers_and_targets_that_die_at_rest_and_in_the_midst_of_a_cop
         await wait_until(lambda: len(channel.roster.targets) == 2, "both targets are live")
 
         def copying(name: str) -> bool:
-            return any(name in {m.name for m in transfer.attempt.mapping} for transfer in channel.commits.transfers)
+            maps = [
+                one.member.name
+                for transfer in channel.commits.transfers
+                for one in transfer.attempt.of("offered", "taking")
+                if one.way == "map"
+            ]
+            return name in maps
 
         trainer.tell("publish", value=1)
         await wait_until(lambda: copying("rollout/1/0"), "the slow one copies")

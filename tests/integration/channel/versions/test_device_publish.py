@@ -236,7 +236,7 @@ async def test_closing_waits_for_the_copies(gpu: FakeAccelerator, staging: str) 
     assert len(gpu.unpinned) == len(gpu.pinned)
 
 
-async def test_the_first_bytes_leave_while_the_rest_is_copied(gpu: FakeAccelerator, staging: str) -> None:
+async def test_a_broadcast_waits_for_the_copies(gpu: FakeAccelerator, staging: str) -> None:
     async with channel_world({"staging": staging, "transport": "group"}) as world:
         trainer, rollout = await pair(world)
         for value in (1, 2):

@@ -97,10 +97,8 @@ def test_logs_and_stacks_of_all_nodes(tmp_path: Path) -> None:
         status = said("status")
         assert "this machine" in status
         assert "place=there" in status
-        run.signal(signal.SIGTERM)
-        assert run.wait() == 0
+        run.end()
         assert [agent.wait() for agent in agents.values()] == [0, 0]
-        run.assert_nothing_left()
 
 
 def test_a_doctor_of_all_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,9 +139,7 @@ def test_a_doctor_of_all_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str
         out = capsys.readouterr().out
         assert "node n1\n[+] node      up, release" in out
         assert "node n2\n[-] node      away: its agent has been silent for " in out
-        run.signal(signal.SIGTERM)
-        assert run.wait() == 0
-        run.assert_nothing_left()
+        run.end()
 
 
 def test_a_run_whose_nodes_do_not_come_ends(tmp_path: Path) -> None:
@@ -220,10 +216,8 @@ def test_replicas_of_a_killed_node_start_elsewhere(tmp_path: Path) -> None:
         assert states(run)["n1"] == "lost"
         again = Agent(run, "n1", "--label", "place=there")
         eventually(lambda: states(run)["n1"] == "up", "the node is back")
-        run.signal(signal.SIGTERM)
-        assert run.wait() == 0
+        run.end()
         assert again.wait() == 0
-        run.assert_nothing_left()
 
 
 def test_a_killed_agent_that_comes_back_cleans_up_first(tmp_path: Path) -> None:
@@ -235,10 +229,8 @@ def test_a_killed_agent_that_comes_back_cleans_up_first(tmp_path: Path) -> None:
         assert pid is not None
         assert not alive(pid)
         ready(run, "a")
-        run.signal(signal.SIGTERM)
-        assert run.wait() == 0
+        run.end()
         assert agents["n1"].wait() == 0
-        run.assert_nothing_left()
 
 
 def test_a_frozen_shim_of_a_killed_agent_does_not_keep_the_next_one_out(tmp_path: Path) -> None:
@@ -255,10 +247,8 @@ def test_a_frozen_shim_of_a_killed_agent_does_not_keep_the_next_one_out(tmp_path
         assert not alive(shim)
         assert f"lock the state folder: [{shim}]" in agents["n1"].output.read_text()
         ready(run, "a")
-        run.signal(signal.SIGTERM)
-        assert run.wait() == 0
+        run.end()
         assert agents["n1"].wait() == 0
-        run.assert_nothing_left()
 
 
 def test_a_node_whose_agent_is_told_to_end_leaves_in_order(tmp_path: Path) -> None:
@@ -270,9 +260,7 @@ def test_a_node_whose_agent_is_told_to_end_leaves_in_order(tmp_path: Path) -> No
         assert {nodes for *_, nodes in after.values()} == {"n2"}
         assert run.status().groups[0].restarts == {"node": 1}
         assert "n1" not in states(run)
-        run.signal(signal.SIGTERM)
-        assert run.wait() == 0
-        run.assert_nothing_left()
+        run.end()
 
 
 def test_an_agent_without_its_supervisor_ends_with_the_lease(tmp_path: Path) -> None:
@@ -295,10 +283,8 @@ def test_a_frozen_agent_s_replicas_end_in_time(tmp_path: Path) -> None:
         ready(run, "a")
         agents[node].popen.send_signal(signal.SIGCONT)
         eventually(lambda: states(run)[node] == "up", "the node is back", timeout_s=30)
-        run.signal(signal.SIGTERM)
-        assert run.wait() == 0
+        run.end()
         assert [agent.wait() for agent in agents.values()] == [0, 0]
-        run.assert_nothing_left()
 
 
 # ---------------------------------------------------------------- adoption
@@ -388,9 +374,7 @@ def test_when_nobody_comes_in_time_nothing_is_left(tmp_path: Path) -> None:
         agents["n1"] = Agent(run, "n1", "--label", "place=there")
         eventually(lambda: versions(run)[-1] > reached, "versions that go on", timeout_s=60)
         assert replicas_of(run.status(), "trainer")["trainer/0"][1] == 2
-        run.signal(signal.SIGTERM)
-        assert run.wait(timeout_s=60) == 0
-        run.assert_nothing_left()
+        run.end(timeout_s=60)
 
 
 def test_a_frozen_agent_keeps_nothing_alive_when_nobody_comes_in_time(tmp_path: Path) -> None:
@@ -420,9 +404,7 @@ def test_a_frozen_agent_is_replaced_by_the_next_supervisor(tmp_path: Path) -> No
         assert not alive(pid)
         assert not alive(agent)
         assert run.status().groups[0].restarts == {"node": 1}
-        run.signal(signal.SIGTERM)
-        assert run.wait() == 0
-        run.assert_nothing_left()
+        run.end()
 
 
 def test_of_two_supervisors_that_come_at_once_one_wins(tmp_path: Path) -> None:
@@ -493,9 +475,7 @@ def test_what_ended_meanwhile_is_judged_by_the_next_supervisor(tmp_path: Path) -
         assert replicas_of(run.status(), "done")["done/0"][:2] == ("finished", 1)
         assert replicas_of(run.status(), "late")["late/0"][:2] == ("finished", 1)
         assert run.status().groups[3].restarts == {"exit": 1}
-        run.signal(signal.SIGTERM)
-        assert run.wait() == 0
-        run.assert_nothing_left()
+        run.end()
 
 
 def test_a_config_that_has_changed_meanwhile_is_in_use_then(tmp_path: Path) -> None:
@@ -513,9 +493,7 @@ def test_a_config_that_has_changed_meanwhile_is_in_use_then(tmp_path: Path) -> N
         eventually(lambda: replicas_of(run.status(), "b")["b/0"][:2] == ("ready", 2), "a restart of b", timeout_s=60)
         assert ready(run, "a") == before["a"]
         assert run.status().groups[1].restarts == {"reload": 1}
-        run.signal(signal.SIGTERM)
-        assert run.wait() == 0
-        run.assert_nothing_left()
+        run.end()
 
 
 # ---------------------------------------------------------------- who may join
@@ -540,9 +518,7 @@ def test_agents_that_are_not_taken(tmp_path: Path) -> None:
         )
         assert "another agent uses the state folder" in same.stderr
         assert run.status().refused["token"] >= 1
-        run.signal(signal.SIGTERM)
-        assert run.wait() == 0
-        run.assert_nothing_left()
+        run.end()
 
 
 @pytest.mark.parametrize("words", [["--join", "nonsense"], [], ["--join", "a@b:1", "--label", "x"]])

@@ -60,9 +60,7 @@ def test_a_node_has_one_forkserver_whose_sidecars_take_the_place_of_their_ranks(
         for name in names:
             syncs(run, name, 2 if name == "a/1" else 1)
         assert [one.restarts for one in run.status().groups] == [{"signal": 1}, {}, {}]
-        run.signal(signal.SIGTERM)
-        assert run.wait() == 0
-        run.assert_nothing_left()
+        run.end()
 
 
 @pytest.mark.parametrize("command", [None, WITHOUT_CGROUPS], ids=["control groups", "marks"])
@@ -87,9 +85,7 @@ def test_a_replica_that_ended_starts_again_when_its_frozen_sidecars_are_gone(
         eventually(lambda: forkserver not in forkservers(run), "its agent kills the frozen forkserver")
         eventually(lambda: sidecars_of(main_pids(run)[1]), "sidecars of another one", timeout_s=60)
         syncs(run, "a/1", 2)
-        run.signal(signal.SIGTERM)
-        assert run.wait() == 0
-        run.assert_nothing_left()
+        run.end()
 
 
 def syncs(run: Run, name: str, generation: int = 1) -> None:

@@ -1,5 +1,5 @@
 """kill -9 of two at once, and processes that hide: nothing of the affected replica is
-left alive."""
+left alive. (kill -9 of one, with what is said of it: test_supervisor_kills.py.)"""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import pytest
 from replicas.linux.cgroups import find_own
 from replicas.linux.processes import start_time
 from replicas.supervisor.fleet.local_agent import AGENT
+from tests.support.processes import parent_of
 from tests.support.programs import SLEEPS, group
 from tests.support.runs import WITHOUT_CGROUPS, Run, alive, running
 from tests.support.waits import eventually
@@ -68,11 +69,6 @@ def kill(*pids: int) -> None:
         with suppress(ProcessLookupError) if number else nullcontext():
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         os.close(pidfd)
-
-
-def parent(pid: int) -> int:
-    text = Path(f"/proc/{pid}/stat").read_text()
-    return int(text[text.rindex(")") + 2 :].split()[1])
 
 
 def main_pid(run: Run, *, besides: int = 0) -> int:
@@ -134,7 +130,7 @@ def test_a_run_that_loses_its_supervisor_and_another_one_leaves_nothing(
         rank = main_pid(run)
         pids = {
             "supervisor": run.pid,
-            "shim": parent(rank),
+            "shim": parent_of(rank),
             "rank": rank,
             "agent": run.find(AGENT),
         }
@@ -158,8 +154,10 @@ def test_a_replica_that_loses_two_of_its_processes_leaves_nothing_and_starts_aga
         for victims in (("shim", "launcher"), ("launcher", "rank"), ("supervisor", "launcher")):
             noted = all_pids(tmp_path, 1)
             launcher = main_pid(run, besides=launcher)
-            rank = next(pid for pid, line in run.processes().items() if "rank.py" in line and parent(pid) == launcher)
-            pids = {"supervisor": run.pid, "shim": parent(launcher), "launcher": launcher, "rank": rank}
+            rank = next(
+                pid for pid, line in run.processes().items() if "rank.py" in line and parent_of(pid) == launcher
+            )
+            pids = {"supervisor": run.pid, "shim": parent_of(launcher), "launcher": launcher, "rank": rank}
             of_it = [(pid, start_time(pid) or 0) for pid in (*pids.values(),) if pid != run.pid]
             began = time.monotonic()
             kill(*(pids[name] for name in victims))
@@ -178,7 +176,7 @@ def test_a_killed_agent_is_replaced_and_its_replicas_start_again(tmp_path: Path)
         assert not alive(rank)
         eventually(lambda: run.status().groups[0].replicas[0].state == "ready", "a replica that is ready again")
         assert run.status().groups[0].restarts == {"node": 1}
-        kill(run.pid, parent(again))  # the second one ends what the shim has left
+        kill(run.pid, parent_of(again))  # the second one ends what the shim has left
         run.assert_nothing_left(timeout_s=BOUND_S)
         eventually(lambda: not alive(second), "the end of the agent")  # its environment is gone a moment before it is
 
@@ -205,13 +203,13 @@ def test_without_control_groups_marks_and_descent_do_it(tmp_path: Path) -> None:
         path.unlink()
         rank = main_pid(run)
         began = time.monotonic()
-        kill(parent(rank), rank)
+        kill(parent_of(rank), rank)
         gone([*noted, (rank, start_time(rank) or 0)], began)
         run.wait_line("a/0: starting (generation 2)")
         eventually(lambda: path.exists() and len(path.read_text().split()) == 2, "both processes again")
         noted = [(int(pid), start_time(int(pid)) or 0) for pid in path.read_text().split()]
         rank = main_pid(run, besides=rank)
         began = time.monotonic()
-        kill(run.pid, parent(rank))
+        kill(run.pid, parent_of(rank))
         gone(noted, began)
         run.assert_nothing_left()

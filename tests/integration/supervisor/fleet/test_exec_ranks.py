@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from replicas.cli.client import Client
+from replicas.control.client import Client
 from replicas.control.commands import Drain
 from tests.support.programs import PUBLISHES, group
 from tests.support.runs import running

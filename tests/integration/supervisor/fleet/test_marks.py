@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -105,6 +104,4 @@ def test_nobody_takes_the_place_of_a_rank_by_the_token_alone(tmp_path: Path) -> 
             run.log("trainer/0").read_text(),
         ]
         assert not any(mark in text for text in shown)
-        run.signal(signal.SIGTERM)
-        assert run.wait() == 0
-        run.assert_nothing_left()
+        run.end()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
-from replicas.cli.client import Client
+from replicas.control.client import Client
 from replicas.control.commands import ResetFailed
 from tests.support.programs import SLEEPS, group
 from tests.support.runs import alive, running
@@ -28,12 +27,10 @@ def test_a_rollout_that_keeps_failing_does_not_end_the_trainer(tmp_path: Path) -
         (tmp_path / "mended").touch()
         client = Client(f"unix:{run.state_dir}/control.sock", timeout_s=60.0)
         assert client.order(ResetFailed()).result == ["rollout/0"]
-        run.wait_line("reset-failed: starting rollout/0; full restart budget for rollout", timeout_s=90.0)
+        run.wait_line("reset-failed: starting rollout/0; restart budget of rollout restored", timeout_s=90.0)
         run.wait_line("rollout/0: finished", timeout_s=90.0)
         assert run.status().groups[1].no_progress_remaining_ratio == 1.0
-        run.signal(signal.SIGTERM)
-        assert run.wait() == 0
-        run.assert_nothing_left()
+        run.end()
 
 
 def test_a_run_whose_only_rollout_has_failed_for_good_ends(tmp_path: Path) -> None:

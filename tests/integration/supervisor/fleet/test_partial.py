@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +79,7 @@ def test_a_half_loaded_replica_is_restarted_as_a_whole(tmp_path: Path) -> None:
         assert first[0] > failed["version"] - 1
         assert run.status().groups[1].replicas[0].versions == {"policy": latest}
         assert not [line for line in lines(out / "trainer-0.jsonl") if "error" in line]
-        run.signal(signal.SIGTERM)
-        assert run.wait() == 0
-        run.assert_nothing_left()
+        run.end()
 
 
 def second_life(out: Path, rank: int) -> list[int]:

@@ -80,9 +80,7 @@ def test_a_stopped_supervisor_evicts_nobody_and_kills_nothing(tmp_path: Path) ->
         for name in ("rollout-0", "rollout-1"):
             versions = [line["version"] for line in told(out, name)]
             assert versions == sorted(set(versions))
-        run.signal(signal.SIGTERM)
-        assert run.wait() == 0
-        run.assert_nothing_left()
+        run.end()
 
 
 def fields(of: Any) -> dict[str, Any]:

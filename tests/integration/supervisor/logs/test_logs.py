@@ -18,6 +18,7 @@ from replicas.linux.processes import MARK
 from replicas.supervisor.cleanup.sweeping import Sweep, by_mark
 from replicas.supervisor.logs.pump import READ_NBYTES
 from tests.support.machine.disks import fill, small_disk
+from tests.support.processes import kill
 from tests.support.programs import group
 from tests.support.runs import alive, running
 from tests.support.shims import ShimUnderTest, pump_of, shim
@@ -38,14 +39,6 @@ os.wait()
 """
 """Two processes, one on stdout and one on stderr, in blocks that end in the middle of
 lines: 20 MB, when ``go`` is read."""
-
-
-def kill(pid: int, signum: int) -> None:
-    pidfd = os.pidfd_open(pid)
-    try:
-        signal.pidfd_send_signal(pidfd, signum)
-    finally:
-        os.close(pidfd)
 
 
 GAP = b"replicas: the log pump was killed: a line may be torn here, or missing"

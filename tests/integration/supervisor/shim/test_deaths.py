@@ -10,7 +10,6 @@ import os
 import selectors
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -42,7 +41,7 @@ if __name__ == "__main__":
 @pytest.fixture
 def watch() -> DeathWatch:
     selector = selectors.DefaultSelector()
-    return DeathWatch(selector, lambda: descendants(os.getpid()), time.monotonic)
+    return DeathWatch(selector, lambda: descendants(os.getpid()))
 
 
 def known(watch: DeathWatch) -> int:

@@ -76,6 +76,28 @@ def reported(report: ExitReport) -> orders.Message:
     return {"type": "report", "report": plain(report)}
 
 
+# ------------------------------------------------------------ supervisor and shim
+
+
+def test_what_a_shim_is_told(tmp_path: Path) -> None:
+    """What is no order changes nothing, and is told in its log."""
+    real = [orders.encode({"type": kind}) for kind in ("ping", "stacks", "drain")]
+    real += [orders.encode({"type": "stop", "timeout_s": 1.0}), orders.encode({"type": "rendezvous", "port": 1})]
+    with shim(tmp_path, SLEEPS) as one:
+        pid = one.started()
+        for data in mutants(real, seed=10):
+            if kind_of(data) not in ("stop", "start", "stacks"):
+                send(one._control, data)
+        one.send({"type": "ping"})
+        one.wait_for("pong")
+        assert alive(pid)
+        one.send({"type": "stop", "timeout_s": 5.0})
+        one.gone()
+    said = (tmp_path / "logs" / "shim-0.log").read_text()
+    assert "Traceback" not in said
+    assert "malformed message" in said
+
+
 # ------------------------------------------------------------ shim and log pump
 
 
@@ -83,7 +105,7 @@ def test_what_a_log_pump_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[st
     """The lines of the ranks are logged all the same, each once."""
     ours, theirs = orders.pair()
     reader, writer = os.pipe()
-    pump = Pump([OutputLog(LogSource("rank-0", (reader,)), tmp_path, 1 << 20, 3, "a/0")], theirs, None, "a/0")
+    pump = Pump([OutputLog(LogSource("rank-0", (reader,)), tmp_path, 1 << 20, 3)], theirs, None, "a/0")
     thread = threading.Thread(target=pump.run)
     thread.start()
     try:
@@ -110,7 +132,7 @@ def test_what_a_log_pump_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert not thread.is_alive()
     said = capfd.readouterr().err
     assert "Traceback" not in said
-    assert "malformed order" in said
+    assert "malformed message" in said
 
 
 def test_what_a_log_pump_says(
@@ -122,8 +144,8 @@ def test_what_a_log_pump_says(
     drained: list[int] = []
     with selectors.DefaultSelector() as selector, theirs:
         keeper = PumpWatcher(SPEC._replace(log_dir=str(tmp_path)), selector, None, losses.append)
-        keeper._control = ours
-        selector.register(ours, selectors.EVENT_READ, keeper._on_message)
+        keeper._control = orders.MessageSocket(ours, "the log pump", keeper._take, selector.unregister)
+        selector.register(ours, selectors.EVENT_READ, keeper._control.read)
         real = [dropped(LogLoss(3, "file", "full")), {"type": "drained", "number": 0}]
         for data in mutants([orders.encode(message) for message in real], seed=13, many=MESSAGES):
             send(theirs, data)
@@ -136,7 +158,7 @@ def test_what_a_log_pump_says(
             for key, _ in selector.select(30):
                 key.data()
         assert losses[-1] == LogLoss(8, "tee", "slow")
-        keeper._clear_process()
+        keeper._control.close()
         for pipe in (*keeper.pipes.readers, *(fd for pair in keeper.pipes.of_ranks() for fd in pair)):
             os.close(pipe)
     said = capfd.readouterr().err
@@ -151,11 +173,11 @@ import socket, subprocess, sys
 from replicas.supervisor.shim import shim, starting
 from replicas.linux.processes import Child
 
-def launcher(self):
+def launcher(spec, pipes, scratch):
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
     return Child(subprocess.Popen(command, start_new_session=True)), socket.socket(fileno=int(sys.argv[1]))
 
-starting.Starter.launcher = launcher
+starting.start_launcher = launcher
 sys.exit(shim.main(sys.argv[2:]))
 """
 

@@ -22,14 +22,16 @@ PEERS = '[channels.grads]\npeers = ["a"]\n'
 
 RANK_IN_A_REMOVED_FOLDER = """
 import asyncio, os
+from replicas.sidecar.kept_forkserver import KeptForkserver
 from replicas.sidecar.rank_side.forkserver_client import Forkserver
 
 async def main():
     os.mkdir("gone")
     os.chdir("gone")
     os.rmdir("../gone")
-    helper = await Forkserver.spawn()
-    sidecar = await helper.fork()
+    helper = KeptForkserver(os.environ, print)
+    forkserver = await Forkserver.connect(helper.address)
+    sidecar = await forkserver.fork()
     print("a sidecar of a rank without a folder", flush=True)
     await helper.aclose()
 
@@ -60,9 +62,7 @@ def test_helpers_do_not_mind_the_end_of_the_folder_they_were_started_in(tmp_path
         assert len(mine) >= 5, folders  # agent, shim, log pump, store, forkserver
         assert {folders[line] for line in mine} == {"/"}
         assert {folders[line] for line in folders.keys() - mine} == {str(tmp_path)}
-        run.signal(signal.SIGTERM)
-        assert run.wait(timeout_s=60.0) == 0
-        run.assert_nothing_left()
+        run.end(timeout_s=60)
 
 
 def test_a_rank_in_a_removed_folder_gets_a_sidecar(tmp_path: Path) -> None:

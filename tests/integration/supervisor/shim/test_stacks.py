@@ -75,8 +75,8 @@ def test_stuck_ranks_show_their_stacks_before_they_are_killed(tmp_path: Path) ->
 
     with running(tmp_path, text) as run:
         end = "replicas: end of stacks"
-        eventually(lambda: says("never", "it has not joined a channel, state ", end), "never's state")
-        eventually(lambda: says("deaf", "it has not joined a channel, state ", end), "deaf's state")
+        eventually(lambda: says("never", " has not joined a channel, state ", end), "never's state")
+        eventually(lambda: says("deaf", " has not joined a channel, state ", end), "deaf's state")
         eventually(
             lambda: says("holds", "replicas: stacks of rank 0, process ", "in never_comes_back", end),
             "the stacks of a rank that holds the GIL",

@@ -112,7 +112,7 @@ def test_an_operation_knows_where_its_tensors_are(gpu: FakeAccelerator) -> None:
     assert OperationCall("all_reduce", (near,)).device == "cpu"
     mixed = OperationCall("all_reduce", (near, torch.zeros(2)))
     assert (mixed.gpu, mixed.device, mixed.quick) == (GPU, "cuda", False)
-    mixed.note_stream()
+    mixed.order_after_stream()
     assert len(mixed.called) == 1
 
 

@@ -100,7 +100,7 @@ async def test_results_that_cannot_be_written_fail_that_call_alone(
     def refuse(*args: Any, **named: Any) -> None:
         raise AssertionError("not into this one")
 
-    monkeypatch.setattr("replicas.channel.operations.results.copy_each", refuse)
+    monkeypatch.setattr("replicas.channel.operations.scratch.copy_each", refuse)
     world.tell(made.success())
     with pytest.raises(errors.UsageError, match="AssertionError: not into this one"):
         await asyncio.wait_for(pending, 10)

@@ -27,7 +27,7 @@ from replicas.channel.session import session as session_module
 from replicas.channel.session.session import MALFORMED_MAX, SILENCE_S, Session
 from replicas.common.logs import flush
 from replicas.common.patience import PAUSE_S
-from replicas.common.tasks import telling
+from replicas.common.tasks import say_if_slow
 from replicas.messages import (
     PROTOCOL,
     Ack,
@@ -58,7 +58,7 @@ from tests.support.waits import wait_until
 
 pytestmark = pytest.mark.anyio
 
-SETTINGS = ChannelSettings("target", 5.0, 2, "leader", "leader", "auto", heartbeat_interval_s=0.02)
+SETTINGS = ChannelSettings("target", 5.0, 2, "leader", "leader", heartbeat_interval_s=0.02)
 HELLO = Hello(PROTOCOL, "run", "policy", "rollout", 0, 0, 1, "abc", 1, ProcessIdentity(1, 2, "boot", 3))
 
 
@@ -124,7 +124,7 @@ class Handler:
         """How many messages had come by then."""
 
     def update_hello(self, hello: Hello) -> Hello:
-        return msgspec.structs.replace(hello, held=(HeldVersion(3, "d", "m"),), loaded=3)
+        return msgspec.structs.replace(hello, held=(HeldVersion(3, "d"),), loaded=3)
 
     def before_heartbeat(self) -> None:
         pass
@@ -187,14 +187,14 @@ def _bodies(frames: list[MemberFrame]) -> list[tuple[int, FromMember]]:
 async def test_opens_sends_and_says_goodbye(world: SessionWorld) -> None:
     await world.session.open(5)
     assert world.handler.welcomes == [False]
-    assert world.coordinator.hellos[0].held == (HeldVersion(3, "d", "m"),)
-    world.session.send(LaneFormed("a", 1.0))
-    world.session.send(LaneFormed("b", 1.0))
+    assert world.coordinator.hellos[0].held == (HeldVersion(3, "d"),)
+    world.session.send(LaneFormed("a"))
+    world.session.send(LaneFormed("b"))
     frames = [await world.coordinator.frame() for _ in range(2)]
-    assert _bodies(frames) == [(1, LaneFormed("a", 1.0)), (2, LaneFormed("b", 1.0))]
+    assert _bodies(frames) == [(1, LaneFormed("a")), (2, LaneFormed("b"))]
     await world.session.close("done", 2)
     assert (await world.coordinator.frame()).body == Bye("done")
-    world.session.send(LaneFormed("c", 1.0))
+    world.session.send(LaneFormed("c"))
     assert world.coordinator.frames.empty()
 
 
@@ -202,15 +202,15 @@ async def test_what_cannot_travel_is_refused_before_it_is_queued(world: SessionW
     await world.session.open(5)
     many = tuple(Segment("float32", (1,)) for _ in range(400_000))
     for bad in (
-        LaneFormed("\udce9", 1.0),
+        LaneFormed("\udce9"),
         Progress(2**70),
         OperationPost(1, "all_reduce", many, 1.0),
         Bye("x" * 2**21),
     ):
         with pytest.raises(errors.UsageError, match=type(bad).__name__):
             world.session.send(bad)
-    world.session.send(LaneFormed("a", 1.0))
-    assert _bodies([await world.coordinator.frame()]) == [(1, LaneFormed("a", 1.0))]
+    world.session.send(LaneFormed("a"))
+    assert _bodies([await world.coordinator.frame()]) == [(1, LaneFormed("a"))]
 
 
 async def test_heartbeats_come_as_often_as_the_coordinator_says(world: SessionWorld) -> None:
@@ -230,7 +230,7 @@ async def test_resumes_after_a_broken_connection(world: SessionWorld) -> None:
     await world.coordinator.send(first, Commit(4, "x", "m"))
     assert await world.handler.messages.get() == Commit(4, "x", "m")
     for name in "abc":
-        world.session.send(LaneFormed(name, 1.0))
+        world.session.send(LaneFormed(name))
     for _ in range(3):
         await world.coordinator.frame()
     world.coordinator.received = 1  # the coordinator got only the first of the three
@@ -239,7 +239,7 @@ async def test_resumes_after_a_broken_connection(world: SessionWorld) -> None:
     hello = world.coordinator.hellos[1]
     assert (hello.resume_term, hello.received) == (7, 1)
     frames = [await world.coordinator.frame() for _ in range(2)]
-    assert _bodies(frames) == [(2, LaneFormed("b", 1.0)), (3, LaneFormed("c", 1.0))]
+    assert _bodies(frames) == [(2, LaneFormed("b")), (3, LaneFormed("c"))]
     await second.send(encode(ServerFrame(1, 3, Commit(4, "x", "m"))))  # resent: must not be handled again
     await world.coordinator.send(second, Commit(5, "y", "m"))
     assert await world.handler.messages.get() == Commit(5, "y", "m")
@@ -286,23 +286,23 @@ async def test_the_end_of_a_connection_is_not_lost_to_something_to_write(ticks: 
 async def test_a_new_term_starts_from_scratch(world: SessionWorld) -> None:
     await world.session.open(5)
     first = await world.coordinator.connection()
-    world.session.send(LaneFormed("a", 1.0))
+    world.session.send(LaneFormed("a"))
     await world.coordinator.frame()
     world.coordinator.term = 8
     world.handler.welcome.clear()
     first.transport.abort()
     await asyncio.wait_for(world.handler.welcome.wait(), 30)
     assert world.handler.welcomes == [False, False]
-    world.session.send(LaneFormed("b", 1.0))
-    assert _bodies([await world.coordinator.frame()]) == [(1, LaneFormed("b", 1.0))]
+    world.session.send(LaneFormed("b"))
+    assert _bodies([await world.coordinator.frame()]) == [(1, LaneFormed("b"))]
 
 
 async def test_messages_sent_while_disconnected_go_out_later(world: SessionWorld) -> None:
     await world.session.open(5)
     first = await world.coordinator.connection()
     first.transport.abort()
-    world.session.send(LaneFormed("a", 1.0))
-    assert _bodies([await world.coordinator.frame()]) == [(1, LaneFormed("a", 1.0))]
+    world.session.send(LaneFormed("a"))
+    assert _bodies([await world.coordinator.frame()]) == [(1, LaneFormed("a"))]
 
 
 async def test_refused(world: SessionWorld) -> None:
@@ -410,7 +410,7 @@ async def test_a_connection_that_brings_nothing_is_followed_by_a_growing_pause(
     monkeypatch.setattr("tenacity.wait.random.uniform", lambda low, high: high)
     await world.session.open(5)
     began, at = time.monotonic(), []
-    world.session.send(LaneFormed("bad", 1.0))
+    world.session.send(LaneFormed("bad"))
     for _ in range(7):
         connection = await world.coordinator.connection()
         at.append(time.monotonic())
@@ -456,7 +456,7 @@ async def test_nobody_there() -> None:
 
 
 async def test_a_join_says_how_long_it_waits(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(session_module, "telling", partial(telling, after_s=0.15))
+    monkeypatch.setattr(session_module, "say_if_slow", partial(say_if_slow, after_s=0.15))
     session = Session(Loop(), "127.0.0.1:1", "secret", HELLO, Handler())  # type: ignore[arg-type]  # a fake
     with pytest.raises(errors.Disconnected):
         await session.open(0.2)

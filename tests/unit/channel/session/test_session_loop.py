@@ -183,30 +183,25 @@ def test_a_waiter_that_cannot_be_woken_holds_up_no_other() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("error", [SystemExit("bye"), KeyboardInterrupt(), RuntimeError("bug")])
-async def test_whatever_a_handler_raises_ends_its_channel(error: BaseException) -> None:
-    world = ScriptedWorld("target", 2)
-
+async def test_whatever_a_handler_raises_ends_its_channel(target: ScriptedWorld, error: BaseException) -> None:
     def fail() -> None:
         raise error
 
-    waiting = world.receiver.receive(None)
+    waiting = target.receiver.receive(None)
     await asyncio.sleep(0)
-    world.hub.call(fail)
+    target.hub.call(fail)
     with pytest.raises(errors.InternalError, match=type(error).__name__):
         await waiting
-    await world.end()
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("error", [SystemExit("bye"), RuntimeError("bug")])
-async def test_whatever_a_task_raises_ends_its_channel(error: BaseException) -> None:
+async def test_whatever_a_task_raises_ends_its_channel(target: ScriptedWorld, error: BaseException) -> None:
     async def fail_soon() -> None:
         raise error
 
-    world = ScriptedWorld("target", 2)
-    waiting = world.receiver.receive(None)
+    waiting = target.receiver.receive(None)
     await asyncio.sleep(0)
-    world.hub.spawn(fail_soon(), "fails")
+    target.hub.spawn(fail_soon(), "fails")
     with pytest.raises(errors.InternalError, match=type(error).__name__):
         await waiting
-    await world.end()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -12,12 +10,6 @@ from replicas.channel import Channel, Update
 from replicas.testing import FakeRun
 
 CALL_S = 20.0
-
-
-@pytest.fixture
-def run() -> Iterator[FakeRun]:
-    with FakeRun() as found:
-        yield found
 
 
 class Trainer:

@@ -7,7 +7,7 @@ Covers: channel/versions/filling.py, channel/versions/publish.py.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -34,7 +34,7 @@ async def source() -> AsyncIterator[ScriptedWorld]:
 
 
 @pytest.fixture
-def digests(source: ScriptedWorld, monkeypatch: pytest.MonkeyPatch) -> list[Future[str]]:
+def digests(source: ScriptedWorld, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Future[str]]]:
     """Of each publish; they come when the test says so."""
     made: list[Future[str]] = []
     filling = source.publisher._filling
@@ -46,7 +46,9 @@ def digests(source: ScriptedWorld, monkeypatch: pytest.MonkeyPatch) -> list[Futu
         return manifest, Packing(made[-1])
 
     monkeypatch.setattr(filling, "fill", late)
-    return made
+    yield made
+    for one in made:
+        one.cancel()
 
 
 async def publish(world: ScriptedWorld, version: int, meta: Callable[[], Meta] | None = None) -> PublishJob:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ import torch
 
 from replicas import errors
 from replicas import messages as wire
+from replicas.channel.session.hub import Part
 from replicas.channel.session.pending import Promise
 from replicas.channel.versions import receive as receive_module
 from replicas.channel.versions import update as update_module
@@ -23,17 +24,10 @@ from replicas.channel.versions.receive import Bound
 from replicas.channel.versions.update import Update
 from replicas.common.logs import flush
 from replicas.weights.loading import load_image
-from tests.support.channel.scripted import ScriptedWorld
+from tests.support.channel.scripted import DIGEST, ScriptedWorld
 from tests.support.waits import wait_until
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-async def target() -> AsyncIterator[ScriptedWorld]:
-    world = ScriptedWorld("target", 2)
-    yield world
-    await world.end()
 
 
 async def asked(target: ScriptedWorld, version: int, bound: Bound = Bound()) -> Promise[Update]:
@@ -55,7 +49,7 @@ async def test_an_update_that_nobody_has_looked_at_is_given_back_for_a_newer_one
     target.session.sent.clear()
     await target.hold(4, commit=False)
     assert pending.done(), "nothing newer is committed"
-    target.tell(wire.Commit(4, "digest", "hash"))
+    target.tell(wire.Commit(4, DIGEST, "hash"))
     assert not pending.done()
     ask = await target.session.next(wire.ReceiveAsk)
     await asyncio.sleep(0)
@@ -71,8 +65,8 @@ async def test_it_is_asked_for_once_when_the_other_ranks_have_begun_with_the_old
     await target.hold(4)
     target.tell(wire.ReceiveGrant((await target.session.next(wire.ReceiveAsk)).ask, 3))
     assert pending.done()
-    target.tell(wire.Commit(4, "digest", "hash"))
-    target.hub.version_held()
+    target.tell(wire.Commit(4, DIGEST, "hash"))
+    target.hub.tell(Part.versions_grown)
     assert pending.done(), "it would be granted the same once more"
     assert (await pending).version == 3
 
@@ -95,7 +89,7 @@ async def test_a_wait_that_is_woken_too_late_waits_for_the_newer_one(target: Scr
     waiter = asyncio.ensure_future(pending)
     ask = await target.session.next(wire.ReceiveAsk)
     await asyncio.sleep(0)
-    target.tell(wire.ReceiveGrant(ask.ask, 3), wire.Commit(4, "digest", "hash"))
+    target.tell(wire.ReceiveGrant(ask.ask, 3), wire.Commit(4, DIGEST, "hash"))
     target.tell(wire.ReceiveGrant((await target.session.next(wire.ReceiveAsk)).ask, 4))
     assert (await waiter).version == 4
 
@@ -139,14 +133,14 @@ async def test_one_whose_first_touch_is_interrupted_is_kept_by_nobody(
 ) -> None:
     await target.hold(3)
     pending = await asked(target, 3)
-    touched = target.receiver.touched
+    touched = target.receiver.loads.touched
 
     def interrupted(version: int) -> None:
         if after:
             touched(version)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(target.receiver, "touched", interrupted)
+    monkeypatch.setattr(target.receiver.loads, "touched", interrupted)
     with pytest.raises(KeyboardInterrupt), await pending:
         pytest.fail("it was entered")
     monkeypatch.undo()
@@ -251,6 +245,22 @@ async def test_the_deadline_says_what_was_asked_for_and_what_there_is(target: Sc
     await target.hold(3)
     with pytest.raises(errors.DeadlineExceeded, match=r"receive\(at_least=\('step', 7\)\)"):
         await target.receiver.receive(0.05, Bound(7, "step"))
+
+
+@pytest.mark.parametrize(
+    ("bound", "text"),
+    [
+        (Bound(9), r"receive\(at_least=9\) did not end within its 0\.05 s: no version from 9 on is published"),
+        (Bound(), r"the receive did not end within its 0\.05 s: no version from 4 on is published"),
+    ],
+)
+async def test_a_version_that_is_not_published_is_no_slow_member(
+    target: ScriptedWorld, bound: Bound, text: str
+) -> None:
+    await target.hold(3)
+    target.hub.loaded = 3
+    with pytest.raises(errors.DeadlineExceeded, match=rf"{text} \(the newest version is 3\) \(see what its source"):
+        await target.receiver.receive(0.05, bound)
 
 
 async def test_another_bound_takes_the_place_of_the_receive_under_way(target: ScriptedWorld) -> None:

@@ -44,8 +44,7 @@ def test_once_all_are_back_nothing_is_waited_for() -> None:
     number = sims[0].publish()
     sims[0].pack(number)
     world.advance(SOON_S)
-    receipt = sims[0].verdicts[number].receipt
-    assert receipt is not None
+    receipt = sims[0].receipt(number)
     assert (receipt.version, len(receipt.members)) == (2, 2)
     assert absent(world) == []
 
@@ -80,8 +79,7 @@ def test_one_that_does_not_come_is_waited_for(told: bool) -> None:
     number = trainer.publish()
     trainer.pack(number)
     world.advance(1.0)
-    receipt = trainer.verdicts[number].receipt
-    assert receipt is not None
+    receipt = trainer.receipt(number)
     assert len(receipt.members) == 2
 
 

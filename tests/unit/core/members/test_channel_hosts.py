@@ -15,18 +15,21 @@ from replicas.core.base.manifest import PartManifest, Piece, TensorSpec
 from replicas.core.members.hosts import LOCATE_S, NEWCOMERS_S
 from replicas.core.members.member_state import MemberState
 from replicas.core.members.roster import GroupShape
-from replicas.core.moving.paths import plan
-from replicas.messages.identity import Member
+from replicas.core.moving.paths import IMAGE, plan
 from tests.support.channel_world import SimMember, World, channel_config
 
 
-def publish(world: World, *trainers: SimMember) -> wire.PublishEnd | None:
+def publish(world: World, *trainers: SimMember) -> None:
     world.run()
     numbers = [trainer.publish() for trainer in trainers]
     for trainer, number in zip(trainers, numbers, strict=True):
         trainer.pack(number)
     world.run()
-    return trainers[0].verdicts.get(numbers[0])
+
+
+def published(world: World, trainer: SimMember) -> wire.ReceiptData:
+    publish(world, trainer)
+    return trainer.receipt(trainer.publishes)
 
 
 def host_of(world: World, sim: SimMember) -> int:
@@ -61,11 +64,9 @@ def test_members_of_one_host_map_and_form_no_group() -> None:
     trainer, *targets = [world.join(name, machine="a") for name in ("trainer/0/0", "rollout/0/0", "rollout/1/0")]
     world.run()
     assert len({host_of(world, sim) for sim in (trainer, *targets)}) == 1
-    end = publish(world, trainer)
-    assert end is not None
-    assert end.receipt is not None
-    assert len(end.receipt.members) == 2
-    assert end.receipt.phases["map"] == 0.001
+    receipt = published(world, trainer)
+    assert len(receipt.members) == 2
+    assert receipt.phases["map"] == 0.001
     assert kinds(trainer) == [], "a publisher's slot is pinned, and nothing is asked of it"
     assert [kinds(target) for target in targets] == [["map"], ["map"]]
 
@@ -81,7 +82,7 @@ def test_bytes_are_what_moved() -> None:
     trainer = world.join("trainer/0/0", machine="a")
     world.join("rollout/0/0", machine="a")
     world.run()
-    assert publish(world, trainer) is not None
+    assert published(world, trainer)
     assert sent() == [0]
     for number in (1, 2):
         world.join(f"rollout/{number}/0", machine="b")
@@ -91,7 +92,7 @@ def test_bytes_are_what_moved() -> None:
     assert {name for event in served for name, nbytes in event.moved_to.items() if nbytes} <= {"rollout/1", "rollout/2"}
     assert [sum(event.moved_to.values()) for event in served] == [event.moved_nbytes for event in served]
     assert sorted(member.name for event in served for member in event.members) == ["rollout/1/0", "rollout/2/0"]
-    assert publish(world, trainer) is not None
+    assert published(world, trainer)
     assert sent() == [0, 16]
 
 
@@ -134,13 +135,11 @@ def test_a_host_gets_every_byte_once() -> None:
     near = world.join("rollout/0/0", machine="a")
     far = [world.join(f"rollout/{number}/0", machine="b") for number in (1, 2, 3)]
     world.run()
-    end = publish(world, trainer)
-    assert end is not None
-    assert end.receipt is not None
+    receipt = published(world, trainer)
     assert kinds(near) == ["map"]
     assert kinds(trainer) == ["serve"]
     assert sorted(map(tuple, (kinds(sim) for sim in far))) == [("map",), ("map",), ("pull",)]
-    assert end.receipt.wire_nbytes == 16
+    assert receipt.wire_nbytes == 16
     publish(world, trainer)
     assert committed(world) == [1, 2]
     assert sum(len(sim.received) for sim in (near, *far)) == 2
@@ -150,7 +149,7 @@ def test_transport_group_forces_the_process_group() -> None:
     world = World(channel_config(transport="group"))
     trainer, target = [world.join(name, machine="a") for name in ("trainer/0/0", "rollout/0/0")]
     publish(world, trainer)
-    assert kinds(target) == ["lane", "receive"] or kinds(target) == ["receive", "lane"]
+    assert kinds(target) == ["receive", "lane"]
     assert not any(isinstance(message, wire.Locate) for message in target.seen)
 
 
@@ -215,10 +214,8 @@ def test_one_that_cannot_map_is_sent_the_bytes() -> None:
     world = World()
     trainer, good, bad = [world.join(name, machine="a") for name in ("trainer/0/0", "rollout/0/0", "rollout/1/0")]
     bad.unmappable = True
-    end = publish(world, trainer)
-    assert end is not None
-    assert end.receipt is not None
-    assert not end.receipt.lost
+    receipt = published(world, trainer)
+    assert not receipt.lost
     assert set(kinds(bad)) == {"map", "pull"}
     assert good.received == []
     assert host_of(world, bad) != host_of(world, good)
@@ -231,11 +228,9 @@ def test_one_without_descriptors_left_is_left_behind() -> None:
     world = World()
     trainer, _, poor = [world.join(name, machine="a") for name in ("trainer/0/0", "rollout/0/0", "rollout/1/0")]
     poor.refuse = wire.WireError("NoCapacity", "too many open files")
-    end = publish(world, trainer)
-    assert end is not None
-    assert end.receipt is not None
-    assert end.receipt.lost == ("rollout/1/0",)
-    assert "too many open files" in end.receipt.reasons["rollout/1/0"]
+    receipt = published(world, trainer)
+    assert receipt.lost == ("rollout/1/0",)
+    assert "too many open files" in receipt.reasons["rollout/1/0"]
 
 
 # ---------------------------------------------------------------- losses
@@ -250,8 +245,7 @@ def test_a_frozen_reader_holds_up_nobody_but_itself() -> None:
     for _ in range(20):
         world.run(frozen=(frozen,))
         world.advance(0.5, frozen=(frozen,))
-    receipt = trainer.verdicts[number].receipt
-    assert receipt is not None
+    receipt = trainer.receipt(number)
     assert receipt.lost == (frozen.member.name,)
     assert receipt.seconds < 3.5 + 1.5, "three heartbeats"
     offers = [message for message in good.seen if isinstance(message, wire.TransferOffer)]
@@ -306,10 +300,8 @@ def test_the_source_dies_before_anyone_has_mapped_it() -> None:
     world.run()
     assert committed(world) == [1]
     again = world.join("trainer/0/0", machine="a")
-    end = publish(world, again)
-    assert end is not None
-    assert end.receipt is not None
-    assert end.receipt.version == 3
+    receipt = published(world, again)
+    assert receipt.version == 3
 
 
 # -------------------------------------------------------------- sent while it is packed
@@ -346,8 +338,7 @@ def test_other_hosts_get_it_while_it_is_packed_and_nobody_maps_half_a_version() 
     assert not world.decisions, "whether it is right is not known before the publisher's digest"
     trainer.fill(number)
     world.run()
-    receipt = trainer.verdicts[number].receipt
-    assert receipt is not None
+    receipt = trainer.receipt(number)
     assert len(receipt.members) == 3
     assert kinds(near) == kinds(second) == ["map"]
     assert [sim.commits for sim in (near, leader, second)] == [[1]] * 3
@@ -361,10 +352,8 @@ def test_a_publish_that_fails_while_it_is_sent_is_nobodys_version() -> None:
     assert trainer.verdicts[number].error is not None
     assert not world.decisions
     assert far.held == near.held == set()
-    end = publish(world, trainer)
-    assert end is not None
-    assert end.receipt is not None
-    assert end.receipt.version == 2
+    receipt = published(world, trainer)
+    assert receipt.version == 2
 
 
 @pytest.mark.parametrize("far", ["", "b"])
@@ -376,11 +365,9 @@ def test_a_publisher_that_dies_while_it_fills(far: str) -> None:
     for other in others:
         other.stuck = False
     again = world.join("trainer/0/0", machine="a")
-    end = publish(world, again)
-    assert end is not None
-    assert end.receipt is not None
-    assert len(end.receipt.members) == 1 + len(far)
-    assert near.commits[-1] == end.receipt.version
+    receipt = published(world, again)
+    assert len(receipt.members) == 1 + len(far)
+    assert near.commits[-1] == receipt.version
 
 
 @pytest.mark.parametrize("agree", [True, False])
@@ -402,9 +389,7 @@ def test_a_version_that_its_publisher_never_says_to_be_full_fails_at_the_deadlin
     world.advance(61.0)
     assert trainer.verdicts[number].error is not None
     assert far.held == near.held == set()
-    end = publish(world, trainer)
-    assert end is not None
-    assert end.receipt is not None
+    published(world, trainer)
     assert far.commits == near.commits == [2]
 
 
@@ -418,8 +403,7 @@ def test_wrong_bytes_that_were_sent_while_it_was_packed_are_not_committed_at_tha
     trainer.fill(number)
     world.run()
     assert near.commits == [1]
-    receipt = trainer.verdicts[number].receipt
-    assert receipt is not None
+    receipt = trainer.receipt(number)
     assert (receipt.members, receipt.lost) == ((near.member,), (far.member.name,))
 
 
@@ -459,13 +443,13 @@ PARTS = [
 ]
 
 
-def publish_parts(world: World, trainers: list[SimMember]) -> wire.PublishEnd | None:
+def publish_parts(world: World, trainers: list[SimMember]) -> wire.ReceiptData:
     world.run()
     numbers = [trainer.publish() for trainer in trainers]
     for trainer, number, part in zip(trainers, numbers, PARTS, strict=True):
         trainer.pack(number, manifest=part)
     world.run()
-    return trainers[0].verdicts.get(numbers[0])
+    return trainers[0].receipt(numbers[0])
 
 
 def parts_world(machines: tuple[str, str]) -> tuple[World, list[SimMember]]:
@@ -477,9 +461,7 @@ def parts_world(machines: tuple[str, str]) -> tuple[World, list[SimMember]]:
 def test_parts_of_ones_own_host_are_copied_there() -> None:
     world, trainers = parts_world(("a", "a"))
     targets = [world.join(f"rollout/{number}/0", machine="a") for number in range(2)]
-    end = publish_parts(world, trainers)
-    assert end is not None
-    assert end.receipt is not None
+    publish_parts(world, trainers)
     assert [kinds(target) for target in targets] == [["pull"], ["map"]]
     (offer,) = [message for message in targets[0].seen if isinstance(message, wire.TransferOffer)]
     assert (offer.pulls, [place.part for place in offer.places]) == ((), [0, 1])
@@ -491,9 +473,7 @@ def test_parts_of_other_hosts_are_pulled_from_their_owners(target_machine: str) 
     world, trainers = parts_world(("a", "b"))
     target = world.join("rollout/0/0", machine=target_machine)
     second = world.join("rollout/1/0", machine=target_machine)
-    end = publish_parts(world, trainers)
-    assert end is not None
-    assert end.receipt is not None
+    publish_parts(world, trainers)
     assert kinds(second) == ["map"]
     (offer,) = [message for message in target.seen if isinstance(message, wire.TransferOffer)]
     local = [place.part for place in offer.places]
@@ -517,15 +497,11 @@ def state(name: str, host: int, *, place: bool = True) -> MemberState:
     return found
 
 
-def names(members: tuple[Member, ...] | frozenset[Member]) -> set[str]:
-    return {member.name for member in members}
-
-
 def test_a_holder_whose_place_is_unknown_only_sends() -> None:
     holder, needer = state("trainer/0/0", 1, place=False), state("rollout/0/0", 1)
     found = plan(1, [needer], [holder], [])
     assert found is not None
-    assert (names(found.senders), names(found.receivers), found.maps) == ({"trainer/0/0"}, {"rollout/0/0"}, {})
+    assert (found.pulls, found.maps) == ({needer.member: {IMAGE: (holder.member,)}}, {})
 
 
 def test_nobody_has_it() -> None:
@@ -534,11 +510,13 @@ def test_nobody_has_it() -> None:
 
 def test_the_chain_goes_from_host_to_host() -> None:
     needers = [state(f"rollout/{number}/0", host) for number, host in enumerate((4, 2, 4, 3, 2))]
-    found = plan(1, needers, [state("trainer/0/0", 1)], [])
-    assert found is not None
-    assert [member.name for member in found.routes[0]] == ["trainer/0/0", "rollout/1/0", "rollout/3/0", "rollout/0/0"]
-    assert names(found.waiting) == {"rollout/2/0", "rollout/4/0"}
-    assert found.lane == found.routes[0]
+    for by_group in (True, False):
+        found = plan(1, needers, [state("trainer/0/0", 1)], [], by_group=by_group)
+        assert found is not None
+        chain = [member.name for member in found.broadcast or (*found.servers, *found.pulls)]
+        assert chain == ["trainer/0/0", "rollout/1/0", "rollout/3/0", "rollout/0/0"]
+        assert {member.name for member in found.waiting} == {"rollout/2/0", "rollout/4/0"}
+        assert bool(found.broadcast) == by_group != bool(found.pulls)
 
 
 class GoneOnce(SimMember):
@@ -558,10 +536,8 @@ def test_what_is_gone_at_the_first_look_is_looked_for_once_more() -> None:
     world = World()
     world.member_type = GoneOnce
     trainer, target = world.join("trainer/0/0", machine="a"), world.join("rollout/0/0", machine="a")
-    end = publish(world, trainer)
-    assert end is not None
-    assert end.receipt is not None
-    assert end.receipt.members == (target.member,)
+    receipt = published(world, trainer)
+    assert receipt.members == (target.member,)
     assert kinds(target) == ["map"]
     assert host_of(world, target) == host_of(world, trainer)
 
@@ -581,8 +557,7 @@ def test_a_lane_that_fails_when_its_bytes_have_moved_costs_nothing_but_the_lane(
     world.run(frozen=(second,))
     assert wire.LaneDrop(lane) in leader.seen
     world.run()
-    receipt = trainer.verdicts[number].receipt
-    assert receipt is not None
+    receipt = trainer.receipt(number)
     assert receipt.members == (leader.member, second.member)
     assert len([message for message in leader.seen if isinstance(message, wire.LaneForm)]) == 1
 

@@ -7,6 +7,7 @@ Covers: core/draining.py.
 from __future__ import annotations
 
 from replicas import messages as wire
+from replicas.common.reason import Reason
 from replicas.core.base.effects import ReplicaIdle
 from replicas.core.members.roster import GroupShape
 from tests.support.channel_world import SimMember, World, peer_config
@@ -20,7 +21,7 @@ def world_of(*names: str, world_size: int = 1) -> tuple[World, list[SimMember]]:
     return world, sims
 
 
-def drain(world: World, group: str, replica: int) -> str:
+def drain(world: World, group: str, replica: int) -> Reason | None:
     """Ask for the end of the replica; what it is in the middle of."""
     world.state.set_draining(group, replica, 1, world.now)
     world._collect()
@@ -41,7 +42,7 @@ def commit(world: World, trainer: SimMember, **options: tuple[SimMember, ...]) -
 
 def test_one_that_does_nothing_may_end_at_once() -> None:
     world, _ = world_of("trainer/0/0", "rollout/0/0")
-    assert drain(world, "rollout", 0) == ""
+    assert drain(world, "rollout", 0) is None
     assert idle(world) == ["rollout/0"]
 
 
@@ -105,7 +106,7 @@ def test_all_ranks_load_what_one_has_begun_to_load_and_nothing_newer() -> None:
 def test_what_was_granted_to_nobody_is_not_begun() -> None:
     world, (trainer, one, two) = world_of("trainer/0/0", "rollout/0/0", "rollout/0/1", world_size=2)
     commit(world, trainer)
-    assert drain(world, "rollout", 0) == ""
+    assert drain(world, "rollout", 0) is None
     one.ask()
     two.ask()
     world.run()
@@ -149,7 +150,7 @@ def test_a_peer_that_was_not_admitted_yet_waits_for_no_operation() -> None:
     assert again.member not in {state.member for state in world.state.roster.live}
     world.state.set_draining("peer", 1, 2, world.now)
     world._collect()
-    assert world.state.drains.busy("peer", 1) == ""
+    assert world.state.drains.busy("peer", 1) is None
     assert idle(world) == ["peer/1"]
 
 
@@ -192,14 +193,14 @@ def test_one_that_leaves_while_it_finishes_is_not_called_idle() -> None:
     world.run(frozen=(two,))
     assert drain(world, "rollout", 1)
     world.lose(two)
-    assert world.state.drains.busy("rollout", 1) == ""
+    assert world.state.drains.busy("rollout", 1) is None
     world.run()
     assert (idle(world), one.held) == ([], {1})
 
 
 def test_one_that_has_not_joined_yet_is_draining_when_it_does() -> None:
     world, (trainer,) = world_of("trainer/0/0")
-    assert drain(world, "rollout", 0) == ""
+    assert drain(world, "rollout", 0) is None
     late = world.join("rollout/0/0")
     commit(world, trainer)
     assert (idle(world), late.held) == ([], set())
@@ -207,12 +208,12 @@ def test_one_that_has_not_joined_yet_is_draining_when_it_does() -> None:
 
 def test_the_transfer_of_others_does_not_hold_it_up() -> None:
     world, (trainer, one, two) = world_of("trainer/0/0", "rollout/0/0", "rollout/1/0")
-    assert drain(world, "rollout", 1) == ""
+    assert drain(world, "rollout", 1) is None
     number = trainer.publish()
     trainer.pack(number)
     world.run(frozen=(one,))
     assert world.state.commits.main is not None
-    assert world.state.drains.busy("rollout", 1) == ""
+    assert world.state.drains.busy("rollout", 1) is None
     assert world.state.drains.busy("rollout", 0) == "policy: version 1 is on its way"
     assert two.held == set()
 

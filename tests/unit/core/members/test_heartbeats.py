@@ -22,9 +22,9 @@ def test_many_members_send_them_less_often_and_within_their_lease() -> None:
 
 def test_a_longer_interval_counts_at_once_also_of_one_member() -> None:
     beats = Heartbeats()
-    beats.told_one(2.0)
+    beats.note_sent_to_one(2.0)
     assert beats.patience_s == patience(2.0)
-    beats.told_all(3.0, 10.0)
+    beats.note_sent_to_all(3.0, 10.0)
     assert beats.patience_s == patience(3.0)
     beats.tick(3.0, 1000.0)
     assert beats.patience_s == patience(3.0)
@@ -32,9 +32,9 @@ def test_a_longer_interval_counts_at_once_also_of_one_member() -> None:
 
 def test_a_shorter_interval_counts_when_all_have_heard_it() -> None:
     beats = Heartbeats()
-    beats.told_all(3.0, 0.0)
-    beats.told_all(1.0, 10.0)
-    beats.told_all(1.0, 15.0)  # the deadline is that of the first time
+    beats.note_sent_to_all(3.0, 0.0)
+    beats.note_sent_to_all(1.0, 10.0)
+    beats.note_sent_to_all(1.0, 15.0)  # the deadline is that of the first time
     beats.tick(1.0, 16.0)
     assert beats.patience_s == patience(3.0)
     beats.tick(1.0, 16.1)
@@ -43,8 +43,8 @@ def test_a_shorter_interval_counts_when_all_have_heard_it() -> None:
 
 def test_a_longer_interval_takes_a_shorter_one_back() -> None:
     beats = Heartbeats()
-    beats.told_all(2.0, 0.0)
-    beats.told_all(1.0, 0.0)
-    beats.told_all(3.0, 1.0)
+    beats.note_sent_to_all(2.0, 0.0)
+    beats.note_sent_to_all(1.0, 0.0)
+    beats.note_sent_to_all(3.0, 1.0)
     beats.tick(3.0, 100.0)
     assert beats.patience_s == patience(3.0)

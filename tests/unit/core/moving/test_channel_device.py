@@ -33,7 +33,7 @@ def publish(world: World, trainer: SimMember, *, hold_s: float = 0.0) -> wire.Pu
     if hold_s:
         packed = trainer.outbox.pop()
         assert isinstance(packed, wire.Packed)
-        trainer.outbox.append(wire.Packed(number, packed.manifest_hash, 16, "cuda", 0.0, 0.1, "digest", hold_s=hold_s))
+        trainer.outbox.append(wire.Packed(number, packed.manifest_hash, "cuda", 0.0, 0.1, "digest", hold_s=hold_s))
     world.run()
     return trainer.verdicts.get(number)
 
@@ -97,7 +97,7 @@ def test_a_gpu_of_the_same_name_elsewhere_is_another_one() -> None:
     ],
 )
 def test_a_process_group_is_formed_as_the_channel_says(staging: str, transport: str, *, forms: bool) -> None:
-    """Neither in a publish nor in a catch-up, whatever memory the tensors are in."""
+    """For a publish, whatever memory the tensors are in; a catch-up always pulls."""
     world = World(channel_config(staging=staging, transport=transport), machine="a")
     trainer, target = join(world, "trainer/0/0", "GPU-0"), join(world, "rollout/0/0", "GPU-1", machine="b")
     settings = settings_of(on_gpu(), channel_config(staging=staging, transport=transport), 1.0)
@@ -108,8 +108,9 @@ def test_a_process_group_is_formed_as_the_channel_says(staging: str, transport: 
     assert end is not None
     assert end.error is None
     assert 1 in target.held & late.held
-    assert bool(lanes(target)) == bool(lanes(late)) == forms
-    assert ("pull" in {offer.role for sim in (target, late) for offer in offers(sim)}) != forms
+    assert bool(lanes(target)) == forms
+    assert {offer.role for offer in offers(target)} - {"serve"} == ({"receive"} if forms else {"pull"})
+    assert (lanes(late), [offer.role for offer in offers(late)]) == ([], ["pull"])
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -10,7 +10,7 @@ import pytest
 
 from replicas import messages as wire
 from replicas.config.structs import ChannelRole
-from replicas.core.base.effects import MemberQuarantined
+from replicas.core.base.effects import MemberLost
 from replicas.core.base.manifest import PartManifest, Piece, TensorSpec
 from replicas.core.members.member_state import MemberState
 from replicas.core.members.roster import GroupShape
@@ -56,8 +56,8 @@ def holders_of(sim: SimMember) -> list[str]:
     return [holder.name for holder in offers[-1].pulls[0].holders]
 
 
-def quarantined(world: World) -> list[str]:
-    return [event.member.name for event in world.events if isinstance(event, MemberQuarantined)]
+def lost(world: World) -> list[str]:
+    return [event.member.name for event in world.events if isinstance(event, MemberLost)]
 
 
 @pytest.mark.parametrize("idle", [True, False], ids=["while idle", "before the first"])
@@ -77,7 +77,7 @@ def test_bytes_go_round_a_broken_link(link: tuple[str, str], idle: bool) -> None
         assert members(end) == ["rollout/0/0", "rollout/1/0"], "no publish suffers from it again"
         assert took <= 0.5
         world.advance(3.0)
-    assert quarantined(world) == []
+    assert lost(world) == []
     world.cuts.clear()
     world.advance(30.0)
     assert members(publish(world, trainer)[1]) == ["rollout/0/0", "rollout/1/0"]
@@ -143,7 +143,7 @@ def test_the_only_link_of_a_source_fails_the_publish_soon_and_names_its_ends() -
     assert end.error is not None
     assert "trainer/0/0" in end.error.message
     assert "rollout/0/0" in end.error.message
-    assert quarantined(world) == []
+    assert lost(world) == []
     world.cuts.clear()
     world.advance(4.0)
     assert members(publish(world, trainer)[1]) == ["rollout/0/0"]

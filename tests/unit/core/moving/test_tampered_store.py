@@ -1,16 +1,16 @@
 """Somebody who is no member writes into the store: no member is to blame, and a new
 store takes its place.
 
-Covers: core/moving/lanes.py.
+Covers: core/operations/lanes.py.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from replicas.core.base.effects import Effect, MemberLost, MemberQuarantined
+from replicas.core.base.effects import Effect, MemberLost
 from replicas.core.members.roster import GroupShape
-from replicas.core.moving.lanes import SECRET_NBYTES, Lanes
+from replicas.core.operations.lanes import SECRET_NBYTES, Lanes
 from replicas.messages import LaneForm
 from tests.support.channel_world import SimMember, World, channel_config, peer_config
 
@@ -23,7 +23,7 @@ def peers(count: int = 3) -> tuple[World, list[SimMember]]:
 
 
 def left_out(world: World) -> list[str]:
-    return [event.member.name for event in world.events if isinstance(event, MemberLost | MemberQuarantined)]
+    return [event.member.name for event in world.events if isinstance(event, MemberLost)]
 
 
 def new_store(world: World) -> None:
@@ -90,17 +90,6 @@ def test_nobody_is_left_out_of_a_publish(comes_clean: bool) -> None:
     assert left_out(world) == []
 
 
-def test_a_pair_whose_store_was_tampered_with_says_nothing_of_its_members() -> None:
-    world, sims = peers()
-    for sim in sims:
-        sim.breaks = True
-    posts = [sim.post("all_reduce") for sim in sims]
-    world.tampering = True  # from the first probe on
-    world.advance(20.0)
-    assert left_out(world) == []
-    assert all(end in ("", "SyncError") for end in ends(sims, posts))
-
-
 def test_a_store_that_is_down_says_nothing_of_members_either() -> None:
     """While it is being replaced nobody can reach it."""
     world, sims = peers()
@@ -116,50 +105,6 @@ def test_a_store_that_is_down_says_nothing_of_members_either() -> None:
     assert left_out(world) == []
 
 
-def end_store(world: World, how: str) -> None:
-    """``down``: it has ended, ``moved``: another one took its place."""
-    if how == "down":
-        world.state.lanes.store_lost()
-    else:
-        world.store = (world.store[0], world.store[1] + 1)
-    world.refused_by_store = True
-
-
-def probes(sim: SimMember) -> int:
-    return sum(isinstance(message, LaneForm) and message.probe for message in sim.seen)
-
-
-@pytest.mark.parametrize("how", ["down", "moved"])
-def test_a_trial_whose_store_has_ended_releases_no_peer(how: str) -> None:
-    """Nothing was proved at its deadline: it is repeated."""
-    world, sims = peers(4)
-    bad = sims[3]
-    world.bad_pairs = {frozenset((bad.member.name, other.member.name)) for other in sims[:3]}
-    posts = [sim.post("all_reduce") for sim in sims]
-    world.advance(1.0)
-    assert ends(sims[:3], posts[:3]) == ["ok"] * 3
-    assert left_out(world) == ["peer/3/0"]
-    state = world.state.roster.get(bad.member)
-    assert state is not None
-    while not [lane for lane in world.state.lanes._lanes.values() if bad.member in lane.ranks]:
-        before = probes(bad)
-        world.advance(0.5, frozen=tuple(sims))
-    end_store(world, how)
-    world.advance(5.0)
-    assert state.standing == "quarantined"
-    assert probes(bad) > before + 3, "tried again with each of the others"
-    world.refused_by_store = False
-    new_store(world)
-    world.advance(5.0)
-    assert state.standing == "quarantined"
-    posts = [sim.post("all_reduce") for sim in sims[:3]]
-    world.advance(0.5)
-    assert ends(sims[:3], posts) == ["ok"] * 3
-    world.bad_pairs.clear()
-    world.advance(10.0)
-    assert state.live
-
-
 def test_each_lane_has_a_secret_of_its_own() -> None:
     def forms(secret: bytes) -> list[LaneForm]:
         world, sims = peers()
@@ -169,7 +114,7 @@ def test_each_lane_has_a_secret_of_its_own() -> None:
         out: list[Effect] = []
         lanes = Lanes(world.state.roster, out, run="run", term=1, store=lambda: STORE, secret=secret)
         for _ in range(2):
-            lanes.open(states, "gloo", world.state.operations, 0.0, 5.0)
+            lanes.open(states, "gloo", 0.0, 5.0)
         return [message for effect in out if isinstance(message := getattr(effect, "message", None), LaneForm)]
 
     first, other = forms(b"a" * SECRET_NBYTES), forms(b"b" * SECRET_NBYTES)

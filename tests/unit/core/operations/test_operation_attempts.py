@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import pytest
 
-from replicas import errors
 from replicas import messages as wire
+from replicas.core.base.effects import OperationEnded
 from replicas.core.members.roster import GroupShape
-from replicas.core.operations.operation import Operation
 from tests.support.channel_world import SimMember, World, peer_config
 
 
@@ -109,7 +108,7 @@ def test_one_that_had_said_done_is_not_needed_any_more() -> None:
     world.run()
     assert not sims[1].ends
     assert len(sims[1].goes) == 1
-    sims[2].outbox.append(wire.OperationDone(sims[2].goes[0].operation, 0.1))
+    sims[2].outbox.append(wire.OperationDone(sims[2].goes[0].operation))
     world.run()
     assert [m.name for m in receipt(sims[1], 1).members] == ["peer/0/0", "peer/1/0", "peer/2/0"]
     assert verdict(sims[2], 1) == "ok"
@@ -213,7 +212,7 @@ def test_the_others_go_on_without_a_frozen_member() -> None:
     assert sims[1].member in world.state.roster, "it stays a member"
 
     sims[1].stuck = False
-    sims[1].outbox.append(wire.OperationDone(sims[1].goes[0].operation, 9.0))  # it wakes
+    sims[1].outbox.append(wire.OperationDone(sims[1].goes[0].operation))  # it wakes
     sims[1].post("all_reduce")
     world.advance(1.0)
     assert verdict(sims[1], 1) == "Gone"
@@ -297,7 +296,7 @@ def test_a_frozen_root_is_waited_for() -> None:
     started(world, sims, stuck=[sims[1]], kind="broadcast", root="peer/1")
     world.advance(8.0, frozen=(sims[1],))
     assert not sims[0].ends
-    sims[1].outbox.append(wire.OperationDone(sims[1].goes[0].operation, 0.1))
+    sims[1].outbox.append(wire.OperationDone(sims[1].goes[0].operation))
     world.run()
     assert [verdict(sim, 1) for sim in sims] == ["ok"] * 3
 
@@ -345,60 +344,37 @@ def test_a_failure_is_tried_again_once_in_a_new_lane() -> None:
     assert world.tally.retries == {"outer": {"failed": 1}}
 
 
-def test_a_second_failure_ends_it_for_all_unless_somebody_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_failure_ends_it_for_all() -> None:
     world, sims = peers(2)
-    taken: list[Operation] = []
-
-    def take_over(operation: Operation, error: errors.ReplicasError, now: float) -> bool:
-        assert error.message == "connection reset"
-        taken.append(operation)
-        return take
-
-    monkeypatch.setattr(world.state.operations, "_probe", take_over)
-    for take in (False, True):
-        sims[1].breaks = True
-        posts = [sim.post("all_reduce") for sim in sims]
-        world.run()
-        assert len(taken) == 1 + take
-        if take:
-            assert not any(post in sim.ends for sim, post in zip(sims, posts, strict=True))
-            sims[1].breaks = False
-            world.state.operations.resume(taken[-1])
-            world.advance(0.5)
-            assert [verdict(sim, post) for sim, post in zip(sims, posts, strict=True)] == ["ok", "ok"]
-            continue
-        for sim, post in zip(sims, posts, strict=True):
-            error = sim.ends[post].error
-            assert error is not None
-            assert error.kind == "SyncError"
-            assert error.phase == "transfer"
-            assert error.message.endswith("connection reset")
-
-
-def test_a_parked_operation_goes_on_without_a_member_that_is_quarantined(monkeypatch: pytest.MonkeyPatch) -> None:
-    world, sims = peers(3)
-    monkeypatch.setattr(world.state.operations, "_probe", lambda operation, error, now: True)
-    sims[2].breaks = True
-    for sim in sims:
-        sim.post("all_reduce")
-    world.run()
-    assert not sims[0].ends
-    world.state.quarantine(sims[2].member, "no process group of it works", world.now)
-    world.advance(0.5)
-    found = receipt(sims[0], 1)
-    assert found == receipt(sims[1], 1)
-    assert found.reasons == {"peer/2/0": "no process group of it works"}
-    assert verdict(sims[2], 1) == "Gone"
-
-
-def test_a_parked_operation_ends_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    world, sims = peers(2)
-    monkeypatch.setattr(world.state.operations, "_probe", lambda operation, error, now: True)
     sims[1].breaks = True
-    for sim in sims:
-        sim.post("all_reduce", deadline_s=10.0)
-    world.advance(11.0)
-    assert [verdict(sim, 1) for sim in sims] == ["DeadlineExceeded"] * 2
+    posts = [sim.post("all_reduce") for sim in sims]
+    world.run()
+    (ended,) = [event for event in world.events if isinstance(event, OperationEnded)]
+    for sim, post in zip(sims, posts, strict=True):
+        error = sim.ends[post].error
+        assert error is not None
+        assert (error.kind, error.phase, error.members) == ("SyncError", "transfer", ("peer/0/0", "peer/1/0"))
+        assert error.message.endswith("failed twice with all its members alive: connection reset")
+        assert (ended.outcome, ended.error) == ("SyncError", error.message)
+    sims[1].breaks = False
+    posts = [sim.post("all_reduce") for sim in sims]
+    world.run()
+    assert [verdict(sim, post) for sim, post in zip(sims, posts, strict=True)] == ["ok", "ok"]
+
+
+def test_who_failed_and_then_died_is_not_held_against_the_others() -> None:
+    world, sims = peers(3)
+    started(world, sims, stuck=sims)
+    sims[2].outbox.append(wire.OperationFailed(sims[2].goes[-1].operation, broken_pipe()))
+    world.run()
+    world.lose(sims[2])
+    world.run()
+    sims[0].stuck = sims[1].stuck = False
+    sims[1].outbox.append(wire.OperationFailed(sims[1].goes[-1].operation, broken_pipe()))
+    world.run()
+    assert [go.attempt for go in sims[1].goes] == [1, 2, 3, 4]
+    assert receipt(sims[0], 1) == receipt(sims[1], 1)
+    assert receipt(sims[0], 1).lost == ("peer/2/0",)
 
 
 @pytest.mark.parametrize("kind", ["UsageError", "NoCapacity", "Preflight"])
@@ -416,9 +392,8 @@ def test_a_refusal_is_the_verdict_of_all(kind: str) -> None:
     assert [verdict(sim, 2) for sim in sims] == ["ok"] * 3
 
 
-def test_a_lane_that_cannot_form_is_tried_again_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lane_that_cannot_form_is_tried_again_once() -> None:
     world, sims = peers(2)
-    monkeypatch.setattr(world.state.operations, "_probe", lambda operation, error, now: False)
     sims[1].mute = True
     for sim in sims:
         sim.post("all_reduce")
@@ -432,12 +407,25 @@ def test_a_lane_that_cannot_form_is_tried_again_once(monkeypatch: pytest.MonkeyP
     assert (error.kind, error.phase) == ("SyncError", "form")
 
 
+def test_a_lane_that_does_not_form_in_time_is_tried_until_the_deadline() -> None:
+    world, sims = peers(2)
+    sims[1].mute = True
+    for sim in sims:
+        sim.post("all_reduce", deadline_s=60.0)
+    world.advance(45.0)
+    assert not sims[0].ends
+    assert world.tally.retries["outer"]["failed"] > 1
+    sims[1].mute = False
+    world.advance(20.0)
+    assert [verdict(sim, 1) for sim in sims] == ["ok"] * 2
+
+
 def test_a_failure_at_the_end_of_the_deadline_says_so() -> None:
     world, sims = peers(2)
     started(world, sims, stuck=[sims[1]], deadline_s=5.0)
     world.now += 4.9
     for sim in sims:
-        world.state.roster.heard(sim.member, world.now)
+        world.state.roster.note_heard(sim.member, world.now)
     sims[1].outbox.append(wire.OperationFailed(sims[1].goes[0].operation, broken_pipe()))
     world.run()
     assert [verdict(sim, 1) for sim in sims] == ["DeadlineExceeded"] * 2
@@ -560,7 +548,7 @@ def test_flapping_peers_leave_nothing_behind() -> None:
             assert verdict(sim, turn + 1) == "ok"
         world.now += 70.0  # beyond the time in which flapping is held against it
         for sim in sims[:2]:
-            world.state.roster.heard(sim.member, world.now)
+            world.state.roster.note_heard(sim.member, world.now)
         sims[2] = world.join("peer/2/0")
         sims[2].posts = sims[0].posts
         world.advance(0.5)
@@ -601,7 +589,7 @@ def test_a_join_gets_its_turn_between_collectives_that_never_pause() -> None:
     assert len(sims[0].goes) == 1, "what is called now waits until the new one can take part"
     for sim in sims:
         sim.stuck = False
-        sim.outbox.append(wire.OperationDone(sim.goes[0].operation, 0.1))
+        sim.outbox.append(wire.OperationDone(sim.goes[0].operation))
     world.run()
     assert [len(receipt(sims[0], post).members) for post in (1, 2)] == [2, 3]
     assert verdict(late, 1) == "ok"

@@ -163,7 +163,7 @@ class Peers(RuleBasedStateMachine):
         for sim in [sim for sim in hanging if sim in goes_on and sim.goes]:
             sim.stuck = False
             for go in sim.goes[-ahead:]:
-                sim.outbox.append(wire.OperationDone(go.operation, 0.1))
+                sim.outbox.append(wire.OperationDone(go.operation))
             while self.world.up(sim):
                 pass
         for sim in data.draw(st.permutations(sims))[: data.draw(st.integers(0, len(sims)))]:
@@ -215,9 +215,9 @@ class Peers(RuleBasedStateMachine):
         lanes = [go.lane for go in sim.goes[:-1]] or ["0.9"]
         error = wire.WireError("SyncError", "late")
         replies: list[wire.FromMember] = [
-            wire.OperationDone(data.draw(st.sampled_from(old)), 0.1),
+            wire.OperationDone(data.draw(st.sampled_from(old))),
             wire.OperationFailed(data.draw(st.sampled_from(old)), error),
-            wire.LaneFormed(data.draw(st.sampled_from(lanes)), 0.1),
+            wire.LaneFormed(data.draw(st.sampled_from(lanes))),
             wire.LaneFailed(data.draw(st.sampled_from(lanes)), error),
         ]
         sim.outbox.append(data.draw(st.sampled_from(replies)))

@@ -203,6 +203,30 @@ def test_a_peer_known_to_be_lost_is_refused_at_once_and_reachable_when_it_is_bac
     assert kind_of(first, 2) == "ok"
 
 
+def test_a_wait_for_a_peer_that_never_joined_says_how_many_there_are() -> None:
+    """Its group may be scaled up, so that is no error from the start."""
+    world, (first, _) = peers(2)
+    for deadline_s, root in enumerate(("peer/7", "peer/x", "peer/1"), start=1):
+        first.post("recv", root=root, segments=(), deadline_s=float(deadline_s))
+    world.run()
+    world.advance(5.0)
+    never = " (it has never joined; its group has 2 replicas)"
+    for post, text in ((1, f"peer/7/0{never}"), (2, f"peer/x/0{never}"), (3, "peer/1/0")):
+        end = first.ends[post]
+        assert end.error is not None
+        assert (end.error.kind, end.error.message) == ("DeadlineExceeded", f"recv: waited for {text}")
+
+
+@pytest.mark.parametrize(("root", "hint"), [("peer/0", "name another peer"), ("other/0", "see channel.members")])
+def test_who_can_be_no_peer_is_refused_with_a_remedy(root: str, hint: str) -> None:
+    world, (first, _) = peers(2)
+    first.post("recv", root=root, segments=())
+    world.run()
+    error = first.ends[1].error
+    assert error is not None
+    assert (error.kind, error.hint) == ("UsageError", hint)
+
+
 def test_a_wait_for_a_peer_that_dies_ends_at_once() -> None:
     world, (first, second) = peers(2)
     first.post("recv", root="peer/1", segments=())

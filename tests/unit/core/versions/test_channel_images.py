@@ -62,8 +62,7 @@ def test_what_was_received_under_another_coordinator_is_kept(machine: str) -> No
     world.run()
     world.advance(2 * RECOVERY_S + 1)
     for trainer in trainers:
-        receipt = trainer.verdicts[number].receipt
-        assert receipt is not None
+        receipt = trainer.receipt(number)
         assert [member.name for member in receipt.members] == ["rollout/0/0"]
     assert world.state.commits.decided == "digest-1"
     assert not any(isinstance(message, wire.Discard) for message in target.seen)

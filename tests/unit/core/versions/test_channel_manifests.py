@@ -68,8 +68,7 @@ def test_a_manifest_that_cannot_be_had_fails_its_publish_and_no_other(answer: by
     other = good.publish()
     good.pack(other)
     world.run()
-    error = bad.verdicts[number].error
-    assert error is not None
+    error = bad.error(number)
     assert (error.kind, "trainer/0/0" in error.message) == ("ManifestMismatch", True)
     assert committed(good, other)
     bad.pack(again := bad.publish())
@@ -149,8 +148,7 @@ def test_who_reads_a_manifest_too_slowly_is_left_behind_at_once(deadline_s: floa
         slow.mute = False
         slow.handle(offer)
         world.run()
-    receipt = trainer.verdicts[number].receipt
-    assert receipt is not None
+    receipt = trainer.receipt(number)
     assert receipt.lost == (("rollout/0/0",) if left_behind else ())
     assert (world.now - began <= 4.0) == left_behind
     assert all(len(piece.data) == 1 for piece in slow.seen if isinstance(piece, wire.ManifestPiece))
@@ -178,8 +176,7 @@ def test_a_manifest_that_is_no_good_fails_no_publish_that_waits_for_another_one(
     while world.up(bad) or world.up(good):  # both are packed, and neither manifest is there yet
         pass
     world.run()
-    error = bad.verdicts[numbers[0]].error
-    assert error is not None
+    error = bad.error(numbers[0])
     assert error.kind == "ManifestMismatch"
     assert committed(good, numbers[1])
 

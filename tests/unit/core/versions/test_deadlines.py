@@ -33,12 +33,6 @@ def publish(trainer: SimMember, deadline_s: float) -> int:
     return number
 
 
-def error_of(trainer: SimMember, number: int) -> wire.WireError:
-    error = trainer.verdicts[number].error
-    assert error is not None
-    return error
-
-
 def test_members_that_have_not_come_back_to_a_new_coordinator() -> None:
     world = World()
     trainer, _ = world.join("trainer/0/0"), world.join("rollout/0/0")
@@ -50,7 +44,7 @@ def test_members_that_have_not_come_back_to_a_new_coordinator() -> None:
     trainer.outbox.append(wire.PublishBegin(2, 2, 1.0, resumed=True))
     trainer.pack(2)
     world.advance(2.0)
-    error = error_of(trainer, 2)
+    error = trainer.error(2)
     assert (error.kind, error.phase) == ("DeadlineExceeded", "queue")
     assert "come back" in error.message
 
@@ -82,7 +76,7 @@ def test_a_manifest_that_is_still_being_read() -> None:
     trainer, target = world.join("trainer/0/0"), world.join("rollout/0/0")
     number = publish(trainer, 3.0)
     world.advance(4.0)
-    error = error_of(trainer, number)
+    error = trainer.error(number)
     assert (error.kind, error.phase) == ("DeadlineExceeded", "queue")
     assert "its manifest" in error.message
     assert not any(isinstance(message, wire.TransferOffer) for message in target.seen)
@@ -96,7 +90,7 @@ def test_an_earlier_version_that_is_not_done() -> None:
     world.run()
     number = publish(second, 2.0)
     world.advance(3.0)
-    error = error_of(second, number)
+    error = second.error(number)
     assert (error.kind, error.phase) == ("Busy", "queue")
     assert not first.verdicts
 
@@ -108,8 +102,61 @@ def test_a_target_that_has_no_slot_free() -> None:
     trainer._answer = lambda message: SimMember._answer(trainer, message)  # type: ignore[method-assign]  # it is ready
     number = publish(trainer, 5.0)
     world.advance(6.0)
-    error = error_of(trainer, number)
+    error = trainer.error(number)
     assert (error.kind, error.phase, error.members) == ("Busy", "offer", (target.member.name,))
+
+
+def with_an_open_update() -> tuple[World, SimMember]:
+    """Version 2 is the newest, and one of two targets beside the source has version 1
+    open."""
+    world = World(machine="a")
+    trainer = world.join("trainer/0/0", machine="a")
+    reader, other = world.join("rollout/1/0", machine="a"), world.join("rollout/0/0", machine="a")
+    reader.loads = False
+    for _ in range(2):
+        reader.ask()
+        world.run()
+        publish(trainer, 60.0)
+        world.run()
+    assert (reader.held, other.held) == ({1, 2}, {2})
+    return world, trainer
+
+
+def test_a_source_without_a_free_slot_hears_who_has_its_memory() -> None:
+    world, trainer = with_an_open_update()
+    number = trainer.publish()
+    busy = wire.WireError("Busy", "no free slot for version 3", members=("trainer/0/0",))
+    trainer.outbox.append(wire.PackFailed(number, busy))
+    world.run()
+    error = trainer.error(number)
+    assert (error.kind, error.members) == ("Busy", ("rollout/1/0",))
+    assert error.message == "no free slot for version 3; rollout/1/0 has version 1"
+
+
+def test_a_failure_of_another_kind_blames_no_reader() -> None:
+    world, trainer = with_an_open_update()
+    number = trainer.publish()
+    trainer.outbox.append(wire.PackFailed(number, wire.WireError("NoCapacity", "no memory")))
+    world.run()
+    assert trainer.error(number).message == "no memory"
+
+
+def test_a_target_without_a_free_slot_hears_who_has_its_memory() -> None:
+    """It has received for its host, where another target has an older version open."""
+    world = World(channel_config(on_lost="raise"))
+    trainer, holder, reader = world.join("trainer/0/0"), *(world.join(f"rollout/{n}/0", machine="b") for n in (0, 1))
+    reader.loads, holder.assigned = False, 1
+    for _ in range(2):
+        reader.ask()
+        world.run()
+        publish(trainer, 60.0)
+        world.run()
+    holder.mute = True  # it has no slot free
+    number = publish(trainer, 5.0)
+    world.advance(6.0)
+    error = trainer.error(number)
+    assert (error.kind, error.phase) == ("Busy", "offer")
+    assert "rollout/1/0 has version 1" in error.message
 
 
 def test_the_deadline_commits_what_some_targets_have() -> None:
@@ -120,8 +167,7 @@ def test_the_deadline_commits_what_some_targets_have() -> None:
     far.stuck = far.quiet = trainer.stuck = trainer.quiet = True
     number = publish(trainer, 1.0)
     world.advance(2.0)
-    receipt = trainer.verdicts[number].receipt
-    assert receipt is not None
+    receipt = trainer.receipt(number)
     assert receipt.members == (near.member,)
     assert receipt.reasons == {"rollout/1/0": "it did not have all of it by the deadline"}
     assert near.commits == far.commits == [1]
@@ -136,9 +182,9 @@ def test_the_first_of_two_ranks_that_could_not_pack_gives_the_reason() -> None:
     for rank, number in zip(ranks, numbers, strict=True):
         rank.outbox.append(wire.PackFailed(number, wire.WireError("NoCapacity", f"none left at {rank.member.rank}")))
     world.run()
-    errors = [error_of(rank, number) for rank, number in zip(ranks, numbers, strict=True)]
+    errors = [rank.error(number) for rank, number in zip(ranks, numbers, strict=True)]
     assert {error.message for error in errors} == {"none left at 0"}
-    assert world.state.commits.publishes.open() == []
+    assert world.state.commits.publishes.without_verdict() == []
 
 
 def test_a_publish_of_which_no_rank_has_bytes() -> None:
@@ -147,7 +193,7 @@ def test_a_publish_of_which_no_rank_has_bytes() -> None:
     number = trainer.publish()
     trainer.pack(number, manifest=None)
     world.run()
-    error = error_of(trainer, number)
+    error = trainer.error(number)
     assert (error.kind, error.message) == ("InternalError", "publish 1 of trainer/0 has no bytes")
     assert world.decisions == []
 
@@ -162,7 +208,7 @@ def test_a_version_that_its_only_holder_dropped_before_it_was_full() -> None:
     trainer.outbox.append(wire.Dropped(1))
     trainer.outbox.append(wire.Filled(number, 0.1, "digest-1", 0.01, wire.SlotPlace(1, 3, 1, 16, 1)))
     world.run()
-    error = error_of(trainer, number)
+    error = trainer.error(number)
     assert (error.kind, error.phase) == ("PeersLost", "commit")
     assert (world.decisions, world.aborted) == ([], {1})
 
@@ -179,8 +225,7 @@ def test_a_slot_that_is_full_before_any_target_is_there() -> None:
     assert not trainer.verdicts
     target = world.join("rollout/0/0", machine="b")
     world.run()
-    receipt = trainer.verdicts[number].receipt
-    assert receipt is not None
+    receipt = trainer.receipt(number)
     assert (receipt.digest, target.held) == ("digest-1", {1})
 
 
@@ -194,7 +239,7 @@ def test_who_says_that_it_has_a_version_before_it_was_sent_is_not_believed(fault
     world.run()
     offer = next(message for message in target.seen if isinstance(message, wire.TransferOffer))
     for _ in range(1 + (fault == "twice")):
-        target.outbox.append(wire.TransferDone(offer.transfer, "digest-1", {}, 0.1, 0.01))
+        target.outbox.append(wire.TransferDone(offer.transfer, "digest-1", 0.1, 0.01))
     world.run()
     assert [state.member for state in world.state.roster.holders.of(1)] == [trainer.member]
     assert number not in trainer.verdicts
@@ -207,8 +252,7 @@ def test_a_manifest_of_many_pieces_is_asked_for_window_by_window() -> None:
     number = trainer.publish()
     trainer.pack(number, manifest=large)
     world.run()
-    receipt = trainer.verdicts[number].receipt
-    assert receipt is not None
+    assert trainer.receipt(number)
     asks = [message.offset for message in trainer.seen if isinstance(message, wire.ManifestAsk)]
     assert len(asks) > 1
     assert asks == sorted(set(asks))

@@ -65,7 +65,7 @@ def test_a_new_source_publishes_on_and_the_kept_one_is_let_go() -> None:
     again = world.join("trainer/0/0", machine="a", generation=2)
     assert publish(world, again) == 2
     assert world.kept == {again.member: 2}
-    assert not world.state.keeping.of(2)
+    assert not world.state.keeping.stand_ins_with(2)
 
 
 def test_another_host_gets_it_through_the_first_who_has_mapped_it() -> None:
@@ -165,10 +165,10 @@ def test_a_source_that_dies_before_its_memory_is_open_here_has_a_stand_in_all_th
     publish(world, trainer)
     [keep] = world.opens
     world.lose(trainer)
-    assert world.state.keeping.of(1) == []
+    assert world.state.keeping.stand_ins_with(1) == []
     world.kept[trainer.member] = 1
     world.state.keeping.kept(keep.owner, 1, msgspec.structs.replace(keep.place, pid=COORDINATOR))
-    assert [state.member for state in world.state.keeping.of(1)] == [trainer.member]
+    assert [state.member for state in world.state.keeping.stand_ins_with(1)] == [trainer.member]
     target = world.join("rollout/0/0", machine="a")
     target.ask()
     world.run()
@@ -184,7 +184,7 @@ def test_memory_that_cannot_be_opened_is_asked_of_the_next_holder() -> None:
     world.advance(0.5)
     assert [keep.owner for keep in world.opens] == [trainer.member, target.member]
     world.lose(trainer)
-    assert world.state.keeping.of(1) == []
+    assert world.state.keeping.stand_ins_with(1) == []
 
 
 def test_memory_of_a_version_that_is_the_newest_no_more_is_not_kept() -> None:
@@ -196,4 +196,4 @@ def test_memory_of_a_version_that_is_the_newest_no_more_is_not_kept() -> None:
     for keep in (second, first):  # what was asked for first is opened last
         world.state.keeping.kept(keep.owner, keep.version, keep.place)
     world.lose(trainer)
-    assert [dict(state.places) for state in world.state.keeping.of(2)] == [{2: second.place}]
+    assert [dict(state.places) for state in world.state.keeping.stand_ins_with(2)] == [{2: second.place}]

@@ -19,7 +19,7 @@ from replicas.core.versions.load_rounds import LoadRounds, Newest, ReplicaView
 from replicas.messages.identity import Member, ProcessIdentity
 
 HELLO = wire.Hello(1, "", "policy", "rollout", 0, 0, 2, "", 1, ProcessIdentity(1, 2, "b", 3))
-SETTINGS = wire.ChannelSettings("target", 5.0, 2, "leader", "all", "auto", 1.0)
+SETTINGS = wire.ChannelSettings("target", 5.0, 2, "leader", "all", 1.0)
 
 
 class Replica:

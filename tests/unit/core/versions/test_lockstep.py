@@ -35,8 +35,7 @@ class Fleet:
         number = self.trainer.publish()
         self.trainer.pack(number)
         self.world.advance(1.0)
-        receipt = self.trainer.verdicts[number].receipt
-        assert receipt is not None
+        receipt = self.trainer.receipt(number)
         return receipt.version
 
     def serve(self) -> int:
@@ -189,7 +188,7 @@ def test_one_that_says_nothing_is_left_behind_at_the_deadline(fleet: Fleet) -> N
     fleet.world.advance(2.0)
     assert fleet.loaded() == [2, 2, 1]
     assert fleet.failures(2)[2].startswith("it did not report within 20 s that it can load it")
-    assert fleet.unready()[2].startswith("policy: has version 1, the others serve version 2; policy: version 2 was not")
+    assert fleet.unready()[2].startswith("version 1 of policy loaded, others serve 2; policy: version 2 was not")
     fleet.publish()
     fleet.ask(*fleet.targets[:2])
     assert fleet.loaded() == [3, 3, 1], "it is not waited for a second time"
@@ -214,8 +213,7 @@ def test_the_receipt_and_the_watch_say_who_was_left_behind(fleet: Fleet) -> None
     number = fleet.trainer.publish()
     fleet.trainer.pack(number)
     fleet.world.advance(1.0)
-    receipt = fleet.trainer.verdicts[number].receipt
-    assert receipt is not None
+    receipt = fleet.trainer.receipt(number)
     assert list(receipt.not_loaded) == ["rollout/2"]
 
 
@@ -466,7 +464,7 @@ def test_what_one_was_told_to_load_another_can_no_longer_refuse_for_all(fleet: F
     fleet.ask()
     fleet.world.now += DEADLINE_S + 1.0
     for sim in (fleet.trainer, *fleet.targets):
-        fleet.world.state.roster.heard(sim.member, fleet.world.now)
+        fleet.world.state.roster.note_heard(sim.member, fleet.world.now)
     fleet.world.state.tick(fleet.world.now)
     fleet.world._collect()
     told_to_one(fleet)

@@ -44,8 +44,7 @@ def test_a_frozen_target_is_named_and_not_the_disk(machine: str) -> None:
     assert longest(found) == "acknowledge"
     assert found.phases["acknowledge"] > 2.0
     assert found.phases["commit"] == 0.0
-    assert trainer.verdicts[1].receipt is not None
-    assert trainer.verdicts[1].receipt.phases == found.phases
+    assert trainer.receipt(1).phases == found.phases
 
 
 def test_a_target_that_answers_last_is_the_slowest() -> None:

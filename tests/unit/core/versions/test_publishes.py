@@ -18,7 +18,7 @@ class Sources:
     """Replicas of two ranks each."""
 
     def __init__(self, replicas: int = 2) -> None:
-        self.publishes = Publishes("policy", "all", 0)
+        self.publishes = Publishes("policy", 0, all_ranks=True)
         self.lives: dict[int, Life] = {}
         for replica in range(replicas):
             for rank in range(2):
@@ -138,7 +138,7 @@ def test_what_is_known_only_when_the_weights_were_walked_is_what_the_leader_says
         publish = sources.begin(sources.rank(0, rank), 1)
     assert publish.meta == {}
     for rank in (0, 1):
-        packed = wire.Packed(1, f"hash {rank}", 4, "cpu", 0.0, 0.0, meta={"norm": rank + 0.5})
+        packed = wire.Packed(1, f"hash {rank}", "cpu", 0.0, 0.0, meta={"norm": rank + 0.5})
         sources.publishes.packed(sources.rank(0, rank), packed, 2, 0.0)
     assert publish.state == "queued"
     assert publish.meta == {"norm": 0.5}

@@ -19,7 +19,7 @@ from replicas.supervisor.agent import messages as wire
 from replicas.supervisor.agent.agent import Agent, SupervisorLink
 from replicas.supervisor.agent.checks import Demand, Finding
 from replicas.supervisor.agent.shims import Shims
-from replicas.supervisor.fleet.admission import AgentLink
+from replicas.supervisor.fleet.handle import AgentLink
 from replicas.supervisor.wire.orders import PartSpec, plain
 from replicas.supervisor.wire.part_state import UNKNOWN, ExitReport, Inventory, LogLoss, RankExit, Remains
 from tests.support.agents import Field

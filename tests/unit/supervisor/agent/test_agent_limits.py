@@ -17,7 +17,7 @@ import pytest
 from replicas.coordinator.sessions import OUTBOX_NBYTES
 from replicas.coordinator.websocket import WebSocket
 from replicas.supervisor.agent import messages as wire
-from replicas.supervisor.fleet.admission import AgentLink
+from replicas.supervisor.fleet.handle import AgentLink
 from replicas.supervisor.wire.orders import plain
 from replicas.supervisor.wire.part_state import ExitReport, PartState
 from tests.support.agents import field

@@ -1,6 +1,7 @@
-"""A node's forkserver: when an agent starts it, and when it gives it up.
+"""A kept forkserver: when it is started, replaced and given up; which ones a node has.
 
-Covers: linux/rank_environment.py, supervisor/agent/forkservers.py.
+Covers: linux/rank_environment.py, sidecar/kept_forkserver.py,
+supervisor/agent/forkservers.py.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import signal
 import socket
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -19,11 +21,13 @@ import pytest
 
 from replicas import environ
 from replicas.common.backoff import Backoff
+from replicas.linux import stalls
 from replicas.linux.processes import MARK, NO_MARK
 from replicas.linux.rank_environment import lasting
 from replicas.linux.sockets import SocketAddress
-from replicas.supervisor.agent import forkservers
-from replicas.supervisor.agent.forkservers import TRIES, Forkservers, KeptForkserver
+from replicas.sidecar import kept_forkserver
+from replicas.sidecar.kept_forkserver import TRIES, KeptForkserver
+from replicas.supervisor.agent.forkservers import Forkservers
 from replicas.supervisor.agent.messages import Start
 from replicas.supervisor.agent.shims import Shims
 from replicas.supervisor.wire.orders import PartSpec, plain
@@ -33,26 +37,29 @@ pytestmark = pytest.mark.anyio
 
 
 class Starter:
-    """Starts processes in place of forkservers. ``limit``: how many there may be."""
+    """Starts ``command`` in place of forkservers; ``limit``: how many there may be."""
 
-    def __init__(self, *command: str, limit: int = 100) -> None:
+    def __init__(self) -> None:
         self.started: list[subprocess.Popen[bytes]] = []
         self.environments: list[Mapping[str, str]] = []
         self.news = asyncio.Event()
-        self._command, self._limit = command or ("true",), limit
+        self.command: tuple[str, ...] = ("sleep", "600")
+        self.limit = 100
 
-    def __call__(self, environment: Mapping[str, str], listener: int, ready: int) -> subprocess.Popen[bytes]:
-        if len(self.started) == self._limit:
+    def __call__(self, environment: Mapping[str, str], listener: int) -> subprocess.Popen[bytes]:
+        if len(self.started) == self.limit:
             raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         self.environments.append(environment)
-        self.started.append(subprocess.Popen(self._command, pass_fds=(listener, ready)))
+        self.started.append(subprocess.Popen(self.command, pass_fds=(listener,)))
         self.news.set()
         return self.started[-1]
 
 
 @pytest.fixture(autouse=True)
-def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forkservers, "AGAIN", Backoff(0.001, 0.01))
+def starter(monkeypatch: pytest.MonkeyPatch) -> Starter:
+    monkeypatch.setattr(kept_forkserver, "AGAIN", Backoff(0.001, 0.01))
+    monkeypatch.setattr(kept_forkserver, "start_forkserver", found := Starter())
+    return found
 
 
 @pytest.fixture
@@ -82,9 +89,9 @@ async def until(starter: Starter, count: int) -> None:
             await starter.news.wait()
 
 
-async def test_one_is_started_when_a_rank_connects_and_not_before(no_leaks: None) -> None:
-    starter, given_up = Starter("sleep", "600"), list[str]()
-    kept = KeptForkserver({}, given_up.append, starter)
+async def test_one_is_started_when_a_rank_connects_and_not_before(starter: Starter, no_leaks: None) -> None:
+    given_up: list[str] = []
+    kept = KeptForkserver({}, given_up.append)
     await asyncio.sleep(0.05)
     assert (kept.pid, starter.started) == (0, [])
     with connected(kept.address):
@@ -103,28 +110,53 @@ async def test_one_is_started_when_a_rank_connects_and_not_before(no_leaks: None
     assert (kept.pid, len(starter.started), given_up) == (0, 2, [])
 
 
-async def test_one_that_will_be_needed_is_started_at_once_and_after_each_end(no_leaks: None) -> None:
-    starter = Starter("sleep", "600")
-    kept = KeptForkserver({}, lambda reason: pytest.fail(reason), starter)
+async def test_one_that_will_be_needed_is_started_at_once_and_after_each_end(starter: Starter, no_leaks: None) -> None:
+    kept = KeptForkserver({}, lambda reason: pytest.fail(reason))
     kept.need()
     kept.need()
     assert len(starter.started) == 1
     starter.started[0].kill()
     await until(starter, 2)
-    kept.kill()
-    await kept.gone.wait()
+    await kept.aclose()
+
+
+@pytest.mark.parametrize("does", ["is stopped", "does nothing"])
+async def test_one_that_stalls_is_replaced_if_a_client_waits(
+    starter: Starter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, no_leaks: None, does: str
+) -> None:
+    """While it starts, or later: nobody can tell which hangs, torch's import or it."""
+    monkeypatch.setattr(kept_forkserver, "LOOK_INTERVAL_S", 0.05)
+    monkeypatch.setattr(stalls, "STOPPED_S", 0.3)
+    monkeypatch.setattr(stalls, "IDLE_S", 0.3)
+    kept = KeptForkserver({}, lambda reason: pytest.fail(reason))
+    kept.need()
+    if does == "is stopped":
+        starter.started[0].send_signal(signal.SIGSTOP)
+        await until(starter, 2)
+    else:
+        await asyncio.sleep(0.7)
+        assert len(starter.started) == 1, "nobody waits for it"
+        with connected(kept.address):
+            await until(starter, 2)
+            await until(starter, 3)
+    assert f"it {'was stopped' if does == 'is stopped' else 'did nothing'} for 0.3 s" in caplog.text
+    await kept.aclose()
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-async def test_one_that_cannot_be_started_again_is_tried_again_and_given_up(no_leaks: None, ahead: bool) -> None:
+async def test_one_that_cannot_be_started_again_is_tried_again_and_given_up(
+    starter: Starter, no_leaks: None, ahead: bool
+) -> None:
     """A machine that is out of processes for a moment costs no replica."""
-    starter = Starter(limit=1)
+    starter.command, starter.limit = ("true",), 1
     told: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
-    servers = Forkservers(lambda *reason: told.set_result(reason), starter)
+    servers = Forkservers(lambda *reason: told.set_result(reason))
     address = servers.address({}, ahead=ahead)
-    with connected(address):  # and nobody ever accepts it
+    with connected(address) as client:  # and nobody ever accepts it
         async with asyncio.timeout(30):
             where, reason = await told
+        with pytest.raises(ConnectionError):  # it need not wait for its own deadline
+            client.send(b"x")
     assert where == address
     assert f"{TRIES} times" in reason
     assert "cannot be started" in reason
@@ -133,19 +165,21 @@ async def test_one_that_cannot_be_started_again_is_tried_again_and_given_up(no_l
     await servers.aclose()
 
 
-async def test_replicas_share_one_unless_they_differ_in_what_is_read_at_the_start(no_leaks: None) -> None:
-    starter = Starter("sleep", "600")
-    servers = Forkservers(lambda *_: pytest.fail("given up"), starter)
-    first = servers.address({"A": "1", "LD_LIBRARY_PATH": "/x"}, ahead=True, identity="run")
-    assert servers.address({"B": "2", "LD_LIBRARY_PATH": "/x"}, ahead=True, identity="run") == first
-    second = servers.address({"LD_LIBRARY_PATH": "/y"}, ahead=True, identity="run")
+async def test_replicas_share_one_unless_they_differ_in_what_is_read_at_the_start(
+    starter: Starter, no_leaks: None
+) -> None:
+    servers = Forkservers(lambda *_: pytest.fail("given up"))
+    run = {environ.STATE_ID: "run"}
+    first = servers.address(run | {"A": "1", "LD_LIBRARY_PATH": "/x"}, ahead=True)
+    assert servers.address(run | {"B": "2", "LD_LIBRARY_PATH": "/x"}, ahead=True) == first
+    second = servers.address(run | {"LD_LIBRARY_PATH": "/y"}, ahead=True)
     assert second != first
     assert [one["LD_LIBRARY_PATH"] for one in starter.environments] == ["/x", "/y"]
     for environment in starter.environments:
         assert "A" not in environment
         assert MARK not in environment, "it belongs to no replica"
         assert environment[NO_MARK] == "0" * 32
-        assert environment["REPLICAS_STATE_ID"] == "run"
+        assert environment[environ.STATE_ID] == "run"
     servers.retain({second})
     assert await asyncio.to_thread(starter.started[0].wait, 30) == -9
     assert starter.started[1].poll() is None

@@ -11,9 +11,9 @@ from unittest import mock
 
 import pytest
 
-from replicas.supervisor.agent.messages import Start
+from replicas.supervisor.agent.messages import Hello, Start
 from replicas.supervisor.agent.shims import Shims
-from replicas.supervisor.fleet.handle import ShimHandle
+from replicas.supervisor.fleet.handle import NodeEntry, ShimHandle
 from replicas.supervisor.wire.orders import PartSpec, plain
 from replicas.supervisor.wire.part_state import UNKNOWN, LogLoss
 
@@ -36,7 +36,9 @@ def started(folder: Path) -> tuple[Shims, Callable[..., None]]:
 
 
 def handle(*, adopted: bool) -> ShimHandle:
-    return ShimHandle("nonce", "n", lambda _: None, start=None if adopted else Start(spec={}))
+    hello = Hello(release="", node="n", incarnation="", pid=1, start_time=1, scope="")
+    node = NodeEntry(hello, local=True, now=0.0)
+    return ShimHandle("nonce", node, start=None if adopted else Start(spec={}))
 
 
 async def test_what_is_lost_while_no_supervisor_is_there_is_reported_to_the_next_one(tmp_path: Path) -> None:

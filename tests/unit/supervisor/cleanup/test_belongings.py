@@ -125,15 +125,18 @@ def test_what_cannot_be_looked_for_is_said_and_ends_nothing(monkeypatch: pytest.
 
 def test_stock_is_taken_when_due_and_told_when_changed() -> None:
     pids = [os.getpid()]
-    stock = InventoryTimer(lambda: pids, 100.0)
-    assert stock.on_time(104.9) is None
-    before = stock.on_time(105.0)
-    assert before is not None
-    assert stock.wakes == [165.0]
-    assert stock.on_time(165.0) is None
+    told: list[Inventory] = []
+    stock = InventoryTimer(lambda: pids, 100.0, told.append)
+    stock.on_time(104.9)
+    assert told == []
+    stock.on_time(105.0)
+    assert len(told) == 1
+    assert stock.due == 165.0
+    stock.on_time(165.0)
+    assert len(told) == 1
     pids.append(os.getppid())
-    after = stock.on_time(225.0)
-    assert after is not None
-    assert [pid for pid, _ in after.processes] == pids
+    stock.on_time(225.0)
+    assert [pid for pid, _ in told[1].processes] == pids
     pids.clear()
-    assert stock.take_final(226.0) is None  # what it had counts, too
+    stock.take_final(226.0)
+    assert len(told) == 2  # what it had counts, too

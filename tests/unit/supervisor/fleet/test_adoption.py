@@ -12,8 +12,8 @@ from typing import Any, cast
 from msgspec.structs import replace
 
 from replicas.coordinator import Readiness
-from replicas.supervisor.fleet.causes import Cause
 from replicas.supervisor.reloading import Reloading
+from replicas.supervisor.state.run_state import Cause
 from tests.support.agents import Field, field
 from tests.support.fleets import Life, group_of
 from tests.support.virtual import history
@@ -52,7 +52,7 @@ async def test_a_restart_that_waits_for_a_sync_is_not_forgotten() -> None:
         await asyncio.sleep(2)
         assert made.states()["a/0"] == "draining"
         del made.syncs["a/0"]
-        made.fleet.groups["a"].replicas[0].idle()
+        made.fleet.groups["a"].replicas[0].on_sync_over()
         await asyncio.sleep(10)
         assert generations(made) == {"a/0": 2, "a/1": 1}
         assert restarts(made) == {"requested": 1}
@@ -97,17 +97,17 @@ async def test_a_reload_that_had_not_come_to_all_replicas_goes_on() -> None:
         await asyncio.sleep(5)
         group = made.fleet.groups["a"]
         group.use(after)
-        made.fleet.save()
+        made.save()
         made.spawn(lambda: made.fleet.roll(group, group.replicas.values(), Cause("reload", "its config has changed")))
         await asyncio.sleep(7)
         assert generations(made) == {"a/0": 2, "a/1": 1, "a/2": 1}
         await made.replace_supervisor(after)
-        outdated = made.fleet.groups["a"].outdated
-        assert [replica.name for replica in outdated] == ["a/1", "a/2"]
+        replicas = made.fleet.groups["a"].replicas
+        assert [replica.name for replica in replicas.values() if replica.outdated] == ["a/1", "a/2"]
         reloading = Reloading(made.context, lambda: made.fleet, cast("Any", None))
-        await asyncio.wait_for(reloading.catch_up({"a": outdated}), 60)
+        await asyncio.wait_for(reloading.catch_up(), 60)
         assert generations(made) == {"a/0": 2, "a/1": 2, "a/2": 2}
-        assert made.fleet.groups["a"].outdated == []
+        assert not any(replica.outdated for replica in replicas.values())
 
 
 @history

@@ -16,7 +16,7 @@ from replicas.core.lives.lease_times import lost_after_s
 from replicas.core.lives.lifecycle import Transition
 from replicas.supervisor.agent.machine import Machine
 from replicas.supervisor.wire.part_state import ExitReport
-from tests.support.agents import LEASE_S, OUTLIVES_S, FakeAgent, Field, field
+from tests.support.agents import LEASE_S, OUTLIVES_S, FakeAgent, Field, adopting, field
 from tests.support.fleets import Life, group_of
 from tests.support.virtual import history
 
@@ -68,7 +68,7 @@ async def test_a_node_says_what_it_runs_and_no_number_is_used_again() -> None:
             shim.dies_s = 6.0
         await made.replace_supervisor(lost=True)
         await asyncio.sleep(4)
-        assert set(reasons(made).values()) == {"waits for the end of an earlier generation of it on node n1"}
+        assert set(reasons(made).values()) == {"waits for an earlier generation to end on node n1"}
         await asyncio.sleep(6)
         assert made.states() == {"a/0": "ready", "a/1": "ready"}
         assert generations(made) == {"a/0": 2, "a/1": 3}
@@ -130,7 +130,7 @@ async def test_an_agent_that_gets_no_other_lease_is_not_waited_for() -> None:
     async with field(group_of("a")) as made:
         own_node(made, "here")
         await asyncio.sleep(5)
-        made.outlives_s = 0.0
+        made.context.config = adopting(made.config, 0.0)
         await made.replace_supervisor(lost=True)
         made.resources.offer("local", Machine(cpus=1), {})
         await asyncio.sleep(OUTLIVES_S / 2)
@@ -195,9 +195,7 @@ async def test_a_drained_node_that_leaves_is_not_called_lost() -> None:
         node = made.join("n1")
         made.join("n2")
         await asyncio.sleep(5)
-        made.cluster.drain("n1")
-        await made.fleet.drain_node("n1", lambda: made.cluster.is_empty("n1"), lambda: True)
-        made.cluster.release("n1")
+        await made.nodes().drain("n1")
         await asyncio.sleep(2)
         assert node.over
         assert "node n1: drained: its agent has left" in made.said
@@ -254,7 +252,7 @@ async def test_a_token_does_not_end_while_a_node_may_know_no_other() -> None:
         assert made.cluster.unreached() == ("n1",), "before it is called away"
         node.hang_up()
         made.operator_token = "second"
-        made.cluster.tell_tokens()
+        made.cluster.send_tokens()
         await asyncio.sleep(2)
         assert made.cluster.unreached() == ("n1",)
         node.heal()

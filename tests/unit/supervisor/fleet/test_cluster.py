@@ -20,14 +20,13 @@ from replicas.coordinator import Readiness
 from replicas.core.lives.lease_times import BEAT_S, lost_after_s
 from replicas.errors import UsageError, WorldError
 from replicas.supervisor.agent import messages as wire
-from replicas.supervisor.agent.checks import Demand
 from replicas.supervisor.agent.machine import Machine
-from replicas.supervisor.fleet.nodes import ANSWER_S, examine
+from replicas.supervisor.fleet.nodes import ANSWER_S
 from replicas.supervisor.state.run_state import ShimRecord
 from replicas.supervisor.wire.orders import PartSpec
 from replicas.supervisor.wire.part_state import ExitReport
 from replicas.telemetry.events import HeldUp, NodeChanged
-from tests.support.agents import LEASE_S, FakeAgent, Field, _Link, field
+from tests.support.agents import LEASE_S, FakeAgent, Field, _Link, adopting, field
 from tests.support.fleets import Life, config_of, group_of
 from tests.support.virtual import history, virtually
 
@@ -167,7 +166,7 @@ async def test_members_of_a_replica_that_has_ended_are_judged_no_more() -> None:
 async def test_nobody_says_of_a_silent_node_that_its_processes_do_not_die() -> None:
     """Its lease is waited for, and nothing is known of them meanwhile."""
     async with field(group_of("a", stop_timeout_s=1.0)) as made:
-        made.cluster._admission._lease_s = 3 * LEASE_S
+        made.context.config = adopting(made.config, 3 * LEASE_S)
         one = made.join("n1")
         await asyncio.sleep(3)
         one.cut = True
@@ -230,7 +229,9 @@ async def test_a_supervisor_with_a_shorter_lease_waits_for_that_of_the_one_befor
     async with field(group_of("a")) as made:
         made.join("n1")
         await asyncio.sleep(1)
-        again = made.new_cluster(lease_s=1.0)
+        config = adopting(made.config, 0.0)
+        made.context.config = msgspec.structs.replace(config, cluster=ClusterConfig(lease_s=2.0))
+        again = made.new_cluster()
         again.expect(made.cluster.records(), ())
         began = asyncio.get_running_loop().time()
         while again.status()[0].state != "lost":
@@ -252,13 +253,13 @@ async def test_gpus_of_what_is_not_taken_over_are_free_when_it_is_gone() -> None
             ShimRecord(nonce=name, group=name, replica=0, generation=1, agent="n1", gpus=(gpu,))
             for name, gpu in (("removed", "0"), ("external", "1"))
         )
-        handles = made.cluster.expect((), records)
-        nodes._records, nodes._expected = records, handles
+        nodes._expected = made.cluster.expect(made.cluster.records(), records)
+        handles = [handle for _, handle in nodes._expected]
         config = config_of(group_of("a"), group_of("external", launcher="external"))
         assert nodes.adopted(config) == {}
-        assert all(handle.stopping for handle in handles.values())
+        assert all(handle.stopping for handle in handles)
         assert made.resources.free_on("n1") == ()
-        for handle in handles.values():
+        for handle in handles:
             handle.end(ExitReport("stopped"))
         assert made.resources.free_on("n1") == ("0", "1")
 
@@ -413,7 +414,7 @@ async def test_the_next_supervisor_goes_on_with_the_drain_of_a_node() -> None:
         made.cluster.drain("n1")
         again = made.new_cluster()
         again.expect(made.cluster.records(), ())
-        assert again.draining() == ["n1"]
+        assert again.members["n1"].life.duty == "draining"
 
 
 @history
@@ -484,7 +485,7 @@ async def test_an_agent_of_another_protocol_is_refused() -> None:
                 answers.append(wire.decode_order(data))
 
         old = wire.Hello(protocol=99, release="9", node="n2", incarnation="x", pid=1, start_time=1, scope="")
-        assert made.cluster.hello(old, Link(one), local=False, seen_at="") == ""
+        assert made.cluster.hello(old, Link(one), local=False, seen_at="") is None
         (refused,) = answers
         assert isinstance(refused, wire.Refused)
         assert "speaks protocol 99, the supervisor 2" in refused.message
@@ -572,7 +573,8 @@ async def test_a_reload_changes_how_many_nodes_are_waited_for() -> None:
 async def examined(made: Field, *nodes: str) -> tuple[list[tuple[str, str, str]], float]:
     """Node, state and text of each finding, and for how long they were waited for."""
     began = made.now
-    found = await examine(made.cluster, {name: Demand(processes=3) for name in nodes})
+    asked = [made.nodes().examine(name) for name in nodes]
+    found = [one for each in await asyncio.gather(*asked) for one in each]
     return [(one.node, one.state, one.text) for one in found], made.now - began
 
 
@@ -587,7 +589,6 @@ async def test_a_doctor_asks_all_nodes_at_once_and_says_which_are_away() -> None
         assert took_s == ANSWER_S
         assert ("n1", "ok", "none on n1") in found
         assert ("n2", "problem", f"its agent does not answer within {ANSWER_S:.0f} s") in found
-        assert made.agents["n1"].asked[0].demand == Demand(processes=3)
         made.agents["n2"].thaw()
         made.agents["n3"].cut = True
         await asyncio.sleep(5)

@@ -40,12 +40,12 @@ def test_a_replica_is_ready_while_its_program_is_there_and_waits_for_the_next() 
             group = made.groups["a"]
             assert yard.states() == {"a/0": "pending", "a/1": "pending"}
             waits = group.status(yard.now).replicas[0].reason
-            assert waits == "waits for its program, which you start, to join"
-            yard.views["a/1"] = Readiness(False, "policy: has version 0, version 1 is committed", heartbeat_age_s=0.1)
+            assert waits == "waits for a program that you start to join"
+            yard.views["a/1"] = Readiness(False, "no version of policy loaded yet (newest: 1)", heartbeat_age_s=0.1)
             yard.joins("a/1", "x")
             await asyncio.sleep(1)
             assert yard.states()["a/1"] == "starting"
-            assert "version 1 is committed" in group.status(yard.now).replicas[1].reason
+            assert "no version of policy" in group.status(yard.now).replicas[1].reason
             del yard.views["a/1"]
             await asyncio.sleep(1)
             assert yard.states()["a/1"] == "ready"
@@ -90,10 +90,10 @@ def test_a_replica_that_falls_behind_is_not_ready_until_it_has_caught_up() -> No
             yard.joins("a/0", "x")
             await asyncio.sleep(1)
             assert yard.states() == {"a/0": "ready"}
-            yard.views["a/0"] = Readiness(False, "policy: has version 1, version 3 is committed", heartbeat_age_s=0.1)
+            yard.views["a/0"] = Readiness(False, "no version of policy loaded yet (newest: 3)", heartbeat_age_s=0.1)
             await asyncio.sleep(1)
             (one,) = made.groups["a"].status(yard.now).replicas
-            assert (one.state, one.reason) == ("starting", "policy: has version 1, version 3 is committed")
+            assert (one.state, one.reason) == ("starting", "no version of policy loaded yet (newest: 3)")
             assert not made.groups["a"].good
             del yard.views["a/0"]
             await asyncio.sleep(1)

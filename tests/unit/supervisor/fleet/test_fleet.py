@@ -19,8 +19,8 @@ from replicas.config.structs import ChannelConfig, ChannelRole, ResourcesConfig
 from replicas.control import exit_codes
 from replicas.core.lives.lifecycle import Transition
 from replicas.supervisor.agent.machine import Machine
-from replicas.supervisor.fleet.causes import Cause
 from replicas.supervisor.fleet.fleet import Fleet
+from replicas.supervisor.state.run_state import Cause
 from replicas.supervisor.supervisor import Supervisor
 from replicas.telemetry.events import Drained, Draining, FailedReset, HeldUp, ReplicaExited, RestartAsked, Scaled
 from tests.support.fleets import DIES, DONE, Life, fleet, group_of
@@ -35,7 +35,7 @@ async def test_delays_double_and_the_run_fails_when_the_budget_is_spent() -> Non
         await asyncio.wait_for(made.over.wait(), 100)
         assert [at for at, state in yard.moves("a/0") if state == "backoff"] == [0.3, 1.6, 3.9]  # 1, 2, 4 s apart
         assert yard.said_of_groups == [
-            "group a failed: replica a/0: rank 0 exited with code 1; no restart is left of 3 in 600 s"
+            "group a failed: replica a/0: rank 0 exited with code 1; all restarts are used (3 in 600 s)"
         ]
         assert (made.exit_code, made.groups["a"].restarts_by_reason()) == (1, {"exit": 3})
 
@@ -246,9 +246,9 @@ async def test_a_replica_may_finish_its_sync_before_it_is_told_to_stop() -> None
         assert yard.draining == ["a/0"]
         assert yard.told_at("a/0") == []
         status = made.groups["a"].status(0.0).replicas[0]
-        assert (status.state, status.reason) == ("draining", "stop requested; policy: version 3 is on its way")
+        assert (status.state, status.reason) == ("draining", "the run ends; policy: version 3 is on its way")
         del yard.syncs["a/0"]
-        made.groups["a"].replicas[0].idle()
+        made.groups["a"].replicas[0].on_sync_over()
         await ending
         ((told, timeout_s),) = yard.told_at("a/0")
         assert told - asked == pytest.approx(20.0)
@@ -377,7 +377,7 @@ async def test_reset_failed_forgets_what_was_spent_and_says_so() -> None:
         assert made.reset_failed() == ()
         resets = [event for _, event in yard.events if isinstance(event, FailedReset)]
         assert resets == [FailedReset(replicas=(), groups=("a",))]
-        assert yard.said_of_groups == ["reset-failed: full restart budget for a"]
+        assert yard.said_of_groups == ["reset-failed: restart budget of a restored"]
         assert made.groups["a"].rules.remaining(0.0) == 4
 
 
@@ -394,7 +394,11 @@ async def test_waiting_is_cut_short_by_a_reset() -> None:
 @history
 async def test_what_there_is_not_is_named() -> None:
     async with fleet(group_of("a", replicas=2)) as (made, _):
-        for target, text in (("b", 'no group "b"'), ("a/7", 'no replica "a/7"'), ("a/x", 'no replica "a/x"')):
+        for target, text in (
+            ("b", 'no group "b"; known: "a"'),
+            ("a/7", 'no replica "a/7"'),
+            ("a/x", 'no replica "a/x"'),
+        ):
             with pytest.raises(errors.UsageError, match=text):
                 await made.drain(target)
         await made.drain()
@@ -417,7 +421,7 @@ async def test_what_a_dead_supervisor_had_spent_is_spent() -> None:
         await asyncio.wait_for(made.over.wait(), 10)
         assert sorted(yard.states()) == ["a/0", "a/1", "a/2"]
         assert made.groups["a"].replicas[0].life.generation == 4
-        assert "no restart is left of 2" in yard.said_of_groups[0]
+        assert "all restarts are used (2 in" in yard.said_of_groups[0]
         assert made.groups["a"].restarts_by_reason() == {"exit": 2}
 
 
@@ -515,7 +519,7 @@ async def test_a_group_is_ready_with_min_ready_and_the_run_ends_below_it() -> No
         assert made.exit_code == 1
         assert made.ended_by == (
             "group rollout failed (1 of 3 replicas are left): replica rollout/0: "
-            "rank 0 exited with code 1; no restart is left of 0 in 600 s"
+            "rank 0 exited with code 1; all restarts are used (0 in 600 s)"
         )
 
 

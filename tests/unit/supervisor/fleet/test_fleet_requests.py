@@ -13,9 +13,8 @@ import pytest
 
 from replicas.config.structs import HealthConfig
 from replicas.errors import UsageError
-from replicas.supervisor.fleet.causes import Cause
-from replicas.supervisor.fleet.fleet import Fleet
 from replicas.supervisor.fleet.handle import ShimHandle
+from replicas.supervisor.state.run_state import Cause
 from replicas.supervisor.wire.orders import PartSpec
 from tests.support.fleets import DONE, Life, Yard, fleet, group_of
 from tests.support.virtual import history
@@ -156,9 +155,7 @@ async def test_one_whose_start_fails_takes_its_group_with_it() -> None:
 async def test_to_wait_for_ones_turn_is_no_part_of_a_start() -> None:
     group = group_of("a", replicas=5, health=HealthConfig(start_timeout_s=4.0))
     async with fleet(group, lives={"a": [Life(start_s=3.0)]}) as (made, yard):
-        turns = asyncio.Semaphore(1)
-        for replica in made.all():
-            replica._turns = turns
+        yard.context.turns = asyncio.Semaphore(1)
         await made.wait_ready(made.groups.values())
         assert made.groups["a"].restarts_by_reason() == {}
         assert yard.now > 10.0
@@ -197,8 +194,8 @@ async def test_a_group_that_is_scaled_to_none_keeps_no_run_going() -> None:
         assert made.exit_code == 0
 
 
-def saved_of(made: Fleet, yard: Yard) -> dict[str, Any]:
-    made.save()
+def saved_of(yard: Yard) -> dict[str, Any]:
+    yard.save()
     return dict(yard.saved)
 
 
@@ -207,11 +204,11 @@ async def test_a_kill_in_the_roll_of_a_reload_does_not_lose_the_new_size() -> No
     new = group_of("a", replicas=4)
     async with fleet(group_of("a", replicas=2)) as (made, yard):
         made.groups["a"].use(new)
-        saved = saved_of(made, yard)
+        saved = saved_of(yard)
     async with fleet(new, saved=saved) as (made, yard):
         assert made.groups["a"].size == 4
         await made.scale(made.groups["a"], 3)
-        saved = saved_of(made, yard)
+        saved = saved_of(yard)
     async with fleet(new, saved=saved) as (made, _):
         assert made.groups["a"].size == 3
 
@@ -222,7 +219,7 @@ async def test_what_was_stopped_by_hand_rests_under_the_next_supervisor_too() ->
     async with fleet(group) as (made, yard):
         await made.wait_ready(made.groups.values())
         await made.drain("a/1")
-        saved = saved_of(made, yard)
+        saved = saved_of(yard)
     async with fleet(group, saved=saved) as (made, yard):
         await made.until(lambda: yard.states() == {"a/0": "ready", "a/1": "drained"})
         assert yard.shims["a/1"] == []
@@ -240,9 +237,9 @@ async def test_a_group_that_comes_back_goes_on_with_its_generations() -> None:
         assert made.groups["a"].replicas[0].life.generation == 1
         await made.wait_ready(made.groups.values())
         await made.scale(made.groups["a"], 0, reason="reloaded")
-        saved = saved_of(made, yard)
+        saved = saved_of(yard)
     async with fleet(other, saved=saved) as (made, yard):
-        saved = saved_of(made, yard)
+        saved = saved_of(yard)
         made.adopt(group)
         await made.wait_ready(made.groups.values())
         assert made.groups["a"].replicas[0].life.generation == 3

@@ -21,7 +21,7 @@ import pytest
 
 from replicas import errors
 from replicas.common.backoff import Backoff
-from replicas.common.tasks import telling
+from replicas.common.tasks import say_if_slow
 from replicas.supervisor.fleet import local_agent
 from replicas.supervisor.fleet.local_agent import LocalAgent
 from replicas.supervisor.state.run_state import ProcessRecord, process_record
@@ -46,8 +46,8 @@ class FakeCluster:
 class Local(LocalAgent):
     """It tells the pid of each process that it watches from now on."""
 
-    def __init__(self, cluster: Any, known: ProcessRecord | None = None) -> None:
-        super().__init__("local", cluster, [], known=known)
+    def __init__(self, cluster: Any) -> None:
+        super().__init__("local", cluster, [])
         self._watched: asyncio.Queue[int] = asyncio.Queue()
 
     def _watch(self, pid: int, pidfd: int) -> None:
@@ -85,8 +85,8 @@ async def test_a_frozen_agent_of_an_earlier_supervisor_is_replaced() -> None:
     with patched(FROZEN_S=0.2), earlier() as (known, record):
         known.send_signal(signal.SIGSTOP)
         cluster: Any = FakeCluster()
-        agent = Local(cluster, record)
-        agent.start()
+        agent = Local(cluster)
+        agent.start(record)
         assert await agent.next() == known.pid
         joining = asyncio.create_task(agent.joined())
         new = await agent.next()
@@ -102,8 +102,8 @@ async def test_a_frozen_agent_of_an_earlier_supervisor_is_replaced() -> None:
 async def test_an_agent_of_an_earlier_supervisor_that_joins_is_kept_and_left() -> None:
     with patched(FROZEN_S=20.0), earlier() as (known, record):
         cluster: Any = FakeCluster()
-        agent = Local(cluster, record)
-        agent.start()
+        agent = Local(cluster)
+        agent.start(record)
         cluster.joined.set()
         await agent.joined()
         agent.tick()
@@ -115,7 +115,7 @@ async def test_an_agent_of_an_earlier_supervisor_that_joins_is_kept_and_left() -
 @pytest.mark.slow
 @pytest.mark.anyio
 async def test_one_that_was_started_here_may_take_longer_to_join(caplog: pytest.LogCaptureFixture) -> None:
-    with patched(FROZEN_S=0.0, JOIN_S=0.3, telling=partial(telling, after_s=0.1)):
+    with patched(FROZEN_S=0.0, JOIN_S=0.3, say_if_slow=partial(say_if_slow, after_s=0.1)):
         cluster: Any = FakeCluster()
         agent = Local(cluster)
         agent.start()
@@ -146,8 +146,8 @@ async def test_one_may_end_in_the_moment_in_which_the_wait_for_its_end_is_over()
 async def test_one_that_survives_sigkill_is_left(caplog: pytest.LogCaptureFixture) -> None:
     """As the kernel keeps processes that wait for a broken device."""
     with patched(send_signal=lambda *_: True, _KILLED_S=0.1), earlier() as (known, record):
-        agent = Local(FakeCluster(), record)
-        agent.start()
+        agent = Local(FakeCluster())
+        agent.start(record)
         async with asyncio.timeout(20):
             await agent.aclose()
         assert f"process {known.pid}, survives SIGKILL" in caplog.text

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from replicas.config.file import parse
 from replicas.config.structs import Config
 from replicas.status import NodeStatus
-from replicas.supervisor.fleet.placement_preview import outlook
+from replicas.supervisor.fleet.placement_preview import predict_placement
 
 
 def config(*, listen: str = "10.0.0.5:9477", labels: dict[str, str] | None = None, **groups: dict[str, Any]) -> Config:
@@ -27,7 +27,7 @@ def node(name: str, gpus: int = 0, **more: Any) -> NodeStatus:
 
 
 def waiting(plan: Config, nodes: list[NodeStatus]) -> dict[str, str]:
-    return outlook(plan, nodes)[1]
+    return predict_placement(plan, nodes)[1]
 
 
 def gpus(count: int, **keys: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ supervisor/fleet/replica.py.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -31,6 +32,7 @@ from replicas.core.lives.lifecycle import Transition
 from replicas.core.lives.placement import Share
 from replicas.core.lives.restarts import Restarts
 from replicas.supervisor.agent.machine import Machine
+from replicas.supervisor.agent.shim_process import base_environment
 from replicas.supervisor.fleet import generation_lifecycle
 from replicas.supervisor.fleet.context import FleetContext
 from replicas.supervisor.fleet.handle import ShimHandle
@@ -56,7 +58,7 @@ class FakeShim:
     """A shim that does what the test says."""
 
     node, local, stopping = "here", True, False
-    over_at: float | None = None
+    over_at = math.inf
 
     def __init__(self, spec: PartSpec, changed: Callable[[], None]) -> None:
         self.spec = spec
@@ -76,7 +78,7 @@ class FakeShim:
         self.state = self.state._replace(**changes)
         self._changed()
 
-    def meet(self, host: str, port: int) -> None:
+    def send_rendezvous(self, host: str, port: int) -> None:
         self.told.append((host, port))
 
     def stop(self, timeout_s: float, *, stacks: bool = False) -> None:
@@ -113,6 +115,7 @@ class FakeWorld:
         self.full = ""
         """The problem of the disk."""
         self.at_work = ""
+        self.on_draining: Callable[[], None] = lambda: None
         self.fallen: list[str] = []
         self.said: list[str] = []
         self.moves: list[Transition] = []
@@ -147,7 +150,7 @@ class FakeWorld:
     def waits_for(self, group: str, replica: int, *, first: bool) -> str:
         return "" if self.open or not first else "for b, 2 GPUs (0 free)"
 
-    def fell(self, group: str, replica: int, text: str) -> None:
+    def restart_group_with(self, group: str, replica: int, text: str) -> None:
         self.fallen.append(text)
 
     def progressed(self, group: str, replica: int) -> bool | None:
@@ -161,7 +164,8 @@ class FakeWorld:
 
     def set_group(self, group: str, shape: GroupShape) -> None: ...
 
-    def set_draining(self, group: str, replica: int, generation: int) -> None: ...
+    def set_draining(self, group: str, replica: int, generation: int) -> None:
+        self.on_draining()
 
     def busy(self, group: str, replica: int) -> str:
         return self.at_work
@@ -169,7 +173,7 @@ class FakeWorld:
     def progress(self, group: str, replica: int) -> tuple[int, ...]:
         return ()
 
-    def moved(self, transition: Transition) -> None:
+    def on_transition(self, transition: Transition) -> None:
         self.moves.append(transition)
         if transition.after == "failed":
             self.failed.set()
@@ -190,7 +194,7 @@ async def living(
     shares = tuple(Share(group=group.name, node="here", gpus=(str(node),)) for node in range(group.nnodes))
     asks = msgspec.structs.replace(group, resources=ResourcesConfig(gpus=1))
     world.resources.plan(msgspec.structs.replace(world.config, groups={"a": asks}), Machine())
-    world.resources.keep(group, 0, shares)
+    world.resources.keep("a", 0, shares)
     replica = Replica(world.context, group, 0, world, Restarts(group.restart))
     task = asyncio.create_task(replica.run())
     try:
@@ -264,7 +268,7 @@ async def test_a_new_generation_starts_only_when_the_old_one_is_gone(tmp_path: P
             shim.ended(ExitReport("lost", text="gone"))
         await settle()
         assert state(replica) == "failed"
-        assert replica.life.reason == "gone; no restart is left of 1 in 600 s"
+        assert replica.life.reason == "gone; all restarts are used (1 in 600 s)"
 
 
 HEALTH = HealthConfig(start_timeout_s=10, heartbeat_timeout_s=20, progress_timeout_s=30, load_deadline_s=40)
@@ -360,7 +364,7 @@ async def test_a_shim_that_does_not_answer_is_killed_and_its_replica_replaced(tm
             shim.ended(ExitReport("lost", text="the shim was killed"))
         await settle()
         assert replica.life.restarts == {"lost": 1}
-        assert replica.last_exit == ""
+        assert replica.current.last_exit == ""
         assert "node 1" in replica.life.reason
 
 
@@ -445,15 +449,44 @@ async def test_stopped_by_hand_it_rests_until_it_is_asked_to_start(tmp_path: Pat
         replica.check(time.monotonic())
         assert (state(replica), world.shims[0].told) == ("draining", [])
         world.at_work = ""
-        replica.idle()
+        replica.on_sync_over()
         assert world.shims[0].told == [10.0]
         world.shims[0].ended(ExitReport("stopped"))
         await settle()
         assert (state(replica), replica.halted, replica.resting) == ("drained", True, True)
-        assert replica.last_exit == "stopped"
+        assert replica.current.last_exit == "stopped"
         replica.restart()
         await settle()
         assert (state(replica), replica.life.generation, len(world.shims)) == ("starting", 2, 2)
+
+
+@pytest.mark.anyio
+async def test_a_channel_that_is_idle_at_once_cuts_no_work_of_another(tmp_path: Path) -> None:
+    """The coordinator reports it while it is told of the drain."""
+    async with living(tmp_path, on_channel=True, drain_timeout_s=30.0) as (replica, world):
+        world.shims[0].started()
+        world.at_work = "gossip: waits for the end of an operation"
+        world.on_draining = replica.on_sync_over
+        replica.halt()
+        said = ["a/0: stopping it after its sync; gossip: waits for the end of an operation (30 s at most)"]
+        assert (world.shims[0].told, world.said) == ([], said)
+        replica.check(time.monotonic() + 31.0)
+        assert world.shims[0].told == [10.0]
+        assert world.said[1:] == ["a/0: not done within 30 s; gossip: waits for the end of an operation"]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("request_", "end"), [("halt", ("drained", "stopped")), ("fail", ("failed", "b/0 failed"))])
+async def test_one_that_has_ended_waits_for_no_process(tmp_path: Path, request_: str, end: tuple[str, str]) -> None:
+    """The time of its SIGKILL may still be to come."""
+    async with living(tmp_path) as (replica, world):
+        world.shims[0].started()
+        replica.halt() if request_ == "halt" else replica.fail("b/0 failed")
+        assert "get SIGKILL" in replica.status(time.monotonic()).reason
+        world.shims[0].ended(ExitReport("stopped"))
+        await settle()
+        found = replica.status(time.monotonic())
+        assert (found.state, found.reason, replica.waits) == (*end, "")
 
 
 @pytest.mark.anyio
@@ -494,7 +527,7 @@ async def test_one_that_is_adopted_and_stopped_at_once_ends(tmp_path: Path, requ
     replica = Replica(world.context, group, 0, world, Restarts(group.restart))
     record = ShimRecord(nonce="1", group="a", replica=0, generation=3)
     shim = world.start(cast("PartSpec", None), lambda: None)
-    replica.adopt(3, [record], [shim])
+    replica.adopt([record], [shim])
     getattr(replica, request_)()
     task = asyncio.create_task(replica.run())
     await settle()
@@ -551,14 +584,15 @@ async def test_nothing_starts_that_the_disk_has_not_noted(tmp_path: Path, monkey
 @pytest.mark.anyio
 async def test_one_that_is_stopped_before_its_turn_is_never_started(tmp_path: Path) -> None:
     world, group, turns = FakeWorld(tmp_path, on_channel=True), config(tmp_path), asyncio.Semaphore(0)
-    replica = Replica(world.context, group, 0, world, Restarts(group.restart), turns=turns)
+    world.context.turns = turns
+    replica = Replica(world.context, group, 0, world, Restarts(group.restart))
     task = asyncio.create_task(replica.run())
     await settle()
     replica.halt()
     assert state(replica) == "draining"
     turns.release()
     await settle()
-    assert (state(replica), world.shims, replica.last_exit) == ("drained", [], "stopped")
+    assert (state(replica), world.shims, replica.current.last_exit) == ("drained", [], "stopped")
     replica.stop()
     await asyncio.wait_for(task, 30)
 
@@ -602,3 +636,17 @@ async def test_stacks_of_all_nodes(tmp_path: Path) -> None:
     async with living(tmp_path, nnodes=2) as (replica, world):
         assert await replica.stacks() == {"a/0/0": "here", "a/0/1": "here"}
         assert [shim.spec.env["CUDA_VISIBLE_DEVICES"] for shim in world.shims] == ["0", "1"]
+
+
+@pytest.mark.anyio
+async def test_a_rank_gets_its_own_identity_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "REPLICAS_RUN", "REPLICA_ID"):
+        monkeypatch.setenv(name, "outer")
+    monkeypatch.setenv("KEPT", "yes")
+    async with living(tmp_path, env={"MINE": "1", "REPLICAS_RUN": "mine"}) as (_, world):
+        env = base_environment() | world.shims[0].spec.env
+    assert "RANK" not in env
+    assert "MASTER_ADDR" not in env
+    assert "TORCHELASTIC_RUN_ID" not in env
+    wanted = {"REPLICAS_RUN": "test", "REPLICAS_GROUP": "a", "REPLICA_ID": "0", "REPLICA_NUM": "1"}
+    assert {**wanted, "REPLICAS_GENERATION": "1", "KEPT": "yes", "MINE": "1"}.items() <= env.items()

@@ -6,6 +6,7 @@ Covers: supervisor/fleet/plans.py, supervisor/fleet/resources.py.
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import time
 from pathlib import Path
@@ -72,7 +73,7 @@ def test_groups_that_never_run_at_once_may_use_the_same_gpus() -> None:
 def test_memory_threads_and_limits() -> None:
     big = config(a={"replicas": 2, "resources": {"memory": "33GiB"}}, b={"resources": {"cpu_threads": 9}})
     assert problems(big, EIGHT) == [
-        "groups.a.resources.memory: 66 GiB at once (a), but this machine has 64 GiB",
+        "groups.a.resources.memory: 66 GiB for all replicas of a, but this machine has 64 GiB",
         "groups.b.resources.cpu_threads: 9 for each rank, but this process may use 8 CPUs",
     ]
     here = Machine(memory_nbytes=1 << 40, limits_refused="no cgroup v2")
@@ -86,7 +87,7 @@ def test_memory_threads_and_limits() -> None:
 def test_shared_cpus_are_noted() -> None:
     plan = config(a={"replicas": 4, "resources": {"cpu_threads": 4}})
     assert problems(plan, EIGHT) == []
-    assert notes(plan, EIGHT) == ["16 CPU threads at once (a) share 8 CPUs"]
+    assert notes(plan, EIGHT) == ["all replicas of a together have 16 CPU threads, which share 8 CPUs"]
     assert notes(config(a={"resources": {"cpu_threads": 8}}), EIGHT) == []
 
 
@@ -99,8 +100,8 @@ def test_cpus_of_one_machine_are_shared_and_of_several_asked_for() -> None:
     """Where agents may join, a node with too few CPUs takes no part."""
     wants: dict[str, Any] = {"nproc_per_node": 3, "resources": {"cpu_threads": 3}}
     alone = config(a=wants)
-    assert notes(alone, EIGHT) == ["9 CPU threads at once (a) share 8 CPUs"]
-    assert ledger(alone).assign_nodes(alone.groups["a"], 0) == ""
+    assert notes(alone, EIGHT) == ["all replicas of a together have 9 CPU threads, which share 8 CPUs"]
+    assert ledger(alone).assign_nodes(alone.groups["a"], 0) is None
     plan = grown(a=wants, b={"resources": {"cpu_threads": 9}}, c={"replicas": 9, "resources": {"cpu_threads": 8}})
     assert notes(plan, EIGHT) == [
         "groups.b.resources.cpu_threads: 9 for each rank, but this process may use 8 CPUs; "
@@ -110,14 +111,14 @@ def test_cpus_of_one_machine_are_shared_and_of_several_asked_for() -> None:
     ]
     nodes = ledger(plan)
     assert nodes.assign_nodes(plan.groups["a"], 0) == "9 CPUs (at most 8 on a node)"
-    assert {nodes.assign_nodes(plan.groups["c"], index) for index in range(9)} == {""}, "shared"
+    assert {nodes.assign_nodes(plan.groups["c"], index) for index in range(9)} == {None}, "shared"
     nodes.offer("n1", replace(EIGHT, cpus=9), {})
-    assert nodes.assign_nodes(plan.groups["a"], 0) == ""
+    assert nodes.assign_nodes(plan.groups["a"], 0) is None
     assert [share.node for share in nodes.shares("a", 0)] == ["n1"]
-    assert nodes.assign_nodes(plan.groups["c"], 0) == ""
+    assert nodes.assign_nodes(plan.groups["c"], 0) is None
     assert [share.node for share in nodes.shares("c", 0)] == ["local"], "it keeps its place"
     more = grown(c={"resources": {"cpu_threads": 9}}).groups["c"]
-    assert nodes.assign_nodes(more, 0) == ""
+    assert nodes.assign_nodes(more, 0) is None
     assert [share.node for share in nodes.shares("c", 0)] == ["n1"], "its own has too few by now"
 
 
@@ -133,21 +134,22 @@ def test_gpus_are_kept_over_restarts_and_given_back() -> None:
     plan = config(a=gpus(3, replicas=2), b=gpus(3))
     resources = ledger(plan)
     a, b = plan.groups["a"], plan.groups["b"]
-    assert resources.assign_nodes(a, 0) == resources.assign_nodes(a, 1) == ""
-    assert resources.assign_nodes(a, 0) == ""
+    assert resources.assign_nodes(a, 0) is None
+    assert resources.assign_nodes(a, 1) is None
+    assert resources.assign_nodes(a, 0) is None
     assert (held(resources, "a", 0), held(resources, "a", 1)) == (("0", "1", "2"), ("3", "4", "5"))
     assert resources.assign_nodes(b, 0) == "3 GPUs (2 free)"
     resources.release("a", 0)
-    assert resources.assign_nodes(b, 0) == ""
+    assert resources.assign_nodes(b, 0) is None
     assert held(resources, "b", 0) == ("0", "1", "2")
     assert resources.free_on("local") == ("6", "7")
 
 
 def test_a_group_that_asks_for_another_number_takes_anew() -> None:
     resources = ledger(config(a=gpus(8)))
-    assert resources.assign_nodes(config(a=gpus(8)).groups["a"], 0) == ""
+    assert resources.assign_nodes(config(a=gpus(8)).groups["a"], 0) is None
     fewer = config(a=gpus(2)).groups["a"]
-    assert resources.assign_nodes(fewer, 0) == ""
+    assert resources.assign_nodes(fewer, 0) is None
     assert len(held(resources, "a", 0)) == 2
 
 
@@ -155,7 +157,7 @@ def test_the_environment_of_each_node() -> None:
     plan = config(a=gpus(2, nproc_per_node=2, nnodes=2), cpu={"resources": {"cpu_threads": 3}})
     resources = ledger(plan)
     a = plan.groups["a"]
-    assert resources.assign_nodes(a, 0) == ""
+    assert resources.assign_nodes(a, 0) is None
     order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     assert resources.environment(a, 0, 0) == {"CUDA_VISIBLE_DEVICES": "0,1,2,3", **order}
     assert resources.environment(a, 0, 1) == {"CUDA_VISIBLE_DEVICES": "4,5,6,7", **order}
@@ -221,6 +223,9 @@ def test_limits_need_controllers_that_we_may_use(tmp_path: Path, monkeypatch: py
     controllers.write_text("cpu memory pids\n")
     assert inspect_machine(gpus=False).limits_refused == ""
     controllers.write_text("cpu\n")
+    for uid, remedy in ((0, "start it under systemd"), (7, "start it as root, or under systemd")):
+        monkeypatch.setattr(os, "geteuid", lambda uid=uid: uid)
+        assert f"; {remedy} with Delegate=yes" in inspect_machine(gpus=False).limits_refused
     assert inspect_machine(gpus=False).limits_refused.startswith(
         f"{tmp_path} has no controller memory or pids; start it"
     )

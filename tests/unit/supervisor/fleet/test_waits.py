@@ -14,7 +14,7 @@ from replicas.coordinator.channel_status import channel_status, channel_waits
 from replicas.core.versions.recovery import RECOVERY_S
 from replicas.status import WAIT_S
 from replicas.supervisor.fleet.causes import WaitReports
-from tests.support.channel_world import World
+from tests.support.channel_world import World, channel_config
 from tests.support.fleets import Life, fleet, group_of
 from tests.support.virtual import history
 
@@ -58,6 +58,25 @@ def test_a_publish_says_for_which_member_and_for_how_long() -> None:
     assert channel_waits([world.state], world.now) == {"version 1 of policy": "for rollout/0/0, 55 s at most"}
 
 
+@pytest.mark.parametrize(("slots", "found"), [(2, "rollout/0/0 to release version 1"), (3, "trainer/0/0")])
+def test_a_publish_without_a_free_slot_says_who_has_its_memory(slots: int, found: str) -> None:
+    """Not the source, which can do nothing about it; with a third slot it is the one
+    that is slow."""
+    world = World(channel_config(slots=slots), machine="a")
+    trainer, target = (world.join(name, machine="a") for name in ("trainer/0/0", "rollout/0/0"))
+    target.loads = False
+    for _ in range(2):
+        target.ask()
+        world.run()
+        trainer.pack(trainer.publish())
+        world.run()
+    assert target.held == {1, 2}
+    trainer.publish(deadline_s=60.0)
+    world.run()
+    world.advance(5.0)
+    assert channel_waits([world.state], world.now) == {"version 3 of policy": f"for {found}, 55 s at most"}
+
+
 def test_a_channel_says_that_it_waits_for_members_of_the_former_coordinator() -> None:
     world = World()
     trainer, target = world.join("trainer/0/0"), world.join("rollout/0/0")
@@ -99,7 +118,9 @@ async def test_an_end_says_when_it_kills() -> None:
         await asyncio.sleep(3)
         ends = [text for text in yard.said if "SIGKILL" in text]
         assert len(ends) == 1
-        assert re.fullmatch("a/0: waits for its processes to end, until SIGKILL at [0-9]{2}:[0-9]{2}:[0-9]{2}", ends[0])
+        assert re.fullmatch(
+            "a/0: waits for the old processes to end; any left at [0-9]{2}:[0-9]{2}:[0-9]{2} get SIGKILL", ends[0]
+        )
 
 
 @history

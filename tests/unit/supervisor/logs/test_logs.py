@@ -8,6 +8,7 @@ supervisor/logs/pump.py, supervisor/logs/tee.py.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import selectors
 from contextlib import suppress
@@ -50,7 +51,7 @@ def pipe() -> Pipe:
 
 
 def log_of(pipe: Pipe, folder: Path, max_nbytes: int = LIMIT, keep: int = 3, *, replaces: bool = False) -> OutputLog:
-    return OutputLog(pipe.source, folder, max_nbytes, keep, "a/0", replaces=replaces)
+    return OutputLog(pipe.source, folder, max_nbytes, keep, replaces=replaces)
 
 
 def test_a_log_is_rotated_by_size_and_only_so_many_parts_are_kept(tmp_path: Path, pipe: Pipe) -> None:
@@ -105,12 +106,12 @@ def test_another_pump_knows_the_rank_of_a_worker(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     other, other_writer = os.pipe()
     source = LogSource("", (reader, other), shown=True)
-    log = OutputLog(source, tmp_path, LIMIT, 3, "a/0")
+    log = OutputLog(source, tmp_path, LIMIT, 3)
     os.write(writer, RANK_MARK + b"7\nout\n")
     log.read(0, 0.0)
     log.close()
     os.write(other_writer, RANK_MARK + b"7\nerr\n")
-    log = OutputLog(source, tmp_path, LIMIT, 3, "a/0", replaces=True)
+    log = OutputLog(source, tmp_path, LIMIT, 3, replaces=True)
     assert log.read(1, 0.0) == b"err\n"
     lines = (tmp_path / "rank-7.log").read_bytes().splitlines()
     assert (lines[0], lines[-1], len(lines)) == (b"out", b"err", 3)
@@ -157,10 +158,10 @@ def test_a_full_disk_drops_lines_counts_them_and_says_so_when_it_has_room(
     assert log.trouble == "No space left on device"
     assert (tmp_path / "rank-0.log").read_bytes() == b"before\n"  # no part of a line is left
     monkeypatch.undo()
-    assert log.due is not None
+    assert log.due < math.inf
     log.log_due_lines(log.due)
     pipe.write(b"after\n")
-    log.read(0, log.due or 9.0)
+    log.read(0, min(log.due, 9.0))
     missing = b"replicas: 4 lines (48 bytes) are missing here: No space left on device\n"
     assert (tmp_path / "rank-0.log").read_bytes() == b"before\n" + missing + b"after\n"
     assert log.trouble == ""
@@ -178,7 +179,7 @@ def test_a_worker_of_torchrun_is_named_by_its_guard(tmp_path: Path) -> None:
     pipe.write(b"2\nhello\n")
     assert log.read(0, 0.0) == b"hello\n"
     assert (tmp_path / "rank-12.log").read_bytes() == b"hello\n"
-    assert log.prefix == "a/0/12"
+    assert log.source.title == "rank-12"
     pipe.write(RANK_MARK + b"x\n" + RANK_MARK + b"3\n")  # its own words, by whatever chance
     log.read(0, 0.0)
     assert (tmp_path / "rank-12.log").read_bytes() == b"hello\n" + RANK_MARK + b"x\n" + RANK_MARK + b"3\n"
@@ -209,7 +210,7 @@ def test_lines_go_to_stderr_when_they_are_wanted_there(monkeypatch: pytest.Monke
 def test_a_file_is_opened_again_where_it_was(tmp_path: Path) -> None:
     path = tmp_path / "x.log"
     path.write_bytes(b"12\n345")
-    file = RotatedFile(path, 100, 0, times=False)
+    file = RotatedFile(path, 100, 0)
     file.append(b"ab\n")
     assert path.read_bytes() == b"12\n345\nab\n"
     file.rotate()
@@ -223,7 +224,7 @@ def test_a_rotation_that_failed_half_way_loses_no_part(tmp_path: Path, monkeypat
     for number, name in enumerate(("x.log", "x.log.1", "x.log.2", "x.log.3")):
         (tmp_path / name).write_text(str(number))
         (tmp_path / f"{name}.times").write_text(str(number))
-    file = RotatedFile(path, 100, 3, times=True)
+    file = RotatedFile(path, 100, 3)
     rename = private.rename
     left = [0]
 
@@ -245,7 +246,7 @@ def test_a_rotation_that_failed_half_way_loses_no_part(tmp_path: Path, monkeypat
 
 
 def test_a_close_that_fails_is_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = RotatedFile(tmp_path / "x.log", 100, 1, times=True)
+    file = RotatedFile(tmp_path / "x.log", 100, 1)
     file.append(b"")
     close = os.close
 
@@ -268,10 +269,10 @@ def test_a_file_as_stderr_that_is_full_costs_lines_only(tmp_path: Path) -> None:
         tee = Tee(file.fileno(), "a/0")
         with file_size_limit(30):
             for number in range(5):
-                tee.show(b"some line %d\n" % number, "a/0/0")
+                tee.show(b"some line %d\n" % number, "0")
         assert not tee.waiting
         assert (tee.dropped, tee.why_dropped) == (4, "File too large")
-        tee.show(b"more\n", "a/0/0")
+        tee.show(b"more\n", "0")
     lines = path.read_text().split("\n")
     assert lines[0] == "a/0/0| some line 0"
     assert "a/0| (4 lines are only in the log: File too large)" in lines[1]
@@ -297,7 +298,7 @@ def test_a_pump_that_dies_at_the_end_is_replaced_until_its_time_is_over(
     assert not keeper.over
     keeper.ended(-9)
     assert (len(started), keeper.over) == (2, False)
-    (kill_at,) = keeper.wakes
+    kill_at = keeper.due
     keeper.on_time(kill_at)
     keeper.ended(-9)
     assert (len(started), keeper.over) == (2, True)
@@ -312,7 +313,7 @@ def test_a_terminal_that_nobody_reads_costs_lines_and_no_time() -> None:
     tee = Tee(writer, "a/0")
     line = b"x" * 99 + b"\n"
     for _ in range(100):
-        tee.show(line * 100, "a/0/0")
+        tee.show(line * 100, "0")
     shown = b""
     while tee.waiting:
         shown += os.read(reader, 1 << 16)

@@ -69,8 +69,9 @@ def test_a_rank_that_has_not_joined_is_described_from_proc(tmp_path: Path) -> No
     assert found is not None
     (stack,) = found
     assert (stack.rank, stack.pid) == (5, me)
-    assert stack.text == f"it has not joined a channel, state R (running); py-spy dump --pid {me} shows what it does\n"
-    assert stack.entry().startswith(f"replicas: stacks of rank 5, process {me}:\nit has")
+    shown = f"while it runs, py-spy dump --pid {me} shows what it does"
+    assert stack.text == f"process {me} has not joined a channel, state R (running); {shown}\n"
+    assert stack.entry().startswith(f"replicas: stacks of rank 5, process {me}:\nprocess {me} has")
     assert stack.entry().endswith("\nreplicas: end of stacks\n")
 
 

@@ -1,6 +1,6 @@
 """The exit report of a node, and what people read of it.
 
-Covers: supervisor/shim/shim.py.
+Covers: supervisor/shim/shim.py, supervisor/shim/part_processes.py.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 
@@ -21,7 +22,7 @@ from replicas.supervisor.fleet.causes import FailureReports, exited, verdict
 from replicas.supervisor.shim.deaths import EndWatch, exit_report
 from replicas.supervisor.shim.shim import Shim
 from replicas.supervisor.wire import orders
-from replicas.supervisor.wire.orders import PartSpec, plain
+from replicas.supervisor.wire.orders import MessageSocket, PartSpec, plain
 from replicas.supervisor.wire.part_state import UNKNOWN, ExitReport, RankExit
 from replicas.telemetry.events import LogLinesDropped, RankEnd, ReplicaExited
 
@@ -64,11 +65,11 @@ def test_a_cause_without_what_the_program_printed(told: str, code: int, ended: s
     report = exit_report(spec(told), child, None, lines(rank_0=("a: x; y",), torchrun=("a: x; y",)), stopping=False)
     cause = verdict([report])
     assert cause is not None
-    for text in (cause.text, f"restarted with a/1: {cause.text}; no restart is left", f"a\n{cause.text}\n"):
+    for text in (cause.text, f"restarted with a/1: {cause.text}; all restarts are used", f"a\n{cause.text}\n"):
         shown = without_output(text)
         assert ended in shown
         assert "x; y" not in shown
-    assert without_output("generation 2: no restart is left") == "generation 2: no restart is left"
+    assert without_output("generation 2: all restarts are used") == "generation 2: all restarts are used"
 
 
 def test_a_crash_is_named_by_what_faulthandler_says(child: Child) -> None:
@@ -175,11 +176,12 @@ def test_a_launcher_whose_socket_a_daemon_holds_is_heard_out() -> None:
     shim = Shim.__new__(Shim)
     shim._selector = selectors.DefaultSelector()
     shim._selector.register(ours, selectors.EVENT_READ)
-    shim._launcher = ours
+    launcher = MessageSocket(ours, "the launcher", shim._take_from_launcher, shim._selector.unregister)
     report = ExitReport("failed", "it failed")
     orders.send(theirs, {"type": "report", "report": plain(report)})
     with theirs:  # open: the stream has no end
-        shim._read_last_reports()
+        launcher.read_rest()
+    assert not launcher.open
     assert shim._report == report
     shim._selector.close()
 
@@ -209,8 +211,9 @@ def test_a_process_that_ends_while_it_is_looked_at_is_over() -> None:
 def test_a_shim_is_silent_for_as_long_as_it_does_not_answer_but_for_our_own_pauses() -> None:
     """Looked at each second, a little late."""
     shim = ShimProcess.__new__(ShimProcess)
-    shim.state, shim._finishing, shim._told_until, shim._control = UNKNOWN, False, None, None
+    shim.state, shim._finishing, shim._told_until = UNKNOWN, False, None
     shim._answered_at, shim._silence = 0.0, Silence(1.0)
+    shim._control = mock.Mock(send=lambda _: False)
 
     def silent_s(at: float) -> float:
         shim.check_shim(at, None, 0.0)

@@ -5,6 +5,7 @@ Covers: supervisor/shim/lease.py.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -20,8 +21,8 @@ from replicas.supervisor.wire.part_state import UNKNOWN
 def ends_at(lease: ShimLease, now: float = 0.0) -> float:
     """When a shim that is not paused ends."""
     while not lease.has_expired(now):
-        assert lease.wakes > now
-        now = lease.wakes
+        assert lease.due > now
+        now = lease.due
     return now
 
 
@@ -37,7 +38,7 @@ def test_a_lease_ends_at_its_time_even_if_the_shim_was_paused() -> None:
 def test_without_a_lease_and_patience_a_shim_goes_on() -> None:
     lease = ShimLease(0.0, until=5.0, patience_s=5.0)
     lease.pinged(4.0)
-    assert lease.wakes == float("inf")
+    assert lease.due == float("inf")
     assert not lease.has_expired(1e9)
 
 
@@ -79,15 +80,16 @@ class Told(ShimProcess):
         self._answered_at, self._silence = 0.0, Silence(1.0)
         self.told: list[orders.Message] = []
         self.reads = True
+        self._control: Any = SimpleNamespace(send=self._take)
 
-    def _order(self, message: orders.Message) -> bool:
+    def _take(self, message: orders.Message) -> bool:
         self.told += [message] if self.reads else []
         return self.reads
 
     def looks(self, now: float, until: float | None = None, patience_s: float = 0.0) -> list[dict[str, Any]]:
         self.told = []
         self.check_shim(now, until, patience_s)
-        return [{key: value for key, value in one.items() if key != "type"} for one in self.told]
+        return [{key: value for key, value in one.items() if key != "type" and value} for one in self.told]
 
     def answers(self, now: float) -> None:
         self._silence.answered()

@@ -156,6 +156,7 @@ def test_a_start_that_the_state_does_not_name_is_not_counted(tmp_path: Path) -> 
         say=spec,
         save=lambda *, order=False: saves.pop(0),
         spawn=spec,
+        start_shim=spec,
     )
     run.run_state.save(state(starts=0))
     with file_size_limit(10):

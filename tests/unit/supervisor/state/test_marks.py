@@ -39,3 +39,10 @@ def test_another_one_is_refused(change: dict[str, object], text: str) -> None:
     with pytest.raises(Fenced) as refused:
         check_mark(msgspec.structs.replace(HELLO, **change), SHIMS)
     assert text in refused.value.message
+
+
+def test_a_replica_that_the_group_does_not_have_is_no_old_generation() -> None:
+    with pytest.raises(Fenced) as refused:
+        check_mark(msgspec.structs.replace(HELLO, proof=GOOD, replica=9), None)
+    assert refused.value.message == "a/9/0: group a has no replica 9"
+    assert "join without `replica`, as REPLICA_ID has it" in refused.value.hint

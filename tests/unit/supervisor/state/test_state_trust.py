@@ -147,10 +147,10 @@ def test_what_a_run_writes_is_for_its_user_alone_in_a_folder_that_others_may_loo
         events.emit(RunEnded(exit_code=0))
         events.close()
         folder.write(endpoint="127.0.0.1:1", tokens=Tokens("secret"))
-        log = RotatedFile(folder.log_dir("a", 0, 1) / "rank-0.log", 10, 1, times=True)
+        log = RotatedFile(folder.log_dir("a", 0, 1) / "rank-0.log", 10, 1)
         log.append(b"password=hunter2\n")
         log.rotate()
-        log.append(b"")
+        log.append(b"more\n")
         log.close()
         with monkeypatch.context() as patch:
             patch.setattr(stacks, "_open", {})

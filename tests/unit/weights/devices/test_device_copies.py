@@ -20,7 +20,7 @@ from replicas.errors import ManifestMismatch, SyncError, UsageError, WorldError
 from replicas.weights.copies.digest import device_digest_of, digest_of
 from replicas.weights.devices.device_copies import CopyOptions, DeviceCopies
 from replicas.weights.feed import Feed
-from replicas.weights.loading import load_into, views
+from replicas.weights.loading import load_image, views
 from replicas.weights.memory.arena import Arena, Slot
 from replicas.weights.packing import Packer, Packing, packing_of, stage
 from replicas.weights.writable import WritableSlot
@@ -317,7 +317,7 @@ def test_a_slot_on_the_device_is_written_in_place(gpu: FakeAccelerator) -> None:
     taken = dict(written)
     for name, tensor in given.items():
         gpu.copy([written[name][:]], [tensor])  # the tensor itself is emptied, when it is taken
-    written.taken()
+    written.mark_taken()
     slot = written.slot
     assert all(not tensor.numel() for tensor in taken.values())
     packing = written.digest()
@@ -357,8 +357,8 @@ def test_loading_enqueues_all_and_waits_once(gpu: FakeAccelerator, device: str) 
     for _ in range(2):
         for tensor in target.values():
             tensor.zero_()
-        tensors = views(publish.slot.buffer.readable(), publish.manifest)
-        load_into(target, tensors, on_device=publish.slot.buffer.pin)
+        buffer = publish.slot.buffer
+        load_image(target, buffer.readable(), publish.manifest.whole, on_device=buffer.pin)
         assert lists(target) == lists(given)
     assert len(gpu.pinned) == (0 if device else 1)
     publish.arena.free(publish.slot)

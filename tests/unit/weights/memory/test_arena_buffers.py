@@ -326,7 +326,7 @@ def test_a_pinned_mapping_is_unpinned_where_no_thread_can_be_started(monkeypatch
     reader = Buffer.open(buffer.place, 1)
     reader.keep_mappings_in(kept)
     reader.readable()
-    mapping = kept.find(buffer.place.inode, 64)
+    mapping = kept._find(buffer.place.inode, 64)
     assert mapping is not None
     mapping._pin = cast("Any", Pin())
     with monkeypatch.context() as patch:
@@ -347,9 +347,9 @@ def test_mappings_that_are_not_used_for_long_are_not_kept() -> None:
         other.close()
         kept.sweep([])
     assert len(kept) == KEPT_USES
-    assert kept.find(buffers[0].place.inode, 64) is None
-    assert kept.find(buffers[1].place.inode, 65) is None
-    assert kept.find(buffers[1].place.inode, 64) is not None
+    assert kept._find(buffers[0].place.inode, 64) is None
+    assert kept._find(buffers[1].place.inode, 65) is None
+    assert kept._find(buffers[1].place.inode, 64) is not None
     kept.close()
     assert len(kept) == 0
     for buffer in buffers:

@@ -78,6 +78,15 @@ def test_a_slot_is_not_reused_while_another_process_holds_it(arena: Arena, child
     assert fill(arena, 2) is slot
 
 
+def test_readers_of_a_version_that_stays_anyway_are_not_blamed(arena: Arena, child: Callable[..., Child]) -> None:
+    """The newest version is protected: all read it, and the supervisor keeps it for
+    members that are lost."""
+    slot = fill(arena, 1)
+    assert child(Reader(slot)).ask("open") == "done"
+    arena.protected = {1}
+    assert arena.in_use() == "the 1 slots have version 1 (kept)"
+
+
 def test_kill_9_of_a_reader_releases_what_it_holds(arena: Arena, child: Callable[..., Child]) -> None:
     slot = fill(arena, 1)
     reader = child(Reader(slot))

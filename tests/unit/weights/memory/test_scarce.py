@@ -166,7 +166,7 @@ def test_without_threads_memory_is_made_when_it_is_needed() -> None:
 
 def test_without_threads_device_memory_is_freed_later() -> None:
     class Waiting:
-        def end(self) -> bool:
+        def free_if_unused(self) -> bool:
             return ended.is_set()
 
     lingering, ended = _Lingering(), threading.Event()

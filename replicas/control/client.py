@@ -16,22 +16,26 @@ import http.client
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import quote, urlencode
 
 import msgspec
 
 from replicas.common.decoding import MALFORMED
-from replicas.control.commands import ORDERS, RUN_HEADER, Answer, Order
+from replicas.control.commands import ORDERS, RUN_HEADER, TOKEN_HEADER, Answer, Order, Problem
 from replicas.errors import Disconnected, ReplicasError, UsageError
 from replicas.linux.processes import is_stopped, start_time
-from replicas.linux.sockets import foreign, listener_uids, peer_uid, reachable, whose
+from replicas.linux.sockets import describe_owner, listener_uids, may_be_foreign, peer_uid, reachable
 from replicas.status import RunStatus
+from replicas.telemetry.events import Record, decode
 from replicas.trust.way import Way, way_to
 
+_T = TypeVar("_T")
 _MAX_ANSWER_NBYTES = 64 * 2**20
 _TIMEOUT_S = 5.0
 _SILENCE_S = 20.0
 """Seconds, several beats of the server; a server that is silent for longer is gone."""
+_OTHER_TOKEN = "give an operator's with --token-file, or none: state and events are public"
 _PATHS = {kind: path for path, kind in ORDERS.items()}
 
 
@@ -66,7 +70,7 @@ class Client:
         self.where = where
         self._host, self._port = ("", 0) if where.startswith("unix:") else _host_and_port(where)
         self._pid = pid
-        self._run = run
+        self.run = run
         self._way: Way | None = way_to(where, token) if self._host else None
         self._owners = owners
         self._token_owners = token_owners
@@ -79,17 +83,7 @@ class Client:
         :raises Disconnected: no answer, or not from a supervisor of replicas.
         """
         with self._asked("GET", "/status") as response:
-            body = response.read(_MAX_ANSWER_NBYTES)
-        if response.status != 200:
-            raise Disconnected(
-                f"{self.where} answered GET /status with {response.status}", hint="is it a replicas supervisor?"
-            )
-        try:
-            return msgspec.json.decode(body, type=RunStatus)
-        except MALFORMED as error:
-            raise Disconnected(
-                f"{self.where} sent an invalid status: {error}", hint="is it of the same release?"
-            ) from error
+            return self._read(response, "GET /status", RunStatus)
 
     def order(self, order: Order, *, wait: bool = True) -> Answer:
         """Send an order. ``wait``: until it is carried out; else until it has begun.
@@ -100,33 +94,40 @@ class Client:
         path = _PATHS[type(order)] + ("" if wait else "?wait=0")
         body = msgspec.json.encode(order)
         with self._asked("POST", path, body, silence_s=_SILENCE_S) as response:
-            answer = self._answer(response, f"POST {path}")
+            answer = self._read(response, f"POST {path}", Answer)
         if answer.error is not None:
-            raise self._refused(response.status, answer)
+            raise self._refused(response.status, answer.error)
         return answer
 
-    def events(self, after: int | None = None, *, follow: bool = True) -> Iterator[bytes]:
-        """Yield JSON records of ``GET /events``; empty ones are only signs of life."""
-        query = {"follow": str(int(follow)), **({} if after is None else {"after": str(after)})}
-        for line in self._lines(f"/events?{urlencode(query)}"):
+    def events(self, after: int, *, follow: bool = True) -> Iterator[Record]:
+        """Yield the records of ``GET /events`` above ``after``.
+
+        Events of a newer release, which are not known here, are left out.
+        """
+        for line in self._lines(f"/events?{urlencode({'follow': int(follow), 'after': after})}"):
             if line.startswith(b"data: "):
-                yield line[6:]
-            elif line.startswith(b":"):
-                yield b""
+                with contextlib.suppress(*MALFORMED):
+                    yield decode(line[6:])
 
     def logs(self, query: Mapping[str, str]) -> Iterator[bytes]:
-        """Yield JSON lines of ``GET /logs``; empty ones are only signs of life."""
+        """Yield JSON lines of ``GET /logs``; empty ones are only signs of life.
+
+        :param query: the parameters of the page, such as ``{"target": "rollout/0"}``.
+        """
         return self._lines(f"/logs?{urlencode({**query, 'json': '1'})}")
 
     @contextlib.contextmanager
     def _asked(
         self, method: str, path: str, body: bytes | None = None, *, silence_s: float | None = None
     ) -> Iterator[http.client.HTTPResponse]:
-        """Yield the response to a request; ``silence_s``: deadline of later reads."""
+        """Context manager: send a request, and yield its response.
+
+        :param silence_s: limit of each read of the response; default: as for others.
+        """
         connection = http.client.HTTPConnection(self._host or "localhost", self._port or None, timeout=self._timeout_s)
         headers = {"Accept": "application/json"}
-        if self._run:
-            headers[RUN_HEADER] = quote(self._run, safe="")
+        if self.run:
+            headers[RUN_HEADER] = quote(self.run, safe="")
         try:
             if self._host:
                 connection.connect()
@@ -136,7 +137,8 @@ class Client:
                 with reachable(Path(self.where.removeprefix("unix:"))) as name:
                     connection.sock.connect(name)
             headers |= self._credentials(connection.sock)
-            self._secure(connection)
+            if self._way is not None and self._way.context is not None:
+                connection.sock = self._way.context.wrap_socket(connection.sock, server_hostname=self._way.host)
             if self._withheld is not None and method == "POST":
                 raise self._withheld
             with contextlib.suppress(BrokenPipeError):  # refused before the body was sent: the answer says why
@@ -144,6 +146,8 @@ class Client:
             with connection.getresponse() as response:
                 if silence_s is not None and connection.sock is not None:
                     connection.sock.settimeout(silence_s)
+                if why := response.headers.get(TOKEN_HEADER):
+                    raise UsageError(f"{self.where} does not accept the token: {why}", hint=_OTHER_TOKEN)
                 yield response
         except (OSError, http.client.HTTPException) as error:
             if self._way is not None and (refusal := self._way.refusal(error)):
@@ -154,68 +158,66 @@ class Client:
         finally:
             connection.close()
 
-    def _secure(self, connection: http.client.HTTPConnection) -> None:
-        """Start TLS on the connection if the token or the CA requires it."""
-        if self._way is not None and self._way.context is not None:
-            connection.sock = self._way.context.wrap_socket(connection.sock, server_hostname=self._way.host)
-
     def _credentials(self, connection: socket.socket) -> dict[str, str]:
         """Return the Authorization header if the peer needs the token and may have it.
 
-        At a Unix socket the kernel identifies the caller, so no token is needed.
+        At a Unix socket the kernel identifies the caller, so no token is needed. If the
+        peer may not have the token, ``_withheld`` becomes the error for an order.
 
         :raises Disconnected: the peer is another user's process, not the supervisor.
         """
         local = not self._host
         uids = frozenset({peer_uid(connection)}) if local else listener_uids(connection)
-        if foreign(uids, self._owners):
-            raise Disconnected(f"{self.where} {whose(uids)}: nothing was sent to it", hint=self._why_silent())
+        if may_be_foreign(uids, self._owners):
+            raise Disconnected(f"{self.where} {describe_owner(uids)}: nothing was sent to it", hint=self._why_silent())
         if self._way is None or not self._way.headers:
             return {}
-        if foreign(uids, self._token_owners):
-            text = f"{self.where} {whose(uids)}: the token, which is another user's, was not shown to it"
+        if may_be_foreign(uids, self._token_owners):
+            text = f"{self.where} {describe_owner(uids)}: the token, which is another user's, was not shown to it"
             self._withheld = UsageError(text, hint="name the token with --token-file if it may be shown there")
             return {}
         return self._way.headers
 
     def _why_silent(self) -> str:
+        """Return a hint why the supervisor is silent, by the state of its process."""
         if not self._pid:
             return "is the supervisor still running?"
         if start_time(self._pid) is None:
             return f"its supervisor, process {self._pid}, is dead; start it again with: replicas run CONFIG"
         return f"its supervisor, process {self._pid}, is {'stopped' if is_stopped(self._pid) else 'alive, but busy'}"
 
-    def _answer(self, response: http.client.HTTPResponse, what: str) -> Answer:
+    def _read(self, response: http.client.HTTPResponse, what: str, kind: type[_T]) -> _T:
+        """Return the body as a ``kind``. ``what``: the request, for an error."""
         body = response.read(_MAX_ANSWER_NBYTES)
         try:
-            return msgspec.json.decode(body, type=Answer)
+            return msgspec.json.decode(body, type=kind)
         except MALFORMED as error:
-            raise Disconnected(
-                f"{self.where} answered {what} with {response.status} and a malformed body",
-                hint="is it a replicas supervisor of the same release?",
-            ) from error
+            text = f"{self.where} answered {what} with {response.status}: {error}"
+            raise Disconnected(text, hint="is it a replicas supervisor of the same release?") from error
 
-    def _refused(self, code: int, answer: Answer) -> ReplicasError:
-        assert answer.error is not None
+    def _refused(self, code: int, problem: Problem) -> ReplicasError:
+        """Return the error for a refused request: on access, or that of the answer."""
         if code in (401, 403):
             return self._withheld or UsageError(
-                f"{self.where} takes no orders from here: {answer.error.message}",
+                f"{self.where} takes no orders from here: {problem.message}",
                 hint="give --token-file, or run this as the user of the supervisor, on its machine",
             )
-        return answer.error.exception()
+        return problem.exception()
 
     def _lines(self, path: str) -> Iterator[bytes]:
+        """Request a page and yield its lines, without their ends; raise a refusal."""
         with self._asked("GET", path, silence_s=_SILENCE_S) as response:
             if response.status != 200:
-                answer = self._answer(response, f"GET {path.partition('?')[0]}")
+                answer = self._read(response, f"GET {path.partition('?')[0]}", Answer)
                 if answer.error is None:
                     raise Disconnected(f"{self.where} answered with {response.status}")
-                raise self._refused(response.status, answer)
+                raise self._refused(response.status, answer.error)
             while line := response.readline():
                 yield line.rstrip(b"\r\n")
 
 
 def _host_and_port(endpoint: str) -> tuple[str, int]:
+    """Return the host, without brackets, and the port; raise UsageError otherwise."""
     host, _, port = endpoint.rpartition(":")
     if not host or set(host) & set(" /?#@\\") or not (port.isascii() and port.isdigit() and 0 < int(port) <= 65535):
         _, url, rest = endpoint.partition("://")
@@ -226,5 +228,6 @@ def _host_and_port(endpoint: str) -> tuple[str, int]:
 
 
 def _why(error: Exception) -> str:
+    """Return the reason why a connection failed, such as ``connection refused``."""
     said = error.strerror if isinstance(error, OSError) else ""
     return said.lower() if said else str(error) or type(error).__name__

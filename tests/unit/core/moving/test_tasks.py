@@ -1,22 +1,20 @@
 """Hosts that pull a version: each delivery goes its own way, in virtual time.
 
-Covers: core/moving/pull_tasks.py.
+Covers: core/moving/task.py.
 """
 
 from __future__ import annotations
-
-from types import SimpleNamespace
 
 import pytest
 
 from replicas import messages as wire
 from replicas.config.structs import ChannelRole
-from replicas.core.base.effects import CaughtUp, MemberQuarantined, SyncEnded, WrongBytes
+from replicas.core.base.effects import CaughtUp, MemberLost, SyncEnded, WrongBytes
 from replicas.core.members.hosts import LOCATE_S
 from replicas.core.members.member_state import Held
 from replicas.core.members.roster import GroupShape
+from replicas.core.moving.attempt import _newest_base
 from replicas.core.moving.paths import IMAGE, TransferPlan
-from replicas.core.moving.pull_tasks import _newest_base
 from replicas.core.moving.transfer import PULL_TRIES
 from tests.support.channel_world import SimMember, World, channel_config
 from tests.unit.core.versions.test_channel_images import PARTS
@@ -176,7 +174,7 @@ def test_a_puller_that_cannot_is_tried_again_and_then_left_behind() -> None:
     assert end.receipt is not None
     assert end.receipt.lost == ("rollout/1/0",)
     assert len(offers(cut, "pull")) <= 2 * PULL_TRIES, "by the publish, and as it is caught up"
-    assert not any(isinstance(event, MemberQuarantined) for event in world.events)
+    assert not any(isinstance(event, MemberLost) for event in world.events)
     world.cuts.clear()
     world.advance(60.0)
     assert cut.commits == [1]
@@ -357,9 +355,7 @@ def test_who_has_missed_versions_takes_a_delta_to_an_older_one(pulling: dict[int
         assert state is not None
         state.held = Held(versions)
     plan = TransferPlan("image", pulls={far.member: {IMAGE: (trainer.member,)}})
-    attempt = SimpleNamespace(plan=plan, context=SimpleNamespace(roster=world.state.roster))
-    attempt.payload = SimpleNamespace(version=4)
-    assert _newest_base(attempt) == base  # type: ignore[arg-type]  # all that it looks at
+    assert _newest_base(world.state.roster, plan, 4) == base
 
 
 def test_a_link_that_is_cut_is_not_tried_again_by_the_next_version() -> None:
@@ -416,11 +412,11 @@ def test_the_rate_of_a_delivery_that_has_stood_still_is_unknown() -> None:
     publish(world, trainer)
     main = world.state.commits.main
     assert main is not None
-    (one,) = main.pull_tasks.of("taking", "offered")
+    (one,) = main.attempt.of("taking", "offered")
     rates = []
     for received in (100, 200, 220, 220, 230, 330, 430):
         world.now += 1.0
-        main.pull_tasks.moved(one.member, received, world.now)
+        one.note_received(received, world.now)
         rates.append(round(one.rate()))
     assert rates == [0, 100, 100, 0, 0, 100, 100]
 
@@ -438,3 +434,43 @@ def test_a_holder_with_wrong_bytes_is_asked_once() -> None:
     assert [holder.name for holder in offers(late, "pull")[0].pulls[0].holders] == ["rollout/0/0", "trainer/0/0"]
     assert [holder.name for holder in offers(late, "pull")[1].pulls[0].holders] == ["trainer/0/0"]
     assert len(offers(late, "pull")) == 2
+
+
+def test_one_that_would_copy_a_part_from_a_lost_neighbour_is_not_offered_it() -> None:
+    """The other part comes from a holder whose carrier starts only then."""
+    config = channel_config(sources=(ChannelRole("trainer", "all"),), deadline_s=60.0)
+    world = World(config, {"trainer": GroupShape(world_size=2)})
+    trainers = [
+        world.join(f"trainer/0/{rank}", world_size=2, machine=machine, address=f"10.0.0.{rank + 1}")
+        for rank, machine in enumerate("ab")
+    ]
+    target = world.join("rollout/0/0", machine="a", address="10.0.0.1")
+    world.run()
+    state = world.state.roster.get(trainers[1].member)
+    assert state is not None
+    state.carrier_port = 0
+    numbers = [trainer.publish() for trainer in trainers]
+    for trainer, number, manifest in zip(trainers, numbers, PARTS, strict=True):
+        trainer.pack(number, manifest=manifest)
+    world.run()
+    assert not offers(target, "pull")
+    world.lose(trainers[0])
+    trainers[1].outbox.append(wire.CarrierUp(trainers[1].port))
+    world.run()
+    error = trainers[1].verdicts[numbers[1]].error
+    assert error is not None
+    assert error.kind == "PeersLost"
+    assert not offers(target, "pull")
+
+
+def test_who_pulls_what_nobody_serves_is_told_to_stop() -> None:
+    """Else its slot stays reserved until the deadline of the publish."""
+    world, trainer, (target,) = world_of("b")
+    number = trainer.publish()
+    trainer.pack(number)
+    world.run(frozen=(target,))
+    (offer,) = offers(trainer, "serve")
+    trainer.outbox.append(wire.TransferFailed(offer.transfer, wire.WireError("Gone", "its memory is gone")))
+    world.run()
+    (pull,) = offers(target, "pull")
+    assert wire.TransferCancel(pull.transfer) in target.seen

@@ -1,7 +1,7 @@
 """A rank of a channel with ``adopt_together``: it says that it can load a version, and
 loads it when all can; or goes on with its own.
 
-Covers: channel/versions/lockstep_wait.py, channel/versions/owner.py.
+Covers: channel/versions/loads.py.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ to recover. Slow bytes are not a failure, and a member without reports proves no
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 from replicas.messages import LaneMoved
 from replicas.messages.identity import Member
@@ -36,16 +36,13 @@ class LaneProgress:
         self._reports.clear()
 
     def moved(self, member: Member, message: LaneMoved, now: float) -> None:
+        """Store a member's report."""
         self._reports[member] = now, message
 
-    def stands_still(self, awaited: Collection[Member], now: float) -> bool:
+    def stands_still(self, awaited: Iterable[Member], now: float) -> bool:
         """Return whether nothing moves at ``awaited``, the members not yet done."""
-        return bool(awaited) and all(one is not None and _still(one) for one in map(self._fresh(now).get, awaited))
-
-    def gets_on(self, awaited: Iterable[Member], now: float) -> bool:
-        """Return whether any awaited member has recently reported progress."""
-        fresh = self._fresh(now)
-        return any(member in fresh and not _still(fresh[member]) for member in awaited)
+        reports = [self._reports.get(member) for member in awaited]
+        return bool(reports) and all(one is not None and now - one[0] <= FRESH_S and _still(one[1]) for one in reports)
 
     def held_up(self) -> set[tuple[Member, str]]:
         """Return (member, peer address) of connections on which bytes are held up."""
@@ -55,9 +52,7 @@ class LaneProgress:
         """Return for how many seconds nothing has moved, by the last reports."""
         return min((last.still_s for _, last in self._reports.values()), default=0.0)
 
-    def _fresh(self, now: float) -> dict[Member, LaneMoved]:
-        return {member: last for member, (at, last) in self._reports.items() if now - at <= FRESH_S}
-
 
 def _still(last: LaneMoved) -> bool:
+    """Return whether the member reports that no byte has moved for too long."""
     return last.still_s >= max(STILL_S, STILL_TRIPS * last.rtt_s)

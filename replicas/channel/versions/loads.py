@@ -1,0 +1,199 @@
+"""Report what becomes of this rank's update: it can load it, has loaded it, or failed.
+
+CanLoad -> :mod:`replicas.core.versions.lockstep` decides -> LoadDecided; then Loaded or
+LoadFailed. There is at most one open update, so at most one wait for a decision. It has
+no timer: the coordinator enforces the channel's deadline, and a new coordinator gets
+CanLoad again. After a long time without a session the update is refused.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import NamedTuple
+
+from replicas import errors
+from replicas.channel.session.held_versions import Holder
+from replicas.channel.session.hub import Hub
+from replicas.channel.session.pending import Promise
+from replicas.core.base.manifest import Manifest
+from replicas.messages import CanLoad, LoadDecided, Loaded, LoadFailed, SlotPlace, WireError
+from replicas.messages.bounds import text_of
+from replicas.weights.memory.arena import Slot
+from replicas.weights.memory.buffers import Buffer
+
+Tell = Callable[[errors.ReplicasError | None], None]
+
+
+class Base(NamedTuple):
+    """The version that was loaded last; its memory may have been reused since."""
+
+    version: int
+    manifest_hash: str
+    place: SlotPlace
+
+
+class _Wait(NamedTuple):
+    """``tell`` is a weak reference, so that a dropped update is noticed."""
+
+    said: CanLoad
+    pending: Promise[None]
+    tell: weakref.WeakMethod[Tell]
+
+
+class Loads:
+    """The reports on the updates of this rank, one after another.
+
+    :param on_touch: called when a caller begins to use an update: drop all references
+        to it.
+    :ivar refused: the version that was refused, if that was the last report; else 0.
+    """
+
+    def __init__(self, hub: Hub, on_touch: Callable[[], None]) -> None:
+        self._hub = hub
+        self._on_touch = on_touch
+        self.refused = self._in_hand = 0
+        self._base: Base | None = None
+        self._failure: LoadFailed | None = None
+        self._wait: _Wait | None = None
+
+    @property
+    def together(self) -> bool:
+        """True if the channel has ``adopt_together``."""
+        return self._hub.settings.adopt_together
+
+    # ------------------------------------------------------------ caller's thread
+
+    def await_decision(self, version: int, whole: bool, tell: Tell) -> Promise[None]:
+        """Report that this rank can load; return the pending decision.
+
+        It ends when all targets load the version now, and fails if none does. Without
+        ``adopt_together`` it has ended already.
+
+        :param whole: the rank has checked for all ranks of its replica.
+        :param tell: a method, called on the session thread just before the Promise
+            ends: with None, or with the error. Held weakly.
+        """
+        pending: Promise[None] = self._hub.pending(f"adoption of version {version}")
+        if self.together:
+            self._hub.call(self._send_can_load, _Wait(CanLoad(version, whole), pending, weakref.WeakMethod(tell)))
+        else:
+            pending.resolve(None)
+        return pending
+
+    def touched(self, version: int) -> None:
+        """Drop the references to an update that the caller uses, to notice its loss."""
+        self._in_hand = version
+        self._on_touch()
+
+    def loaded(self, version: int, load_s: float, base: Base | None) -> None:
+        """Record the version as served, and report it.
+
+        :param load_s: seconds of the load.
+        :param base: the loaded version's memory, kept to find later changes; or None.
+        """
+        if self._hub.over is not None:
+            raise self._hub.over
+        self._hub.loaded, self._base = version, base
+        self._hub.call(self._report, Loaded(version, load_s))
+
+    def failed(self, version: int, error: BaseException, *, kept: bool = False) -> None:
+        """Report a failed load.
+
+        :param kept: the rank loaded nothing, and still serves its last version.
+        """
+        if not kept:
+            self._hub.loaded = 0
+        self._hub.call(self._report, LoadFailed(version, self._as_wire(version, error), kept))
+
+    def _as_wire(self, version: int, error: BaseException) -> WireError:
+        """Caller's thread (the exception's text may run any code): convert an error."""
+        if isinstance(error, errors.ReplicasError):
+            return WireError.of(error)
+        text = f"{self._hub.member} failed to load version {version}: {type(error).__name__}: {text_of(error)}"
+        return WireError.of(self._hub.error(errors.SyncError, text, version=version, phase="load", hint=""))
+
+    def let_go(self, holder: Holder, slot: Slot) -> None:
+        """Unpin an update's slot, unless the loan of ``holder`` has ended."""
+        self._hub.call(self.unpin, holder, slot)
+
+    @property
+    def base(self) -> Base | None:
+        """The version loaded last; None without one, or after a failed load."""
+        return self._base if self._base is not None and self._base.version == self._hub.loaded else None
+
+    def open_base(self, base: Base | None, manifest: Manifest) -> Buffer | None:
+        """Map the memory of the version that was loaded last, without a lock.
+
+        :param manifest: of the version that is compared with it.
+        :returns: a buffer that the caller closes; None if there is no base, it has
+            another manifest or is on a GPU, or its memory is gone.
+        """
+        if base is None or base.manifest_hash != manifest.hash or base.place.device:
+            return None
+        try:
+            buffer = self._hub.arena.borrow(base.place, base.version, lock=False)
+            buffer.readable()
+        except errors.ReplicasError:  # the memory is gone, or cannot be mapped
+            return None
+        return buffer
+
+    # ------------------------------------------------------------ session thread
+
+    def _send_can_load(self, wait: _Wait) -> None:
+        """Store the wait and send its CanLoad; fail the wait if the session is over."""
+        self._wait = wait
+        self._hub.send(wait.said)
+        if self._hub.over is not None:
+            self.end(self._hub.over)
+
+    def new_term(self) -> None:
+        """Repeat the last failure and an open CanLoad to a new coordinator."""
+        if self._failure is not None:
+            self._hub.send(self._failure)
+        if self._wait is not None:
+            self._hub.send(self._wait.said)
+
+    def decided(self, message: LoadDecided) -> None:
+        """Record the coordinator's decision on a version; end the wait for it."""
+        error = None if message.error is None else message.error.exception()
+        setattr(self._hub.held_versions, "adopted" if error is None else "unadopted", message.version)
+        if self._wait is not None and self._wait.said.version == message.version:
+            self.end(error)
+
+    def end(self, error: errors.ReplicasError | None) -> None:
+        """End the open wait: fail it with ``error``, or resolve it if that is None."""
+        wait, self._wait = self._wait, None
+        if wait is None:
+            return
+        if (tell := wait.tell()) is not None:
+            tell(error)
+        if error is None:
+            wait.pending.resolve(None)
+        else:
+            wait.pending.fail(error)
+
+    def report_dropped(self, slot: Slot, version: int) -> None:
+        """Unpin the slot of an update that was lost; report a failed load."""
+        self._hub.arena.unpin(slot)
+        if version == self._in_hand and self._hub.over is None:
+            self._hub.loaded = 0
+            error = errors.SyncError("the update was dropped without a report", version=version, phase="load", hint="")
+            self._report(LoadFailed(version, self._as_wire(version, error)))
+
+    def _report(self, message: Loaded | LoadFailed) -> None:
+        """Send the outcome of a load; a failure is repeated to a new coordinator."""
+        is_kept = isinstance(message, LoadFailed) and message.kept
+        self.refused = message.version if is_kept else 0
+        known = self._hub.held_versions
+        known.unadopted = max(known.unadopted, self.refused)
+        self._failure = message if isinstance(message, LoadFailed) and not is_kept else None
+        if self._in_hand == message.version:
+            self._in_hand = 0
+        self._hub.set_assigned(0 if known.assigned == message.version else known.assigned)
+        self._hub.send(message)
+
+    def unpin(self, holder: Holder, slot: Slot) -> None:
+        """Unpin an update's slot and end its loan, once."""
+        if self._hub.loans.keep(holder):
+            self._hub.arena.unpin(slot)

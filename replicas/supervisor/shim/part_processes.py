@@ -1,0 +1,105 @@
+"""The processes of a part: which they are, and how they are ended.
+
+They are in the part's control group, or below the shim where there is none. Sidecars
+are children of the node's forkserver: they are in the group, or have the shim's mark.
+The log pump is not one of them. Standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import selectors
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from replicas.linux import cgroups
+from replicas.linux.processes import command_line, descendants, marked, own_children, signal_marked, signal_own
+from replicas.supervisor.cleanup.sweeping import TrackerGrace, kill_group
+from replicas.supervisor.shim.deaths import EndWatch
+from replicas.supervisor.wire.orders import PartSpec
+from replicas.supervisor.wire.part_state import Remains
+
+_LOOK_AGAIN_S = 0.05
+_MAX_REMAINS = 16
+
+
+class PartProcesses:
+    """The processes of a part, for its shim.
+
+    :param pump: returns the pid of the log pump, or 0.
+    """
+
+    def __init__(self, spec: PartSpec, selector: selectors.BaseSelector, pump: Callable[[], int]) -> None:
+        self._nonce, self._pump = spec.nonce, pump
+        self._cgroup = Path(spec.cgroup) if spec.cgroup else None
+        self._others = EndWatch(selector)
+        self._grace = TrackerGrace()
+        self._childless = False
+        self._killing_since = 0.0
+
+    @property
+    def due(self) -> float:
+        """When :meth:`are_gone` must be called; inf for never."""
+        return time.monotonic() + _LOOK_AGAIN_S if self._others.has_unwatched else math.inf
+
+    def find(self) -> list[int]:
+        """Return those in the control group, or below this process."""
+        if self._cgroup is not None:
+            return cgroups.members(self._cgroup)
+        return [pid for pid in descendants(os.getpid()) if pid != self._pump()]
+
+    def find_with_sidecars(self) -> set[int]:
+        return {*self.find(), *(() if self._cgroup is not None else marked(self._nonce))} - {self._pump()}
+
+    def reap(self) -> Iterator[tuple[int, int]]:
+        """Reap all ended children; yield pid and exit code of each."""
+        try:
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                yield found[0], os.waitstatus_to_exitcode(found[1])
+        except ChildProcessError:
+            self._childless = True
+        else:
+            self._childless = False
+
+    def end(self) -> None:
+        """SIGTERM to all, before a peer's death makes them fail."""
+        signal_own(signal.SIGTERM, but=frozenset({self._pump()}))
+
+    def kill(self, now: float) -> list[int]:
+        """SIGKILL to all, resource trackers last. Return those that were there."""
+        self._killing_since = self._killing_since or time.time()
+        spared = frozenset({self._pump()}) | self._grace.spared(self.find(), now)
+        if self._cgroup is not None:
+            kill_group(self._cgroup, cgroups.members(self._cgroup), spared)
+        left = signal_own(signal.SIGKILL, but=spared)
+        if self._only_pump_is_child():  # remaining processes are children of the forkserver
+            left += signal_marked(self._nonce, signal.SIGKILL, but=spared)
+        return left
+
+    def describe_remains(self, left: list[int]) -> Remains:
+        """Return these processes, which SIGKILL has not ended yet, with their names."""
+        named = tuple((pid, command_line(pid)) for pid in left[:_MAX_REMAINS])
+        return Remains(since=self._killing_since, processes=named)
+
+    def are_gone(self) -> bool:
+        """Return True if the last one is gone; else wake the loop when one ends.
+
+        For a sweep, in which none starts.
+        """
+        return self._only_pump_is_child() and self._others.watch_all(self._find_sidecars)
+
+    def _find_sidecars(self) -> set[int]:
+        """Return those that are not below this process."""
+        inside = cgroups.members(self._cgroup) if self._cgroup is not None else ()
+        return {*inside, *marked(self._nonce)} - {self._pump()}
+
+    def _only_pump_is_child(self) -> bool:
+        return self._childless or set(own_children()) <= {self._pump()}
+
+    def leave_group(self, *, run: bool) -> None:
+        """Remove the control group; ``run``: that of the whole run, too, if empty."""
+        if self._cgroup is not None:
+            cgroups.leave(self._cgroup, run=run)
