@@ -217,10 +217,7 @@ def report(
         cells += [f"{row['bytes_per_s'] / 1e9:.2f}", f"{row['gloo_ratio']:.2f}"]
         table.append([*cells, f"{row['sent_ratio']:.2f}", f"{row['received_ratio']:.2f}"])
     shown = ", ".join(f"{phase} {seconds * 1e3:.0f}" for phase, seconds in phases.items())
-    notes = [
-        f"Phases at {most} hosts with one target each, ms: {shown}.",
-        *(bar.line() for bar in kept),
-    ]
+    notes = [f"Phases at {most} hosts with one target each, ms: {shown}.", *(bar.line() for bar in kept)]
     columns = ["links", "hosts x targets", "", "median", "range", "GB/s", "x Gloo", "on the link", "into a host"]
     show(f"Weight sync between hosts: {nbytes / 1e6:.0f} MB bf16", columns, table, "\n".join(notes))
 

@@ -45,20 +45,7 @@ from bench.support import (
     together,
     write,
 )
-from bench.sync_contenders import (
-    Contender,
-    Each,
-    Files,
-    Flat,
-    Library,
-    Limit,
-    Load,
-    Ray,
-    Read,
-    Torchft,
-    groups,
-    share,
-)
+from bench.sync_contenders import Contender, Each, Files, Flat, Library, Limit, Load, Ray, Read, Torchft, groups, share
 from bench.sync_report import BESIDE_RAY, Results, report
 from replicas import Coordinator
 

@@ -62,14 +62,7 @@ def _row(
 ) -> dict[str, Any]:
     ratio = None if limit is None else limit.median / spread.median if spread.median > 0 else 0.0
     speed = nbytes / spread.median / 1e9 if spread.median > 0 else 0.0
-    return {
-        "staging": staging,
-        "what": what,
-        **spread.report(),
-        "gb_s": speed,
-        "limit_ratio": ratio,
-        "limit": limit_of,
-    }
+    return {"staging": staging, "what": what, **spread.report(), "gb_s": speed, "limit_ratio": ratio, "limit": limit_of}
 
 
 def step_rows(result: Result) -> list[dict[str, Any]]:

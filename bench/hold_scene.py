@@ -63,9 +63,7 @@ class Scene:
     async def prepare(self, cores: Sequence[int]) -> dict[str, Any]:
         await self._trainer.ask("spread", cores=list(cores))
         ranks = (self._trainer, *self._targets)
-        made = await asyncio.gather(
-            *(one.ask("fill", what=self._what, seed=seed) for seed, one in enumerate(ranks)),
-        )
+        made = await asyncio.gather(*(one.ask("fill", what=self._what, seed=seed) for seed, one in enumerate(ranks)))
         await self._trainer.ask("mirror", what=self._what)
         await self._join(self._trainer, "trainer", 0)
         said = await self._trainer.ask("publish")

@@ -27,10 +27,7 @@ def handlers(driver: Driver) -> dict[str, Handler]:
         await coordinator.__aenter__()
         return {"endpoint": coordinator.endpoint, "token": coordinator.token, "pid": os.getpid()}
 
-    return {
-        "start": lambda: asyncio.run_coroutine_threadsafe(start(), loop).result(),
-        "usage": _usage,
-    }
+    return {"start": lambda: asyncio.run_coroutine_threadsafe(start(), loop).result(), "usage": _usage}
 
 
 def _usage() -> dict[str, Any]:

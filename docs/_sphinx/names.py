@@ -42,12 +42,7 @@ class Index:
         reference. LookupError: it looks like one."""
         if text in self._places:
             return self._places[text]
-        for form, named in (
-            (_METRIC, "{}"),
-            (_VARIABLE, "{}"),
-            (_COMMAND, "replicas {}"),
-            (_PUBLIC, "{}"),
-        ):
+        for form, named in ((_METRIC, "{}"), (_VARIABLE, "{}"), (_COMMAND, "replicas {}"), (_PUBLIC, "{}")):
             if match := form.fullmatch(text):
                 name = named.format(match[1])
                 if name in self._places or name.endswith("_"):

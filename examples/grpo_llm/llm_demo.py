@@ -56,7 +56,7 @@ def plan(options: argparse.Namespace, out: Path) -> dict[str, Any]:
     groups["router"]["command"] = [port if word == "PORT" else word for word in groups["router"]["command"]]
     url, steps = f"http://127.0.0.1:{port}", str(options.steps)
     groups["trainer"]["command"] = [
-        *(str(HERE / "llm_train.py"), model, url, steps, str(options.seed), str(out / "records.jsonl")),
+        *(str(HERE / "llm_train.py"), model, url, steps, str(options.seed), str(out / "records.jsonl"))
     ]
     groups["trainer"]["cwd"] = str(out)
     return config

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
 from collections import deque
@@ -11,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
-from rich.live import Live
 from rich.text import Text
 
 from replicas.cli import render
 from replicas.cli.base import Json, OptionalRanks, Screen, ThisRun, command, complain, json_text, patience, slashed
 from replicas.cli.find_run import EVENTS_FILE, STATE_FILE, NotTrusted, RunAddress, has_supervisor, trusted
 from replicas.cli.slurm import queued
+from replicas.cli.top import show_live
 from replicas.common.foreign import ascii_controls, one_line, readable
 from replicas.common.sizes import count_text
 from replicas.config.values import UNITS_S, in_units, nearest
@@ -52,36 +51,31 @@ def status(
     interval: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="Interval of --watch.")] = 1.0,
     as_json: Json = False,
 ) -> None:
-    """Print the state of a running run: its replicas, channels and versions."""
+    """Print the state of a running run: its replicas, channels and versions.
+
+    With --watch a terminal shows the view of `replicas top`.
+    """
     states = place.poll_status(interval) if watch else None
     try:
         answer = place.status()
     except Disconnected as error:
         raise Disconnected(error.message, hint=queued(place) or error.hint) from error
-    if states is not None:
-        _watch(states, as_json=as_json)
-    elif as_json:
-        print(json_text(answer))
-    else:
-        Screen().print(render.status_tables(answer))
+    if states is None:
+        print(json_text(answer)) if as_json else Screen().print(render.status_tables(answer))
+    elif as_json or not show_live(place, interval):
+        _print_each(states, as_json=as_json)
 
 
-def _watch(states: Iterator[RunStatus | None], *, as_json: bool) -> None:
-    """Print each state: on a terminal in place, else one after another."""
+def _print_each(states: Iterator[RunStatus | None], *, as_json: bool) -> None:
+    """Print states one after another, as lines of JSON or as tables."""
     console = Screen()
-    live = Live(console=console, auto_refresh=False) if console.is_terminal and not as_json else None
-    with contextlib.nullcontext() if live is None else live:
-        for answer in states:
-            if answer is None:
-                continue
-            if as_json:
-                print(ascii_controls(msgspec.json.encode(answer).decode()), flush=True)
-            elif live is not None:
-                live.update(render.watched(answer, time.time(), *console.size), refresh=True)
-            else:
-                console.print(render.status_tables(answer))
-        if not as_json:
-            console.print("the run is over")
+    for answer in states:
+        if answer is not None and as_json:
+            print(ascii_controls(msgspec.json.encode(answer).decode()), flush=True)
+        elif answer is not None:
+            console.print(render.status_tables(answer))
+    if not as_json:
+        console.print("the run is over")
 
 
 @command()

@@ -6,7 +6,6 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 
 from rich import box
 from rich.cells import cell_len, set_cell_size
@@ -15,13 +14,13 @@ from rich.table import Table
 from rich.text import Text
 
 from replicas.common.foreign import one_line
-from replicas.common.sizes import count_text, list_text, ranges, size_text
+from replicas.common.sizes import count_text, list_text, size_text
 from replicas.config.structs import ChannelConfig, ChannelRole, Config, GroupConfig, ResourcesConfig
 from replicas.core.lives.ordering import least_left, needed_replicas
 from replicas.messages.bounds import CONTROL_PORT
 from replicas.status import ChannelStatus, GroupStatus, NodeStatus, PublishStatus, ReplicaStatus, RunStatus
 from replicas.telemetry.events import Record
-from replicas.telemetry.verdict import OPEN_S, WELL, ill_first, illness, verdict
+from replicas.telemetry.verdict import OPEN_S, ill_first, verdict
 from replicas.telemetry.words import duration_text, in_words
 
 STATE_STYLES = {
@@ -43,8 +42,6 @@ _CHANNEL = ("channel", "members", "backend", "transport", "deadline", "on lost",
 _GROUP_STATE = ("group", "ready", "not ready", "restarts", "budget left", "failures without progress", "on failure")
 _REPLICA_STATE = ("replica", "state", "for", "restarts", "heartbeat", "loaded", "reason")
 _CHANNEL_STATE = ("channel", "epoch", "version", "live ranks", "synced", "failed", "last sync", "sent")
-_FEW, _FEW_GROUPS, _SENTENCES = 12, 4, 3
-"""Above these numbers healthy replicas are folded, and further groups left out."""
 _TOP_REPLICA = ("replica", "state", "for", "heartbeat", "version", "behind", "reason")
 _TOP_CHANNEL = ("channel", "version", "age", "last sync", "behind", "under way")
 _BROKEN = 14
@@ -280,37 +277,6 @@ def top_lines(status: RunStatus, now: float, width: int) -> list[Text]:
         *_lines(_TOP_REPLICA, map(_top_row, replicas), width),
         *_lines(_NODE_STATE, map(_node_row, nodes), width),
     ]
-
-
-def watched(status: RunStatus, now: float, width: int, height: int) -> Group:
-    """Return the lines that fit a screen; of many replicas, ill ones come first."""
-    lines = [_title(status), *islice(_wrong(status, now), _SENTENCES)]
-    for line in lines:
-        line.truncate(width, overflow="ellipsis")
-    folds = sum(len(group.replicas) for group in status.groups) > _FEW
-    lines += _folded(status, now, width, height - 1 - len(lines)) if folds else top_lines(status, now, width)
-    if len(lines) >= height:
-        shown = max(height - 2, 1)  # the cursor needs the last line
-        more = f"{count_text(len(lines) - shown, 'more line')}: `replicas top` scrolls"
-        lines[shown:] = [Text(_cut(more, width), style="dim")]
-    return Group(*lines)
-
-
-def _folded(status: RunStatus, now: float, width: int, room: int) -> list[Text]:
-    """Return lines of ill replicas, channels and groups, and of the healthy."""
-    groups, replicas = ill_first(status)
-    ill = [one for one in replicas if illness(one) < WELL]
-    well = replicas[len(ill) :]
-    rest = [
-        *_lines(_TOP_CHANNEL, [_top_channel_row(one, replicas, now) for one in status.channels], width),
-        *_lines(_GROUP_STATE[:5], (row[:5] for row in map(_group_state_row, groups[:_FEW_GROUPS])), width),
-        Text(_cut(f"{len(well)} healthy: {ranges(one.name for one in well)}", width), style="green"),
-        *_lines(_NODE_STATE, [_node_row(one) for one in status.nodes if one.state != "up"], width),
-    ]
-    left = max(room - len(rest) - 2, 1)
-    more = [one.name for one in ill[left:]]
-    said = [Text(_cut(f"{len(more)} more: {ranges(more)}", width), style="bold red")] if more else []
-    return [*_lines(_TOP_REPLICA, map(_top_row, ill[:left]), width), *said, *rest]
 
 
 def _lines(columns: Sequence[str], rows: Iterable[Sequence[str | Text]], width: int) -> Iterator[Text]:

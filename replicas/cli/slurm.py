@@ -71,7 +71,7 @@ def slurm(
         "options": option,
     }
     order = _order(loaded, {key: value for key, value in given.items() if value is not None})
-    text = script(loaded, order, own_command(loaded))
+    text = script(loaded, order, [interpreter(), "-m", "replicas", "slurm", str(loaded.source)])  # in absolute paths
     if submit:
         print(_submitted(text))
     else:
@@ -92,11 +92,6 @@ def queued(place: RunAddress) -> str | None:
         return None  # a status needs no Slurm
     number, _, why = done.stdout.partition("\n")[0].partition(" ")
     return f"Slurm has its job {number}: {one_line(why)}" if number and not done.returncode else None
-
-
-def own_command(config: Config) -> list[str]:
-    """Return the command ``replicas slurm CONFIG``, with absolute paths."""
-    return [interpreter(), "-m", "replicas", "slurm", str(config.source)]
 
 
 def _order(config: Config, given: dict[str, Any]) -> SlurmConfig:

@@ -1,4 +1,4 @@
-"""The command ``top``: a live view of a run in a terminal.
+"""The live view of a run in a terminal: ``top``, and ``status --watch``.
 
 Theory of operation
 ===================
@@ -72,11 +72,20 @@ def top(
 
     First what is wrong, in sentences; then groups, replicas, channels, nodes and the
     newest events. It continues with the next supervisor of the run. Keys: q ends it;
-    arrows, space, b, g and G scroll.
+    arrows, space, b, g and G scroll. `status --watch` is the same in a terminal.
+    """
+    if not show_live(place, interval):
+        raise UsageError("top needs a terminal", hint="for a pipe or a file: replicas status --watch")
+
+
+def show_live(place: RunAddress, interval: float) -> bool:
+    """Show the view until its end; return False, at once, if stdout is no terminal.
+
+    :param interval: between two requests for the status, in seconds.
     """
     screen = Screen()
     if not screen.is_terminal or screen.is_dumb_terminal:
-        raise UsageError("top needs a terminal", hint="for a pipe or a file: replicas status --watch")
+        return False
     seen = _Seen(place, place.status())
     threads = [threading.Thread(target=one, daemon=True) for one in (lambda: seen.poll_status(interval), seen.follow)]
     for thread in threads:
@@ -85,6 +94,7 @@ def top(
         signal.raise_signal(signal.SIGTSTP)  # it continues when the shell says so (fg)
     if seen.over:
         screen.print(f"the run is over: {seen.over}")
+    return True
 
 
 def _suspended(seen: _Seen, screen: Screen) -> bool:

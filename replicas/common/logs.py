@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 from replicas.common.background_queue import BackgroundQueue
 
 LAST_WORDS_S = 2.0
+_WHAT = ("name", "levelno", "pathname", "lineno", "msg", "args", "exc_info", "funcName")
 _WHEN = ("created", "msecs", "relativeCreated", "process", "processName", "thread", "threadName", "taskName")
 
 
@@ -94,17 +95,8 @@ def _pass_on(record: logging.LogRecord) -> None:
     """Give a record to its logger, on the thread for handlers."""
     try:
         own = logging.getLogger(record.name)
-        made = own.makeRecord(  # by the program's factory
-            record.name,
-            record.levelno,
-            record.pathname,
-            record.lineno,
-            str(record.msg),
-            record.args or (),
-            record.exc_info,
-            record.funcName,
-            sinfo=record.stack_info,
-        )
+        what = [*(getattr(record, name) for name in _WHAT), None, record.stack_info]
+        made = own.makeRecord(*what)  # by the program's factory
         made.__dict__.update((name, getattr(record, name)) for name in _WHEN if hasattr(record, name))
         own.handle(made)
     except BaseException:  # noqa: BLE001  # an error of the program's handler must not end this thread

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from itertools import groupby
+from collections.abc import Sequence
 
 
 def size_text(nbytes: float) -> str:
@@ -29,12 +28,3 @@ def list_text(names: Sequence[str], most: int = 3) -> str:
 def snake_case(name: str) -> str:
     """Return a CamelCase name in snake_case."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
-
-
-def ranges(names: Iterable[str]) -> str:
-    """Return names of replicas, sorted and short: ``rollout/0-37, trainer/0``."""
-    places = sorted((group, int(index)) for group, _, index in (name.rpartition("/") for name in names))
-    # in a run, each index has the same distance to its place in the list
-    runs = groupby(enumerate(places), lambda one: (one[1][0], one[1][1] - one[0]))
-    ends = [(run[0][1], run[-1][1][1]) for run in (list(pairs) for _, pairs in runs)]
-    return ", ".join(f"{group}/{first}" + f"-{last}" * (last > first) for (group, first), last in ends)

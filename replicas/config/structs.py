@@ -322,8 +322,7 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
     default says.
     """
     min_ready: Annotated[
-        _Natural | None,
-        AsKey(default='all, for ready; to run on: 1 for a target with on_failure = "replica", else 0'),
+        _Natural | None, AsKey(default='all, for ready; to run on: 1 for a target with on_failure = "replica", else 0')
     ] = None
     """Number of ready replicas that make the group ready; when fewer are left, the run
     ends. Set it when the run is useful with some replicas missing; 0 when it is useful

@@ -25,16 +25,7 @@ from starlette.routing import Route
 from replicas import errors
 from replicas.common.reason import Reason
 from replicas.common.tasks import cancelled
-from replicas.control.access import (
-    Access,
-    Cached,
-    Lasting,
-    RefusedToken,
-    everyone,
-    hiding_store,
-    public,
-    public_record,
-)
+from replicas.control.access import Access, Cached, Lasting, RefusedToken, everyone, hiding_store, public, public_record
 from replicas.control.commands import ORDERS, TOKEN_HEADER
 from replicas.control.log_files import POLL_S, LogLine, LogReader, Selection, origin
 from replicas.control.orders_api import NO_STORE, json_bytes, json_response, order_routes, refusal, unauthorized

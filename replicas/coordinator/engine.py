@@ -374,9 +374,7 @@ class Engine:
         session = self._sessions.get(event.member)
         if session is not None and event.reason != "left":
             error = errors.Fenced(
-                f"{event.member} was declared lost ({event.reason})",
-                members=[event.member.name],
-                hint="join again",
+                f"{event.member} was declared lost ({event.reason})", members=[event.member.name], hint="join again"
             )
             session.send(wire.Refused(wire.WireError.of(error)))
         self._close_session(event.member)

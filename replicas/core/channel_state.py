@@ -22,15 +22,7 @@ from collections.abc import Callable, Mapping
 from replicas import errors
 from replicas import messages as wire
 from replicas.config.structs import ChannelConfig
-from replicas.core.base.effects import (
-    LOSS_WORDS,
-    Effect,
-    MemberJoined,
-    MemberLost,
-    Past,
-    Read,
-    Send,
-)
+from replicas.core.base.effects import LOSS_WORDS, Effect, MemberJoined, MemberLost, Past, Read, Send
 from replicas.core.draining import Drains
 from replicas.core.members.hosts import Hosts, Keeping
 from replicas.core.members.member_state import MemberState

@@ -156,9 +156,7 @@ def _link(descriptor: int, name: str, path: Path) -> Path:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
         if found.st_uid not in (os.geteuid(), 0):
             raise NotPrivate(
-                path,
-                f'"{name}" on the way to it is a symbolic link of user {found.st_uid}',
-                "have the link removed",
+                path, f'"{name}" on the way to it is a symbolic link of user {found.st_uid}', "have the link removed"
             )
         return Path(os.readlink("", dir_fd=link))  # by descriptor: another link may have its name by now
     finally:

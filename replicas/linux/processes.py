@@ -31,7 +31,8 @@ NO_MARK = "REPLICAS_NONE"
 
 A sidecar gets its rank's mark after the fork (:func:`set_mark`).
 """
-_ROOM = "0" * 32  # as long as a nonce
+ROOM_FOR_MARK = {NO_MARK: "0" * 32}  # as long as a nonce
+"""The variables that a process must start with for :func:`set_mark`."""
 SHIM = "replicas.supervisor.shim.shim"
 """Module of the shim, as it appears in a shim's command line."""
 START_TIME = 19
@@ -332,24 +333,19 @@ def name_process(name: str) -> None:
     _prctl(_PR_SET_NAME, name.encode()[:15])
 
 
-def room_for_mark() -> dict[str, str]:
-    """Return the variables that a process must start with for :func:`set_mark`."""
-    return {NO_MARK: _ROOM}
-
-
 def set_mark(nonce: str) -> None:
     """Show the mark of a shim in this process's ``/proc/PID/environ``.
 
     The kernel reads that file from the memory of the environment at the start, which
     ``os.environ`` does not change. So the process must have been started with
-    :func:`room_for_mark`, a variable as long as a mark, which is overwritten.
+    :data:`ROOM_FOR_MARK`, a variable as long as a mark, which is overwritten.
 
     :raises ValueError: it was started without, or the nonce has another length.
     """
     libc = ctypes.CDLL(None)
     libc.getenv.restype = ctypes.c_void_p
-    found = libc.getenv(NO_MARK.encode())
-    if found is None or ctypes.string_at(found) != _ROOM.encode() or len(nonce.encode()) != len(_ROOM):
+    room, found = ROOM_FOR_MARK[NO_MARK].encode(), libc.getenv(NO_MARK.encode())
+    if found is None or ctypes.string_at(found) != room or len(nonce.encode()) != len(room):
         raise ValueError("this process has no room for a mark in its environment, or the mark is of another size")
     entry = f"{MARK}={nonce}".encode()
     ctypes.memmove(found - len(NO_MARK) - 1, entry, len(entry))  # the names MARK and NO_MARK are equally long

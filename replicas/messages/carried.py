@@ -8,31 +8,13 @@ import msgspec
 
 from replicas import errors
 from replicas.common.foreign import lines, one_line
-from replicas.messages.bounds import (
-    INFO_LENGTH,
-    INTEGER_MAX,
-    MANY,
-    TEXT_LENGTH,
-    Digest,
-    ErrorText,
-    Number,
-    text_of,
-)
+from replicas.messages.bounds import INFO_LENGTH, INTEGER_MAX, MANY, TEXT_LENGTH, Digest, ErrorText, Number, text_of
 from replicas.messages.identity import Member
 
 Backend = Literal["gloo", "nccl"]
 Ranks = Literal["leader", "each", "all"]
 OperationKind = Literal[
-    "all_reduce",
-    "broadcast",
-    "reduce",
-    "all_gather",
-    "gather",
-    "scatter",
-    "reduce_scatter",
-    "send",
-    "recv",
-    "barrier",
+    "all_reduce", "broadcast", "reduce", "all_gather", "gather", "scatter", "reduce_scatter", "send", "recv", "barrier"
 ]
 ReduceOp = Literal["sum", "mean", "min", "max"]
 Scalar = None | bool | int | float | str
@@ -81,15 +63,42 @@ class WireError(msgspec.Struct, frozen=True):
 
     def exception(self) -> errors.ReplicasError:
         """Return (do not raise) the exception; for an unknown kind InternalError."""
-        return errors.error_class(self.kind)(
-            self.message,
-            channel=self.channel,
-            version=self.version,
-            phase=self.phase,
-            members=self.members,
-            hint=self.hint,
-            unanimous=self.unanimous,
-        )
+        about = msgspec.structs.asdict(self)
+        return errors.error_class(about.pop("kind"))(about.pop("message"), **about)
+
+
+class GroupSpec(msgspec.Struct, frozen=True):
+    """A process group to form.
+
+    :param prefix: new key prefix on the store, the same for all ranks and never reused.
+    :param rank: of this sidecar in the group of ``size``.
+    :param address: IP address to bind.
+    :param timeout_s: limit in seconds to form the group; then the sidecar is killed.
+    :param device: UUID of the only GPU to use, for NCCL and for buffers, which the
+        member sets; if empty, NCCL uses the current GPU.
+    :param names: of the members by rank, for messages; if empty, their rank numbers.
+    :param addresses: of the members by rank; if empty, all have ``address``.
+    :param nccl_env: NCCL_* variables to use (NCCL only), which the member sets, or None
+        for the forkserver's.
+    :param secret: shared by the members; signs their values in the store.
+    """
+
+    prefix: str
+    store_host: str
+    store_port: int
+    rank: int
+    size: int
+    backend: Backend
+    address: str
+    timeout_s: float
+    device: str = ""
+    names: tuple[str, ...] = ()
+    addresses: tuple[str, ...] = ()
+    nccl_env: dict[str, str] | None = None
+    secret: bytes = b""
+
+    def name(self, rank: int) -> str:
+        return self.names[rank] if rank < len(self.names) else f"rank {rank}"
 
 
 class Beacon(msgspec.Struct, frozen=True):

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, Union
 import msgspec
 
 from replicas.messages.carried import (
-    Backend,
     Beacon,
     ChannelSettings,
+    GroupSpec,
     ManifestAsk,
     ManifestPiece,
     Meta,
@@ -90,25 +90,10 @@ class PublishEnd(_FromCoordinator, frozen=True):
 
 
 class LaneForm(_FromCoordinator, frozen=True):
-    """Form a process group as ``rank`` of ``size``, under a fresh store ``prefix``.
-
-    :ivar addresses: IP address of each rank, in order (bind your own).
-    :ivar names: names of the members, for messages.
-    :ivar secret: secret of the lane's members, which authenticates their entries in the
-        store.
-    """
+    """Form the process group of a lane."""
 
     lane: str
-    prefix: str
-    store_host: str
-    store_port: int
-    rank: int
-    size: int
-    backend: Backend
-    addresses: tuple[str, ...]
-    deadline_s: float
-    names: tuple[str, ...] = ()
-    secret: bytes = b""
+    group: GroupSpec
 
 
 class LaneAhead(_FromCoordinator, frozen=True):

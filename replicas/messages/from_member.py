@@ -6,17 +6,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias, Union
 
 import msgspec
 
-from replicas.messages.bounds import (
-    INTEGER_MAX,
-    MANY,
-    VERSION_MAX,
-    Digest,
-    Number,
-    Remaining,
-    Seconds,
-    Signed,
-    Text,
-)
+from replicas.messages.bounds import INTEGER_MAX, MANY, VERSION_MAX, Digest, Number, Remaining, Seconds, Signed, Text
 from replicas.messages.carried import (
     ManifestAsk,
     ManifestPiece,

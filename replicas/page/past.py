@@ -13,15 +13,7 @@ from msgspec.structs import replace
 from replicas.core.base import effects
 from replicas.core.lives.lifecycle import Transition
 from replicas.messages.identity import Member
-from replicas.status import (
-    ChannelStatus,
-    GroupStatus,
-    MemberStatus,
-    NodeStatus,
-    ReplicaStatus,
-    RunStatus,
-    StoreStatus,
-)
+from replicas.status import ChannelStatus, GroupStatus, MemberStatus, NodeStatus, ReplicaStatus, RunStatus, StoreStatus
 from replicas.telemetry import events
 from replicas.telemetry.tally import Tally
 from replicas.telemetry.tracks import replica_of

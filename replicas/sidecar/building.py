@@ -41,10 +41,10 @@ from replicas.core.members.preflight import MULTI_RANK_VERSION
 from replicas.errors import StoreTampered
 from replicas.linux.interfaces import interface_of
 from replicas.linux.processes import boot_id
+from replicas.messages import GroupSpec
 from replicas.sidecar.groups import CollectiveGroup, GlooGroup, NcclGroup
 from replicas.sidecar.meeting import meet
 from replicas.sidecar.signed_store import SignedStore
-from replicas.sidecar.wire import GroupSpec
 from replicas.weights.copies.accelerator import accelerator
 
 _c10d: Any = dist  # torch's own annotations leave out most of the names below

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from replicas.sidecar.wire import GroupSpec
+from replicas.messages import GroupSpec
 from replicas.weights.copies.accelerator import Accelerator, Registration
 
 _c10d: Any = dist  # torch's own annotations leave out most of the names below

@@ -41,7 +41,7 @@ from replicas.common.child import ChildLife
 from replicas.common.logs import Log
 from replicas.common.tasks import is_set_within
 from replicas.linux.helpers import popen_arguments, python_module
-from replicas.linux.processes import Child, room_for_mark
+from replicas.linux.processes import ROOM_FOR_MARK, Child
 from replicas.linux.scarce import naming_limits
 from replicas.linux.sockets import SocketAddress
 from replicas.linux.stalls import LOOK_INTERVAL_S, StallWatch
@@ -80,7 +80,7 @@ class KeptForkserver:
         self._given_up = given_up
         address = SocketAddress(f"replicas-{secrets.token_hex(16)}", secrets.token_hex(16))
         self.address = str(address)
-        self._environment = {**environment, environ.FORKSERVER: self.address, **room_for_mark()}
+        self._environment = {**environment, environ.FORKSERVER: self.address, **ROOM_FOR_MARK}
         self._ahead = False
         self._child: Child | None = None
         self._watch: StallWatch | None = None

@@ -41,9 +41,8 @@ from replicas.common.reason import Reason
 from replicas.errors import Preflight
 from replicas.linux.processes import boot_id, namespace
 from replicas.linux.sockets import tcp_socket
-from replicas.messages import Backend
+from replicas.messages import Backend, GroupSpec
 from replicas.sidecar.signed_store import SignedStore
-from replicas.sidecar.wire import GroupSpec
 
 CONNECT_S = 1.5
 """Timeout to connect to a member: a lost first packet is sent again after 1 s."""

@@ -26,40 +26,7 @@ import msgspec
 
 from replicas import __version__
 from replicas.linux import frames
-from replicas.messages import Backend, OperationKind, ReduceOp, Segment
-
-
-class GroupSpec(msgspec.Struct, frozen=True):
-    """A process group to form.
-
-    :param prefix: new key prefix on the store, the same for all ranks and never reused.
-    :param rank: of this sidecar in the group of ``size``.
-    :param address: IP address to bind.
-    :param timeout_s: limit in seconds to form the group; then the sidecar is killed.
-    :param device: UUID of the only GPU to use, for NCCL and for buffers; if empty, NCCL
-        uses the current GPU.
-    :param names: of the members by rank, for messages; if empty, their rank numbers.
-    :param addresses: of the members by rank; if empty, all have ``address``.
-    :param nccl_env: NCCL_* variables to use (NCCL only), or None for the forkserver's.
-    :param secret: shared by the members; signs their values in the store.
-    """
-
-    prefix: str
-    store_host: str
-    store_port: int
-    rank: int
-    size: int
-    backend: Backend
-    address: str
-    timeout_s: float
-    device: str = ""
-    names: tuple[str, ...] = ()
-    addresses: tuple[str, ...] = ()
-    nccl_env: dict[str, str] | None = None
-    secret: bytes = b""
-
-    def name(self, rank: int) -> str:
-        return self.names[rank] if rank < len(self.names) else f"rank {rank}"
+from replicas.messages import GroupSpec, OperationKind, ReduceOp, Segment
 
 
 class CollectiveSpec(msgspec.Struct, frozen=True):

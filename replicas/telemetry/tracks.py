@@ -101,17 +101,7 @@ def _phases(sync: Span) -> Iterator[tuple[str, tuple[float, float]]]:
 def _part(span: Span, kind: str, name: str, start: float, end: float, **about: Any) -> Span:
     """Return a new span that belongs to ``span``, on the same track; ``about``:
     attributes."""
-    return Span(
-        id=span.id,
-        track=span.track,
-        kind=kind,
-        name=name,
-        start=start,
-        end=end,
-        parent=span.id,
-        attributes=about,
-        changed=span.changed,
-    )
+    return msgspec.structs.replace(span, kind=kind, name=name, start=start, end=end, parent=span.id, attributes=about)
 
 
 def track_of(event: events.Event) -> str:

@@ -83,8 +83,7 @@ async def test_the_search_answers_newcomers(chromium: Chromium, handbook: str) -
 
 
 @pytest.mark.parametrize(
-    "page",
-    ["ARCHITECTURE", "docs/howto/embed", "docs/howto/fsdp2-to-vllm", "docs/integrations", "docs/reference/api"],
+    "page", ["ARCHITECTURE", "docs/howto/embed", "docs/howto/fsdp2-to-vllm", "docs/integrations", "docs/reference/api"]
 )
 async def test_no_line_of_code_is_cut(chromium: Chromium, handbook: str, page: str) -> None:
     tab = await chromium.tab(1280, 800)

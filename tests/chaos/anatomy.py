@@ -46,12 +46,7 @@ class Anatomy:
     """
 
     def __init__(
-        self,
-        run: Run,
-        replicas: Mapping[str, ReplicaStatus],
-        guests: Set[int],
-        *,
-        whole: bool = True,
+        self, run: Run, replicas: Mapping[str, ReplicaStatus], guests: Set[int], *, whole: bool = True
     ) -> None:
         lines = run.processes()
         up = parents()
@@ -81,11 +76,7 @@ class Anatomy:
 
 
 def _body(
-    name: str,
-    main: int | None,
-    up: Mapping[int, int],
-    below: Mapping[int, list[int]],
-    lines: Mapping[int, str],
+    name: str, main: int | None, up: Mapping[int, int], below: Mapping[int, list[int]], lines: Mapping[int, str]
 ) -> Body:
     if main is None or main not in lines:
         raise Unfinished(f"{name} has no main process")

@@ -152,11 +152,7 @@ CASES = [
     Case("link C-D at 200 kB/s", SMALL, ways(Shape(rate_nbytes_s=200_000.0), (C, D)), 20.0),
     Case("D at 10 kB/s", SMALL, shape(Shape(rate_nbytes_s=10_000.0), D), 30.0, bad=(D,)),
     Case(
-        "joins over 1.5 Mbit/s",
-        SMALL,
-        both(shape(Shape(rate_nbytes_s=1.5 * MBIT_NBYTES), D), kill(D)),
-        40.0,
-        bad=(D,),
+        "joins over 1.5 Mbit/s", SMALL, both(shape(Shape(rate_nbytes_s=1.5 * MBIT_NBYTES), D), kill(D)), 40.0, bad=(D,)
     ),
     Case("peers: link B-C", PEERS, link(B, C), reach=False),
     Case("peers: link C-D", PEERS, link(C, D), reach=False),

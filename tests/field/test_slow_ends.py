@@ -195,10 +195,7 @@ def test_skyrl_1688_a_node_that_is_evicted_in_the_middle_of_a_sync(
         + placed("there").format("rollout")
         + '[channels.policy]\nsources = ["trainer"]\ntargets = ["rollout"]\n'
     )
-    with (
-        over_nodes(tmp_path, text, ["n1", "n2"]) as (run, agents),
-        torchrun_alone(theirs, theirs / "gloo.py", ranks=2),
-    ):
+    with over_nodes(tmp_path, text, ["n1", "n2"]) as (run, agents), torchrun_alone(theirs, theirs / "gloo.py", ranks=2):
         found = ready(run, "rollout")
         (name,) = (name for name, (*_, nodes) in found.items() if nodes == "n1")
         pid = found[name][2]

@@ -250,11 +250,7 @@ class Field(Yard):
         def leaving(node: str, reason: str) -> None:
             self.said.append(f"{node} leaves: {reason}")
 
-        return Cluster(
-            self.context,
-            is_own=lambda hello: hello.scope == self.own_scope,
-            leaving=leaving,
-        )
+        return Cluster(self.context, is_own=lambda hello: hello.scope == self.own_scope, leaving=leaving)
 
     def nodes(self) -> Nodes:
         """What a supervisor's orders about nodes go through."""

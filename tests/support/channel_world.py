@@ -383,7 +383,7 @@ class SimMember:
                 self.serving[message.transfer] = message
                 self.pulling[message.transfer] = self.world.now, message
             case wire.LaneForm():
-                cut = self.world.cuts_between(message.addresses)
+                cut = self.world.cuts_between(message.group.addresses)
                 if self.world.tampering:
                     error = wire.WireError("StoreTampered", "another client writes into the store")
                     self.outbox.append(wire.LaneFailed(message.lane, error))
@@ -392,7 +392,7 @@ class SimMember:
                     self.outbox.append(wire.LaneFailed(message.lane, error))
                 elif cut:
                     error = wire.WireError(
-                        "Preflight", f"{message.names} cannot reach each other", members=message.names
+                        "Preflight", f"{message.group.names} cannot reach each other", members=message.group.names
                     )
                     self.outbox.append(wire.LaneFailed(message.lane, error, cut))
                 else:
@@ -825,7 +825,7 @@ class World:
                     reads.append(effect)
                 case Send():
                     if isinstance(effect.message, wire.LaneForm):
-                        self._lanes.setdefault(effect.message.lane, {})[effect.member] = effect.message.rank
+                        self._lanes.setdefault(effect.message.lane, {})[effect.member] = effect.message.group.rank
                     if isinstance(effect.message, wire.LoadDecided):
                         self.adoptions.decided(effect.message, self.state)
                     if isinstance(effect.message, wire.PublishAdmitted):

@@ -7,17 +7,7 @@ from typing import Any
 
 from replicas.common.child import CHILD
 from replicas.common.table import Table
-from replicas.core.base.membership import (
-    DELIVERY,
-    LANE,
-    MEMBER,
-    OPERATION,
-    PUBLISH,
-    PUBLISH_JOB,
-    ROUND,
-    SLOT,
-    TRANSFER,
-)
+from replicas.core.base.membership import DELIVERY, LANE, MEMBER, OPERATION, PUBLISH, PUBLISH_JOB, ROUND, SLOT, TRANSFER
 from replicas.core.lives.ending import ASKED, GENERATION
 from replicas.core.lives.lifecycle import REPLICA
 from replicas.core.lives.node_life import DUTY, NODE

@@ -18,17 +18,7 @@ from tests.support.programs import group
 from tests.support.runs import MARK, ROOT, Run, alive, running
 from tests.support.waits import eventually
 
-__all__ = [
-    "AGENT_COMMAND",
-    "LEASE_S",
-    "Agent",
-    "over_nodes",
-    "placed",
-    "ready",
-    "replicas_of",
-    "states",
-    "there",
-]
+__all__ = ["AGENT_COMMAND", "LEASE_S", "Agent", "over_nodes", "placed", "ready", "replicas_of", "states", "there"]
 
 LEASE_S = 8.0
 AGENT_COMMAND = (sys.executable, "-m", "replicas", "agent")

@@ -31,16 +31,7 @@ from replicas.supervisor.state.run_state import decode
 from tests.support.root import ROOT
 from tests.support.waits import eventually
 
-__all__ = [
-    "MARK",
-    "ROOT",
-    "WITHOUT_CGROUPS",
-    "Run",
-    "alive",
-    "processes_marked",
-    "running",
-    "shared_memory",
-]
+__all__ = ["MARK", "ROOT", "WITHOUT_CGROUPS", "Run", "alive", "processes_marked", "running", "shared_memory"]
 
 TORCH_SEGMENT = re.compile(r"torch_(\d+)_")
 """What torch's shared memory is called; the number is the pid of the process that made

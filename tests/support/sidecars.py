@@ -26,11 +26,11 @@ from replicas.channel.versions.carried import Transfer
 from replicas.core.base.dtypes import item_nbytes
 from replicas.core.base.manifest import segment_layout
 from replicas.linux.sockets import SocketAddress
-from replicas.messages import OperationGo, OperationKind, ReduceOp, Segment, TransferDone
+from replicas.messages import GroupSpec, OperationGo, OperationKind, ReduceOp, Segment, TransferDone
 from replicas.sidecar.kept_forkserver import KeptForkserver
 from replicas.sidecar.rank_side.forkserver_client import Forkserver
 from replicas.sidecar.rank_side.sidecar_handle import Sidecar
-from replicas.sidecar.wire import CollectiveSpec, GroupSpec
+from replicas.sidecar.wire import CollectiveSpec
 from replicas.weights.copies.tensors import dtype_name, torch_dtype, typed
 from replicas.weights.memory.arena import Slot
 from replicas.weights.memory.buffers import Buffer

@@ -15,12 +15,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from replicas import errors
 from replicas.channel.session.hub import Hub, Part, as_wire_error
 from replicas.common.logs import Log
 from replicas.common.tasks import keep_until_done
 from replicas.messages import (
     Backend,
+    GroupSpec,
     LaneDrop,
     LaneFailed,
     LaneForm,
@@ -32,7 +35,7 @@ from replicas.messages import (
 )
 from replicas.messages.identity import Member
 from replicas.sidecar.rank_side.sidecar_handle import Sidecar, SidecarDied, SidecarFailed
-from replicas.sidecar.wire import CollectiveSpec, GroupSpec, Moved
+from replicas.sidecar.wire import CollectiveSpec, Moved
 from replicas.weights.memory.buffers import Buffer
 
 logger = Log("replicas.channel")
@@ -143,13 +146,13 @@ class SidecarLanes(Part):
 
     def _form_asked(self, message: LaneForm) -> None:
         """Start a task that forms the lane that the coordinator asks for."""
-        self._lanes[message.lane] = lane = SidecarLane(self._hub, message.lane, message.backend)
-        self._hub.spawn(self._form(lane, message), f"lane {lane.name}")
+        self._lanes[message.lane] = lane = SidecarLane(self._hub, message.lane, message.group.backend)
+        self._hub.spawn(self._form(lane, message.group), f"lane {lane.name}")
 
-    async def _form(self, lane: SidecarLane, message: LaneForm) -> None:
+    async def _form(self, lane: SidecarLane, group: GroupSpec) -> None:
         """Fork a sidecar, build the process group; send LaneFormed or LaneFailed."""
         try:
-            async with asyncio.timeout(message.deadline_s):
+            async with asyncio.timeout(group.timeout_s):
                 lane.sidecar = await self._fork()
                 if lane.ended:  # dropped while it was forked
                     lane.end()
@@ -157,21 +160,8 @@ class SidecarLanes(Part):
                 self._hub.loop.inherited.add(lane.sidecar)
                 lane.sidecar.on_exit = partial(self._hub.call, self._exited, lane)
                 lane.sidecar.on_moved = partial(self._hub.call, self._moved, lane)
-                spec = GroupSpec(
-                    prefix=message.prefix,
-                    store_host=message.store_host,
-                    store_port=message.store_port,
-                    rank=message.rank,
-                    size=message.size,
-                    backend=message.backend,
-                    address=message.addresses[message.rank],
-                    timeout_s=message.deadline_s,
-                    names=message.names,
-                    addresses=message.addresses,
-                    secret=message.secret,
-                    device=self._hub.gpu if message.backend == "nccl" else self._hub.device,
-                )
-                await lane.sidecar.build(spec)
+                device = self._hub.gpu if group.backend == "nccl" else self._hub.device
+                await lane.sidecar.build(msgspec.structs.replace(group, device=device, nccl_env=None))
         except (OSError, RuntimeError, errors.ReplicasError) as error:
             self.failed(lane, error, phase="form")
             return

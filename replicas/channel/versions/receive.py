@@ -20,14 +20,7 @@ from replicas.channel.versions.loads import Loads
 from replicas.channel.versions.update import Update
 from replicas.common.waits import locked
 from replicas.core.versions.load_rounds import is_enough
-from replicas.messages import (
-    LoadDecided,
-    ReceiveAsk,
-    ReceiveCancel,
-    ReceiveGrant,
-    WatchEnd,
-    WatchLoaded,
-)
+from replicas.messages import LoadDecided, ReceiveAsk, ReceiveCancel, ReceiveGrant, WatchEnd, WatchLoaded
 from replicas.status import WAIT_S
 
 

@@ -81,11 +81,7 @@ TransferState = Literal["moving", "complete", "failed"]
 TransferEvent = Literal["again", "done", "fail"]
 
 TRANSFER: Table[TransferState, TransferEvent] = Table(
-    "a transfer",
-    ("moving",),
-    {
-        "moving": {"moving": ("again",), "complete": ("done",), "failed": ("fail",)},
-    },
+    "a transfer", ("moving",), {"moving": {"moving": ("again",), "complete": ("done",), "failed": ("fail",)}}
 )
 
 OperationState = Literal["due", "forming", "running", "done", "failed"]
@@ -107,10 +103,7 @@ LaneEvent = Literal["formed_by_all", "close"]
 LANE: Table[LaneState, LaneEvent] = Table(
     "a lane",
     ("forming",),
-    {
-        "forming": {"formed": ("formed_by_all",), "dead": ("close",)},
-        "formed": {"dead": ("close",)},
-    },
+    {"forming": {"formed": ("formed_by_all",), "dead": ("close",)}, "formed": {"dead": ("close",)}},
 )
 
 

@@ -50,11 +50,7 @@ GENERATION: Table[CourseState, CourseInput] = Table(
             "over": ("gone",),
             "left_behind": ("give_up",),
         },
-        "sweeping": {
-            "sweeping": ("drain", "stop", "failed", "ended"),
-            "over": ("gone",),
-            "left_behind": ("give_up",),
-        },
+        "sweeping": {"sweeping": ("drain", "stop", "failed", "ended"), "over": ("gone",), "left_behind": ("give_up",)},
     },
 )
 GENERATION_ACTIONS: Mapping[tuple[CourseState, CourseInput], tuple[CourseAction, ...]] = {

@@ -143,11 +143,7 @@ def plan(
 
 
 def _from_parts(
-    version: int,
-    needers: Sequence[MemberState],
-    owners: Sequence[MemberState],
-    kept: Collection[Member],
-    works: Works,
+    version: int, needers: Sequence[MemberState], owners: Sequence[MemberState], kept: Collection[Member], works: Works
 ) -> TransferPlan | None:
     """Plan from the owners of all parts; return None if no leader can get them."""
     there = {owner.host for owner in owners if owner.member in kept}
@@ -167,10 +163,7 @@ def _from_parts(
 
 
 def _pulled_parts(
-    owners: Sequence[MemberState],
-    leaders: Sequence[MemberState],
-    local: Mapping[Member, tuple[int, ...]],
-    works: Works,
+    owners: Sequence[MemberState], leaders: Sequence[MemberState], local: Mapping[Member, tuple[int, ...]], works: Works
 ) -> dict[Member, Pulls]:
     """Return the members that each leader pulls each part from.
 

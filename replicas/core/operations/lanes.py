@@ -16,13 +16,15 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from replicas import errors
 from replicas.core.base.effects import Effect, ReplaceStore, Send, SidecarReplaced, SweepStore
 from replicas.core.base.membership import LANE, LaneState
 from replicas.core.members.member_state import MemberState
 from replicas.core.members.roster import Roster
 from replicas.core.operations.lane_progress import LaneProgress
-from replicas.messages import Backend, LaneDrop, LaneForm, LaneMoved
+from replicas.messages import Backend, GroupSpec, LaneDrop, LaneForm, LaneMoved
 from replicas.messages.identity import Member
 
 SECRET_NBYTES = 32
@@ -121,21 +123,10 @@ class Lanes:
         secret = self._secret_of(prefix)
         addresses = tuple(state.address for state in states)
         names = tuple(member.name for member in members)
-        for rank, member in enumerate(members):
-            form = LaneForm(
-                lane=name,
-                prefix=prefix,
-                store_host=host,
-                store_port=port,
-                rank=rank,
-                size=len(members),
-                backend=backend,
-                addresses=addresses,
-                deadline_s=timeout_s,
-                names=names,
-                secret=secret,
-            )
-            self._out.append(Send(member, form))
+        for rank, (member, address) in enumerate(zip(members, addresses, strict=True)):
+            group = GroupSpec(prefix, host, port, rank, len(members), backend, address, timeout_s)
+            group = msgspec.structs.replace(group, names=names, addresses=addresses, secret=secret)
+            self._out.append(Send(member, LaneForm(name, group)))
         return lane
 
     def pull_secret(self, number: int) -> bytes:

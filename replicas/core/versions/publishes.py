@@ -334,15 +334,8 @@ class Publishes:
         if publish is None or packed is None or publish.over or not packed.streaming:
             return None
         publish.filled_at = now
-        publish.packed[member] = msgspec.structs.replace(
-            packed,
-            pack_s=message.pack_s,
-            digest=message.digest,
-            digest_s=message.digest_s,
-            place=message.place,
-            streaming=False,
-            hold_s=message.hold_s,
-        )
+        known = msgspec.structs.asdict(message)
+        publish.packed[member] = msgspec.structs.replace(packed, **known, streaming=False)
         return publish
 
     def start_moving(self, publish: Publish, now: float) -> None:

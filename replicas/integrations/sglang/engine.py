@@ -75,13 +75,7 @@ class SglangEngine(HttpEngine):
     titles = "sglang::"
 
     def __init__(
-        self,
-        url: str,
-        *,
-        complete: bool = True,
-        encodes_anew: bool = False,
-        scratch: Path | None = None,
-        **more: Any,
+        self, url: str, *, complete: bool = True, encodes_anew: bool = False, scratch: Path | None = None, **more: Any
     ) -> None:
         super().__init__(url, **more)
         self._complete, self._encodes_anew, self._scratch = complete, encodes_anew, scratch

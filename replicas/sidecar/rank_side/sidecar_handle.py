@@ -16,8 +16,9 @@ import torch
 
 from replicas import errors
 from replicas.linux.helper_process import HelperDied, HelperProcess
+from replicas.messages import GroupSpec
 from replicas.sidecar import wire
-from replicas.sidecar.wire import CollectiveSpec, GroupSpec
+from replicas.sidecar.wire import CollectiveSpec
 from replicas.weights.copies.accelerator import accelerator
 from replicas.weights.memory.buffers import Buffer
 

@@ -124,8 +124,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         options = {name: one for name, one in (kwargs or {}).items() if name != "device" or str(one) != "meta"}
         if func._schema.is_mutable:
             raise errors.UsageError(
-                f"the conversion of this model writes in place ({func}), which is not supported",
-                hint=_IN_MEMORY,
+                f"the conversion of this model writes in place ({func}), which is not supported", hint=_IN_MEMORY
             )
         found = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._to_copy.default and id(args[0]) not in self.steps and not args[0].is_meta:
@@ -184,8 +183,7 @@ def record(
 def _raise_not_made(name: str) -> Arrangement:
     """Raise UsageError for a result that is not made of the given tensors."""
     raise errors.UsageError(
-        f"the conversion of this model returns {name!r}, which is not made of its tensors",
-        hint=_IN_MEMORY,
+        f"the conversion of this model returns {name!r}, which is not made of its tensors", hint=_IN_MEMORY
     )
 
 

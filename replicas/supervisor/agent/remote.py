@@ -72,14 +72,7 @@ async def _serve(to: Invitation, name: str, labels: Mapping[str, str], folder: A
     shims = Shims(groups, folder.path, lock=folder.lock)
     shims.identity, shims.endpoint = identity, to.endpoint
     agent = Agent(
-        name,
-        lambda: _dial(to),
-        shims,
-        folder.path,
-        labels=labels,
-        machine=machine,
-        address=address,
-        on_token=to.renew,
+        name, lambda: _dial(to), shims, folder.path, labels=labels, machine=machine, address=address, on_token=to.renew
     )
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

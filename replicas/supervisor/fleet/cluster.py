@@ -69,11 +69,7 @@ class Cluster:
     """
 
     def __init__(
-        self,
-        context: FleetContext,
-        *,
-        is_own: Callable[[Hello], bool],
-        leaving: Callable[[str, str], None],
+        self, context: FleetContext, *, is_own: Callable[[Hello], bool], leaving: Callable[[str, str], None]
     ) -> None:
         self._context, self._is_own, self._leaving = context, is_own, leaving
         self.members: dict[str, NodeEntry] = {}

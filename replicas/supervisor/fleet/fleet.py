@@ -75,11 +75,7 @@ class Fleet:
     """
 
     def __init__(
-        self,
-        context: FleetContext,
-        *,
-        saved: Mapping[str, SavedGroup] | None = None,
-        wall: float = 0.0,
+        self, context: FleetContext, *, saved: Mapping[str, SavedGroup] | None = None, wall: float = 0.0
     ) -> None:
         self._context = context
         now, known = _now(), saved or {}

@@ -25,12 +25,7 @@ class Group:
     """
 
     def __init__(
-        self,
-        config: GroupConfig,
-        *,
-        saved: SavedGroup | None = None,
-        now: float = 0.0,
-        wall: float = 0.0,
+        self, config: GroupConfig, *, saved: SavedGroup | None = None, now: float = 0.0, wall: float = 0.0
     ) -> None:
         self.config = config
         self.size = self.configured = config.replicas

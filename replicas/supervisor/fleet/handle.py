@@ -19,17 +19,7 @@ from replicas.coordinator.sessions import OUTBOX_NBYTES
 from replicas.coordinator.websocket import WebSocket
 from replicas.core.lives.node_life import NodeLife
 from replicas.supervisor.agent.machine import Machine
-from replicas.supervisor.agent.messages import (
-    AskStacks,
-    Hello,
-    Kill,
-    Meet,
-    Order,
-    ShimLeft,
-    Start,
-    Stop,
-    encode,
-)
+from replicas.supervisor.agent.messages import AskStacks, Hello, Kill, Meet, Order, ShimLeft, Start, Stop, encode
 from replicas.supervisor.wire.part_state import UNKNOWN, ExitReport, LogLoss, PartState
 
 log = Log("replicas.supervisor")

@@ -80,9 +80,7 @@ class Shim:
         self._broken = ""
         self._processes = PartProcesses(spec, self._selector, lambda: self._logs.pid)
         self._stock = InventoryTimer(
-            self._processes.find_with_sidecars,
-            time.monotonic(),
-            lambda found: self._teller.update(belongings=found),
+            self._processes.find_with_sidecars, time.monotonic(), lambda found: self._teller.update(belongings=found)
         )
         self._stacks = Stacks(spec, self._logs.pipes, self._agent)
         self._deaths = DeathWatch(self._selector, self._processes.find)

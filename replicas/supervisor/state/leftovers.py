@@ -31,15 +31,7 @@ import msgspec
 
 from replicas import environ
 from replicas.linux import cgroups
-from replicas.linux.processes import (
-    MARK,
-    SHIM,
-    command_line,
-    descendants,
-    parents,
-    processes,
-    start_time,
-)
+from replicas.linux.processes import MARK, SHIM, command_line, descendants, parents, processes, start_time
 from replicas.supervisor.cleanup.sweeping import Sweep
 from replicas.supervisor.state.run_state import Saved, ShimRecord
 from replicas.telemetry.events import How, LeftoverFound

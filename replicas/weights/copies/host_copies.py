@@ -263,12 +263,7 @@ class HostCopies:
             task()
 
     def tasks(
-        self,
-        cuts: Sequence[Cut],
-        *,
-        past_caches: bool,
-        done: Callable[[int, int], object] = _nothing,
-        threads: int = 1,
+        self, cuts: Sequence[Cut], *, past_caches: bool, done: Callable[[int, int], object] = _nothing, threads: int = 1
     ) -> list[Callable[[], None]]:
         """Return a function for each cut, which copies it and calls ``done``."""
         for index in {cut.first for cut in cuts if cut.axis >= 0}:

@@ -109,13 +109,7 @@ def still_there(tensors: Sequence[torch.Tensor], addresses: Addresses, needed: A
 
 
 def copy_runs(
-    check: Check,
-    to: Addresses,
-    sources: Addresses,
-    sizes: Addresses,
-    *,
-    threads: int = 1,
-    past_caches: bool = False,
+    check: Check, to: Addresses, sources: Addresses, sizes: Addresses, *, threads: int = 1, past_caches: bool = False
 ) -> None:
     """Copy runs of bytes from address to address, in C, with the GIL held.
 

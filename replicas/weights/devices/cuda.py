@@ -65,13 +65,7 @@ class Block:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:
-        return {
-            "shape": (self.nbytes,),
-            "typestr": "|u1",
-            "data": (self.address, False),
-            "strides": None,
-            "version": 3,
-        }
+        return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "strides": None, "version": 3}
 
 
 def tensor_over(block: Block, device: torch.device) -> torch.Tensor:

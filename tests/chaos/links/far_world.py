@@ -59,13 +59,7 @@ class Scene:
         """The config of ``policy``, and of ``outer`` where there are peers."""
         common = {"deadline": f"{self.deadline_s:g}s", "on_lost": self.on_lost}
         found: dict[str, Any] = {
-            "policy": {
-                "sources": ["trainer"],
-                "targets": ["serve"],
-                "slots": 3,
-                "transport": self.transport,
-                **common,
-            }
+            "policy": {"sources": ["trainer"], "targets": ["serve"], "slots": 3, "transport": self.transport, **common}
         }
         if self.peers:
             found["outer"] = {"peers": sorted({name.partition("-")[0] for name in self.peers}), **common}

@@ -200,11 +200,7 @@ class Facts:
             files = sorted(path.name for path in host.state_dir.iterdir())
             assert not {"token", "operator-token", "endpoint.json", "state.json", "leases", "control.sock"} & {
                 *files
-            }, (
-                what,
-                host.name,
-                files,
-            )
+            }, (what, host.name, files)
 
 
 _STARTS = ("start", "backoff_elapsed")

@@ -49,10 +49,7 @@ def main() -> int:
                 members.write(json.dumps({"at": time.clock_gettime(time.CLOCK_REALTIME), "event": "there"}) + "\n")
                 return self
 
-        with (
-            mock.patch.object(command_line, "Supervisor", Heard),
-            mock.patch.object(DecisionLog, "append", appended),
-        ):
+        with mock.patch.object(command_line, "Supervisor", Heard), mock.patch.object(DecisionLog, "append", appended):
             return command_line.supervise(load(Path(sys.argv[2])))
 
 

@@ -171,10 +171,7 @@ def main() -> int:
             append(log, decision)
             decisions.write(msgspec.json.encode(decision) + b"\n")
 
-        with (
-            mock.patch.object(command_line, "Supervisor", Tapped),
-            mock.patch.object(DecisionLog, "append", appended),
-        ):
+        with mock.patch.object(command_line, "Supervisor", Tapped), mock.patch.object(DecisionLog, "append", appended):
             return command_line.supervise(load(Path(sys.argv[3])))
 
 

@@ -35,10 +35,7 @@ def main() -> None:
         return nanoseconds() + int(wrong_s() * 1e9)
 
     sys.argv = ["replicas.supervisor", *sys.argv[2:]]
-    with (
-        mock.patch.object(time, "time", wrong),
-        mock.patch.object(time, "time_ns", wrong_ns),
-    ):
+    with mock.patch.object(time, "time", wrong), mock.patch.object(time, "time_ns", wrong_ns):
         sys.exit(cli.main(["run", *sys.argv[1:]]))
 
 

@@ -74,11 +74,7 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any], Callable[[Any], Any] |
     "Mixtral": ("mixtral", {**TEXT, **EXPERTS}, None),
     "gpt-oss": ("gpt_oss", {**TEXT, **EXPERTS, "head_dim": 64}, None),
     "GLM-4-MoE": ("glm4_moe", {**TEXT, **EXPERTS}, None),
-    "DeepSeek-V3": (
-        "deepseek_v3",
-        {**TEXT, **EXPERTS, **LATENT},
-        None,
-    ),
+    "DeepSeek-V3": ("deepseek_v3", {**TEXT, **EXPERTS, **LATENT}, None),
     "Granite hybrid": (
         "granitemoehybrid",
         {**TEXT, **EXPERTS, **MAMBA, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 64},

@@ -74,10 +74,7 @@ def leftover(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_leftovers_of_a_dead_run(
-    folder: Path,
-    leftover: subprocess.Popen[bytes],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    folder: Path, leftover: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = diagnosed(capsys, 1)
     assert "its supervisor was killed; it left endpoint.json, token" in found["run"][0]["text"]

@@ -43,9 +43,9 @@ from replicas.coordinator import Coordinator
 from replicas.coordinator.store_process import Reply, Request
 from replicas.linux import frames
 from replicas.linux.sockets import SocketAddress
+from replicas.messages import GroupSpec
 from replicas.sidecar import meeting
 from replicas.sidecar import wire as sidecar_wire
-from replicas.sidecar.wire import GroupSpec
 from tests.integration.coordinator.test_security import framed, is_well, raw_session
 from tests.support.channel.frames import MANY, mutants, recorded
 from tests.support.channel.members import Client

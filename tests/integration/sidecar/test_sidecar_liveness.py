@@ -157,7 +157,7 @@ async def test_a_crowded_machine_makes_no_false_alarm(server: str) -> None:
 PAUSED = """
 import asyncio, sys, time
 from replicas.sidecar.rank_side.forkserver_client import Forkserver
-from replicas.sidecar.wire import GroupSpec
+from replicas.messages import GroupSpec
 
 async def main():
     forkserver = await Forkserver.connect(sys.argv[1])

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from replicas.messages import GroupSpec
 from replicas.sidecar.rank_side.forkserver_client import Forkserver
 from replicas.sidecar.rank_side.sidecar_handle import Sidecar, SidecarFailed
-from replicas.sidecar.wire import CollectiveSpec, GroupSpec
+from replicas.sidecar.wire import CollectiveSpec
 from replicas.weights.memory.buffers import Buffer
 from tests.support.channel.remote_sidecars import remote_forkservers, remote_store
 from tests.support.machine.networks import Machine, network, why_no_networks

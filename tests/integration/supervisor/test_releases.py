@@ -30,10 +30,7 @@ def test_a_shim_says_of_which_release_it_is(tmp_path: Path) -> None:
         assert run.state.release == __version__
 
 
-PARTS = {
-    "supervisor/shim/shim.py": "shim-0.log",
-    "supervisor/shim/launcher.py": "torchrun-0.log",
-}
+PARTS = {"supervisor/shim/shim.py": "shim-0.log", "supervisor/shim/launcher.py": "torchrun-0.log"}
 SHOWS = "from __future__ import annotations\n\nprint('of the checkout', flush=True)\n"
 CONFIG = """
 schema_version = 1

@@ -25,9 +25,7 @@ from tests.support.board.shapes import (
     table,
     variable,
 )
-from tests.support.board.shapes import (
-    board as made,
-)
+from tests.support.board.shapes import board as made
 
 __all__ = ["board"]
 
@@ -201,10 +199,7 @@ def _syncs() -> list[Panel]:
             "Who keeps an update open",
             "The ten longest. An open update keeps a slot, and a publish waits when all are in use. "
             "Alert: ReplicasUpdateOpen.",
-            Query(
-                f"topk(10, replicas_update_open_seconds{{{BOTH}}})",
-                "{{group}}/{{replica}} {{channel}}",
-            ),
+            Query(f"topk(10, replicas_update_open_seconds{{{BOTH}}})", "{{group}}/{{replica}} {{channel}}"),
             unit="s",
             limit=300,
         ),
@@ -244,8 +239,7 @@ def _bytes() -> list[Panel]:
             "Bytes of weights that were sent to the replicas of each node; what is mapped on one host does not move. "
             "A replica on several nodes counts in equal parts.",
             Query(
-                f"sum by (node) ({info} * on (run, group, replica) group_left () ({received} / {nodes}))",
-                "{{node}}",
+                f"sum by (node) ({info} * on (run, group, replica) group_left () ({received} / {nodes}))", "{{node}}"
             ),
             unit="Bps",
         ),
@@ -332,8 +326,7 @@ def _replicas() -> list[Panel]:
             "From the start of a replica, and from the loss of a ready one, to readiness: means of five minutes.",
             Query(_mean("replicas_start_duration_seconds", GROUP, "group").replace(SPAN, "[5m]"), "{{group}} start"),
             Query(
-                _mean("replicas_recovery_duration_seconds", GROUP, "group").replace(SPAN, "[5m]"),
-                "{{group}} recovery",
+                _mean("replicas_recovery_duration_seconds", GROUP, "group").replace(SPAN, "[5m]"), "{{group}} recovery"
             ),
             unit="s",
         ),

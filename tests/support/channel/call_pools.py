@@ -202,13 +202,7 @@ META: list[Any] = [
     lambda: 3,
     lambda: list(walk(Drawn("y" * 2_000_000))),
 ]
-ERRORS = [
-    Drawn("y" * 2_000_000),
-    Drawn(SURROGATE),
-    Silent(),
-    KeyboardInterrupt(),
-    errors.PeersLost("x", version=2**70),
-]
+ERRORS = [Drawn("y" * 2_000_000), Drawn(SURROGATE), Silent(), KeyboardInterrupt(), errors.PeersLost("x", version=2**70)]
 PEERS = [
     "peer/1",
     "peer/1/0",

@@ -24,9 +24,10 @@ from replicas.channel.versions.receive import Receiver, Watches
 from replicas.channel.versions.transfers import Transfers
 from replicas.core.base.manifest import Manifest, TensorSpec
 from replicas.core.versions.fetching import pieces
+from replicas.messages import GroupSpec
 from replicas.messages.identity import Member, ProcessIdentity
 from replicas.sidecar.rank_side.sidecar_handle import SidecarDied
-from replicas.sidecar.wire import CollectiveSpec, GroupSpec
+from replicas.sidecar.wire import CollectiveSpec
 from replicas.weights.copies.digest import digest_of
 from replicas.weights.memory.buffers import Buffer
 
@@ -187,7 +188,7 @@ class ScriptedWorld:
         await asyncio.wait_for(asyncio.gather(*self.loop.tasks), 30)
 
     async def lane(self, name: str = "a") -> Sidecar:
-        self.tell(wire.LaneForm(name, "prefix", "host", 1, 0, 1, "gloo", ("127.0.0.1",), 5.0))
+        self.tell(wire.LaneForm(name, GroupSpec("prefix", "host", 1, 0, 1, "gloo", "127.0.0.1", 5.0)))
         assert (await self.session.next(wire.LaneFormed)).lane == name
         return self.loop.sidecars[-1]
 

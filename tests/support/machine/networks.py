@@ -28,16 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = [
-    "Machine",
-    "Network",
-    "Traffic",
-    "bare_hosts",
-    "hosts",
-    "network",
-    "why_no_hosts",
-    "why_no_networks",
-]
+__all__ = ["Machine", "Network", "Traffic", "bare_hosts", "hosts", "network", "why_no_hosts", "why_no_networks"]
 
 TIMEOUT_S = 20.0
 LINK = "eth0"

@@ -21,12 +21,10 @@ __all__ = ["INTERNAL", "body", "members", "public", "states"]
 
 INTERNAL = {
     "Coordinator": {
-        *("expect", "joined", "keep_decisions", "progress", "recovering", "store_started", "wait_for_store"),
+        *("expect", "joined", "keep_decisions", "progress", "recovering", "store_started", "wait_for_store")
     },
     "Receipt": {"of"},
-    "Supervisor": {
-        *("emit", "fleet", "looked_at", "on_open", "on_tokens", "resources", "save", "say", "spawn"),
-    },
+    "Supervisor": {*("emit", "fleet", "looked_at", "on_open", "on_tokens", "resources", "save", "say", "spawn")},
     "Update": {"ended", "touched", "withdraw"},
 }
 """Names without an underscore that are there for other parts of this package, not for

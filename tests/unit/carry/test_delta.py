@@ -19,14 +19,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from replicas.carry.blocks import BLOCK_NBYTES
-from replicas.carry.delta import (
-    CHANGED,
-    DeltaError,
-    Region,
-    apply_block,
-    encode_block,
-    is_whole,
-)
+from replicas.carry.delta import CHANGED, DeltaError, Region, apply_block, encode_block, is_whole
 from replicas.memory import lines
 from replicas.memory.lines import LINE_NBYTES, Bytes
 

@@ -204,7 +204,8 @@ async def test_slots_do_not_change_their_kind(target: ScriptedWorld) -> None:
 async def test_a_lane_of_nccl_is_on_the_gpu_that_the_rank_has_joined_with(target: ScriptedWorld) -> None:
     target.hub.hello = msgspec.structs.replace(target.hello, cuda_devices=("GPU-3",))
     for backend, device in (("gloo", ""), ("nccl", "GPU-3")):
-        target.tell(wire.LaneForm(backend, "prefix", "host", 1, 0, 1, backend, ("127.0.0.1",), 5.0))  # type: ignore[arg-type]  # valid ones
+        group = wire.GroupSpec("prefix", "host", 1, 0, 1, backend, "127.0.0.1", 5.0)  # type: ignore[arg-type]  # valid ones
+        target.tell(wire.LaneForm(backend, group))
         await target.session.next(wire.LaneFormed)
         spec = target.loop.sidecars[-1].spec
         assert spec is not None

@@ -167,10 +167,7 @@ def test_nothing_is_sent_to_a_socket_of_somebody_else(folder: Path, capsys: pyte
 
 @needs_users
 def test_a_token_of_the_environment_is_not_shown_to_another_user(
-    folder: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    theirs: tuple[Connection, str],
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, theirs: tuple[Connection, str]
 ) -> None:
     pipe, endpoint = theirs
     (folder / "mine").write_text(TOKEN)
@@ -211,13 +208,7 @@ def test_a_token_is_read_once_as_its_file_goes_with_the_run(folder: Path) -> Non
 
 @pytest.mark.parametrize(
     ("bound", "asked"),
-    [
-        ("127.0.0.1", "127.0.0.1"),
-        ("0.0.0.0", "127.0.0.1"),
-        ("::1", "::1"),
-        ("::", "::1"),
-        ("::", "127.0.0.1"),
-    ],
+    [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("::1", "::1"), ("::", "::1"), ("::", "127.0.0.1")],
 )
 def test_whose_process_listens(bound: str, asked: str) -> None:
     family = socket.AF_INET6 if ":" in bound else socket.AF_INET

@@ -40,10 +40,7 @@ def run_of(*replicas: ReplicaStatus) -> RunStatus:
     names = dict.fromkeys(each.group for each in replicas)
     groups = tuple(
         GroupStatus(
-            name=name,
-            launcher="exec",
-            world_size=1,
-            replicas=tuple(each for each in replicas if each.group == name),
+            name=name, launcher="exec", world_size=1, replicas=tuple(each for each in replicas if each.group == name)
         )
         for name in names
     )

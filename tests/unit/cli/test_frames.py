@@ -18,15 +18,7 @@ from rich.console import ConsoleDimensions
 from replicas.cli import render, top
 from replicas.cli.base import Screen
 from replicas.cli.render import fitted
-from replicas.status import (
-    ChannelStatus,
-    GroupStatus,
-    NodeStatus,
-    PublishStatus,
-    ReplicaStatus,
-    RunStatus,
-    StoreStatus,
-)
+from replicas.status import ChannelStatus, GroupStatus, NodeStatus, PublishStatus, ReplicaStatus, RunStatus, StoreStatus
 from replicas.telemetry.events import Record
 from tests.unit.telemetry.test_events import EVERYTHING
 
@@ -174,16 +166,6 @@ def test_a_pipe_gets_whole_lines(capsys: pytest.CaptureFixture[str], monkeypatch
     assert LONG in capsys.readouterr().out
 
 
-def drawn(status: RunStatus) -> list[str]:
-    """What ``status --watch`` draws at 80x24."""
-    console = screen(80, 24)
-    lines = console.render_lines(render.watched(status, 110.0, 80, 24), pad=False)
-    text = ["".join(segment.text for segment in line).rstrip() for line in lines]
-    assert len(text) < 24
-    assert all(len(line) <= 80 for line in text)
-    return text
-
-
 def many(**ill: str) -> RunStatus:
     """Fifty replicas: two trainers, which are well, and rollouts with these states."""
     status = a_status(48)
@@ -200,37 +182,27 @@ def many(**ill: str) -> RunStatus:
     return msgspec.structs.replace(status, groups=tuple(groups))
 
 
-def test_watched_has_ill_replicas_first_then_channels_and_one_line_of_healthy_ones() -> None:
-    text = drawn(many(r17="silent", r40="failed", r41="starting"))
-    heads = [line.split()[0] for line in text]
-    assert text[1:4] == [
-        "rollout/40 has failed for good, for 2m 5s",
-        "rollout/17 is silent, for 2m 5s",
-        "Node node-18 is away: its agent is silent, for 0 s",
-    ]
-    assert heads[4:9] == ["replica", "rollout/40", "rollout/17", "rollout/41", "channel"]
-    assert heads[9:13] == ["policy", "group", "rollout", "trainer"], "the ill group before the healthy one"
-    assert text[13] == "47 healthy: rollout/0-16, rollout/18-39, rollout/42-47, trainer/0-1"
-    assert [line.split()[1] for line in text[14:]] == ["state", "away"], "nodes that are not up"
+def test_of_fifty_the_ill_and_the_channel_are_on_the_first_screen() -> None:
+    shown = frame(80, 24, many(r17="silent", r40="failed", r41="starting"), at=110.0)
+    assert shown[1].startswith("rollout/40 has failed for good")
+    assert "rollout/17 is silent" in " ".join(shown[2:4])
+    rows = [line.split()[0] for line in shown if line]
+    assert rows.index("rollout") < rows.index("trainer"), "the ill group before the healthy one"
+    assert "policy" in rows
+    replicas = [one for one in rows[rows.index("replica") + 1 :] if one.startswith(("rollout/", "trainer/"))]
+    assert replicas[:3] == ["rollout/40", "rollout/17", "rollout/41"]
+
+
+def test_the_channel_is_on_the_first_screen_also_when_most_are_ill() -> None:
+    shown = frame(80, 24, many(**{f"r{index}": "silent" if index == 30 else "pending" for index in range(1, 48)}))
+    rows = [line.split()[0] for line in shown if line]
+    assert "policy" in rows
+    assert rows[rows.index("replica") + 1] == "rollout/30"
 
 
 def test_of_several_replicas_the_oldest_trouble_is_the_most() -> None:
-    assert drawn(many(r17="failed", r40="failed"))[1] == "rollout/17, rollout/40 have failed for good, for up to 2m 5s"
-
-
-def test_watched_has_channels_and_healthy_ones_also_when_most_are_ill() -> None:
-    text = drawn(many(**{f"r{index}": "silent" if index == 30 else "pending" for index in range(1, 48)}))
-    assert len(text) == 23
-    assert text[4].startswith("rollout/30 ")
-    (more,) = (line for line in text if " more: " in line)
-    assert more == "38 more: rollout/10-29, rollout/31-47, trainer/1"
-    assert text[-3] == "2 healthy: rollout/0, trainer/0"
-    assert any(line.startswith("policy ") for line in text)
-
-
-def test_watched_shows_all_of_a_few() -> None:
-    text = drawn(a_status(3))
-    rows = [line.split()[0] for line in text if line.startswith("rollout-server/")]
-    assert rows == [f"rollout-server/{number}" for number in (2, 2, 0, 1)], "its sentence, then all by their illness"
-    assert any(line.startswith("node-17 ") for line in text)
-    assert "healthy" not in "".join(text)
+    console = screen(80, 24)
+    status = many(r17="failed", r40="failed")
+    lines = console.render_lines(render.status_tables(status), console.options.update(height=None), pad=False)
+    text = " ".join("".join(segment.text for segment in line).rstrip() for line in lines)
+    assert "rollout/17, rollout/40 have failed for good, for up to 2m 5s" in text

@@ -29,11 +29,7 @@ def transition(**fields: object) -> Transition:
 
 TOLD: list[tuple[events.Event, str, str]] = [
     (transition(start_s=2.0), "a/0", "ready after 2 s (generation 2)"),
-    (
-        transition(start_s=2.0, recovery_s=3.5),
-        "a/0",
-        "ready after 2 s (generation 2, 3.5 s after it was lost)",
-    ),
+    (transition(start_s=2.0, recovery_s=3.5), "a/0", "ready after 2 s (generation 2, 3.5 s after it was lost)"),
     (transition(event=Step.START, before="pending", after="starting"), "a/0", "starting (generation 2)"),
     (
         transition(event=Step.UNREADY, before="ready", after="starting", reason="behind"),
@@ -85,11 +81,7 @@ TOLD: list[tuple[events.Event, str, str]] = [
         "a/0",
         "waits for the end of a process: process 7, killed 1m ago",
     ),
-    (
-        events.TokenChanged(role="operator", change="revoked"),
-        "run",
-        "operator token revoked",
-    ),
+    (events.TokenChanged(role="operator", change="revoked"), "run", "operator token revoked"),
     (
         events.LeftoverFound(pid=7, start_time=1, command="sleep 9", how="mark", group="a", replica=0),
         "a/0",

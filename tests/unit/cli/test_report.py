@@ -49,11 +49,7 @@ def test_a_timeline_of_a_run_that_is_over(
     ],
 )
 def test_what_cannot_be_written_says_why(
-    arguments: list[str],
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run_folder(tmp_path)

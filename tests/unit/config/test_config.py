@@ -191,10 +191,7 @@ def test_an_unknown_key_near_to_none_lists_the_known_ones(folder: Path) -> None:
             'groups.trainer.health.start_timeout: expected a duration such as "500ms", "30s" or "10m", got Infinity',
         ),
         ({"stop_timeout": 0}, "groups.trainer.stop_timeout: expected a duration above 0, got 0"),
-        (
-            {"restart": {"max_delay": -1}},
-            "groups.trainer.restart.max_delay: expected a duration of 0 or more, got -1",
-        ),
+        ({"restart": {"max_delay": -1}}, "groups.trainer.restart.max_delay: expected a duration of 0 or more, got -1"),
         (
             {"restart": {"initial_delay": "2m"}},
             "groups.trainer.restart.initial_delay: 120 s is longer than max_delay, 60 s",
@@ -227,10 +224,7 @@ def test_an_unknown_key_near_to_none_lists_the_known_ones(folder: Path) -> None:
         ),
         ({"nproc": 2}, 'groups.trainer.nproc: unknown key; did you mean "nproc_per_node"?'),
         ({"resources": {"gpu": 1}}, 'groups.trainer.resources.gpu: unknown key; did you mean "gpus"?'),
-        (
-            {"resources": {"gpus": -1}},
-            "groups.trainer.resources.gpus: expected a whole number of at least 0, got -1",
-        ),
+        ({"resources": {"gpus": -1}}, "groups.trainer.resources.gpus: expected a whole number of at least 0, got -1"),
         (
             {"resources": {"gpus": 1}, "env": {"CUDA_VISIBLE_DEVICES": "3"}},
             "groups.trainer.resources.gpus: sets CUDA_VISIBLE_DEVICES, which env (or env_file) sets too; "
@@ -248,10 +242,7 @@ def test_an_unknown_key_near_to_none_lists_the_known_ones(folder: Path) -> None:
         ({"max_unavailable": 0}, "groups.trainer.max_unavailable: expected a whole number of at least 1, got 0"),
         ({"min_ready": 3}, "groups.trainer.min_ready: 3 is more than the 1 replicas of the group"),
         ({"on_failure": "none"}, 'groups.trainer.on_failure: expected "run", "group" or "replica", got "none"'),
-        (
-            {"restart": {"strategy": "all"}},
-            'groups.trainer.restart.strategy: expected "replica" or "group", got "all"',
-        ),
+        ({"restart": {"strategy": "all"}}, 'groups.trainer.restart.strategy: expected "replica" or "group", got "all"'),
     ],
 )
 def test_a_bad_group(folder: Path, keys: dict[str, Any], problem: str) -> None:
@@ -412,10 +403,7 @@ def test_slots_on_gpus_that_a_group_does_not_see(folder: Path, share: dict[str, 
             {"control": {"listen": "[127.0.0.1]:1"}},
             'control.listen: expected "host:port" such as "127.0.0.1:9477" (port 0 to 65535), got "[127.0.0.1]:1"',
         ),
-        (
-            {"store": {"port": 9477}},
-            "store.port: 9477 is the port of control.listen, too; use 0 or another port",
-        ),
+        ({"store": {"port": 9477}}, "store.port: 9477 is the port of control.listen, too; use 0 or another port"),
         (
             {"cluster": {"carry_port": 9477}},
             "cluster.carry_port: 9477 is the port of control.listen, too; use 0 or another port",
@@ -424,10 +412,7 @@ def test_slots_on_gpus_that_a_group_does_not_see(folder: Path, share: dict[str, 
             {"store": {"port": 7100}, "cluster": {"carry_port": 7100}},
             "cluster.carry_port: 7100 is the port of store, too; use 0 or another port",
         ),
-        (
-            {"cluster": {"carry_port": 65_536}},
-            "cluster.carry_port: expected a port from 0 to 65535, got 65536",
-        ),
+        ({"cluster": {"carry_port": 65_536}}, "cluster.carry_port: expected a port from 0 to 65535, got 65536"),
         (
             {
                 "run": {"name": "x", "stop_when": ["a"]},
@@ -440,7 +425,7 @@ def test_slots_on_gpus_that_a_group_does_not_see(folder: Path, share: dict[str, 
                 "groups": {
                     "a": {"command": ["train.py"], "restart": {"policy": "always"}},
                     "b": {"command": ["train.py"], "depends_on": ["a:finished"]},
-                },
+                }
             },
             'groups.b.depends_on: group "a" has restart policy "always", so it never finishes',
         ),
@@ -449,7 +434,7 @@ def test_slots_on_gpus_that_a_group_does_not_see(folder: Path, share: dict[str, 
                 "groups": {
                     "a": {"command": ["train.py"], "resources": {"gpus": 1}},
                     "b": {"command": ["train.py"], "env": {"CUDA_VISIBLE_DEVICES": "0"}},
-                },
+                }
             },
             'groups.b.env: sets CUDA_VISIBLE_DEVICES while group "a" asks for resources.gpus; let both ask, '
             "so that no GPU is assigned twice",
@@ -627,10 +612,7 @@ def test_a_channel_alone_is_checked_too() -> None:
     with pytest.raises(BadConfig) as caught:
         channels_from({"policy": {"source": ["a"]}}, {})
     assert str(caught.value) == "\n".join(
-        [
-            "channels: 1 problem",
-            '  policy.source: unknown key; did you mean "sources"?',
-        ]
+        ["channels: 1 problem", '  policy.source: unknown key; did you mean "sources"?']
     )
 
 

@@ -963,7 +963,7 @@ def test_the_transport_that_the_config_names_is_taken() -> None:
         trainer, target = world.join("trainer/0/0"), world.join("rollout/0/0")
         publish(world, trainer)
         world.run()
-        assert [m.backend for m in target.seen if isinstance(m, wire.LaneForm)] == [backend]
+        assert [m.group.backend for m in target.seen if isinstance(m, wire.LaneForm)] == [backend]
 
 
 def test_a_kept_lane_that_fails_between_two_versions_is_formed_anew() -> None:

@@ -81,7 +81,7 @@ WAYS = {
 }
 LOOSE = {"__init__", "__main__", "environ", "errors", "status"}
 FILES_MAX = 20
-CODE_LINES_MAX = 37_475
+CODE_LINES_MAX = 37_300
 """A feature that needs more says in its commit what it removes instead. Pulls between
 hosts take 2,680, far ones and the doctor's look at their ports included; with them as
 the default, lanes for weights in host memory go. The loop of engines, 235, has come
@@ -113,14 +113,7 @@ WIDE = {
     "core/moving/transfer.py: Transfer": "one transfer: who still needs the version, and who is left out of it, and why",
 }
 """Why these are. No other class may become wide."""
-PUBLIC = {
-    "errors.py",
-    "environ.py",
-    "status.py",
-    "cli/main.py",
-    "control/exit_codes.py",
-    "testing/engine_suite.py",
-}
+PUBLIC = {"errors.py", "environ.py", "status.py", "cli/main.py", "control/exit_codes.py", "testing/engine_suite.py"}
 """Modules with ``__all__``, beside the faces of packages, sources and integrations:
 users import them, or their names are listed."""
 TAKEN_TOGETHER = ("messages/__init__.py",)

@@ -36,8 +36,7 @@ RULES = {
         "name the thing that acts: a process, a member, a caller",
     ),
     "value and colon": Rule(
-        re.compile(r"(?:^|[.;,] )(?:True|False|None): "),
-        'write "Return False if ..."; a colon is for tables',
+        re.compile(r"(?:^|[.;,] )(?:True|False|None): "), 'write "Return False if ..."; a colon is for tables'
     ),
     "negated noun": Rule(
         re.compile(

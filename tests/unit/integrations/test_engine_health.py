@@ -209,8 +209,7 @@ def test_the_process_of_a_server_is_found_by_its_port() -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "port"),
-    [("http://127.0.0.1:80", 80), ("http://[::1]:8000/prefix", 8000), ("http://10.0.0.1:8000", None)],
+    ("url", "port"), [("http://127.0.0.1:80", 80), ("http://[::1]:8000/prefix", 8000), ("http://10.0.0.1:8000", None)]
 )
 def test_a_server_on_loopback_is_local(url: str, port: int | None) -> None:
     assert EngineServer(url).local_port == port

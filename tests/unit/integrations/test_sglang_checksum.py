@@ -39,8 +39,7 @@ CHECKSUMS = {
 
 
 @pytest.mark.parametrize(
-    ("changed", "expected"),
-    [({}, ""), ({"model.norm.weight": "0" * 16}, "model.norm.weight differ")],
+    ("changed", "expected"), [({}, ""), ({"model.norm.weight": "0" * 16}, "model.norm.weight differ")]
 )
 def test_checksums_of_a_cpu_are_compared_with_packed_layers_put_together(
     changed: dict[str, str], expected: str

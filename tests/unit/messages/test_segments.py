@@ -15,9 +15,7 @@ from replicas.messages import Segment
 
 segments = st.lists(
     st.builds(
-        Segment,
-        dtype=st.sampled_from(sorted(ITEM_NBYTES)),
-        shape=st.lists(st.integers(0, 5), max_size=3).map(tuple),
+        Segment, dtype=st.sampled_from(sorted(ITEM_NBYTES)), shape=st.lists(st.integers(0, 5), max_size=3).map(tuple)
     ),
     max_size=8,
 )

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from replicas.messages import Segment
+from replicas.messages import GroupSpec, Segment
 from replicas.sidecar import collective, wire
 from replicas.sidecar.collective import (
     AHEAD,
@@ -47,7 +47,7 @@ class NotedGroup(CollectiveGroup):
 
     def __init__(self, board: Board, rank: int, size: int, backend: Any = "gloo") -> None:
         links = SimpleNamespace(send=self._sends, recv=self._receives)
-        super().__init__(links, wire.GroupSpec("test", "127.0.0.1", 1, rank, size, backend, "127.0.0.1", 5.0))
+        super().__init__(links, GroupSpec("test", "127.0.0.1", 1, rank, size, backend, "127.0.0.1", 5.0))
         self._board = board
         self._under_way = self.most_under_way = 0
 

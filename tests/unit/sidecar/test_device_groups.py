@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from replicas.errors import Preflight, WorldError
+from replicas.messages import GroupSpec
 from replicas.sidecar import building, wire
 from replicas.sidecar.groups import GlooGroup, NcclGroup, StartedWork
 from replicas.sidecar.process import SidecarProcess
@@ -30,9 +31,9 @@ _c10d: Any = dist  # torch's own annotations leave out most of the names below
 FAR = 1e12
 
 
-def spec_of(rank: int, size: int, **changes: Any) -> wire.GroupSpec:
+def spec_of(rank: int, size: int, **changes: Any) -> GroupSpec:
     fields: dict[str, Any] = {"backend": "gloo", "address": "127.0.0.1", "timeout_s": 5.0}
-    return wire.GroupSpec("test", "127.0.0.1", 1, rank, size, **(fields | changes))
+    return GroupSpec("test", "127.0.0.1", 1, rank, size, **(fields | changes))
 
 
 def everywhere(size: int, run: Callable[[int], Any]) -> list[Any]:

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from replicas.sidecar import building, wire
+from replicas.messages import GroupSpec
+from replicas.sidecar import building
 from tests.support.devices.fake_accelerator import FakeAccelerator
 
-SPEC = wire.GroupSpec("test", "127.0.0.1", 1, 0, 1, backend="nccl", address="127.0.0.1", timeout_s=5.0)
+SPEC = GroupSpec("test", "127.0.0.1", 1, 0, 1, backend="nccl", address="127.0.0.1", timeout_s=5.0)
 
 
 @cache

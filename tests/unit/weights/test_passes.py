@@ -51,10 +51,7 @@ class Source:
     @cached_property
     def metadata(self) -> list[Row]:
         placements = (Along(0), Along(1))
-        return [
-            Row("w", torch.float32, (5, 7), (0, 1, 2, 3), (2, 2), placements),
-            Row("norm", torch.float32, (3,)),
-        ]
+        return [Row("w", torch.float32, (5, 7), (0, 1, 2, 3), (2, 2), placements), Row("norm", torch.float32, (3,))]
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield "w", self.whole

@@ -24,17 +24,7 @@ from replicas.linux.processes import SHIM, command_line, descendants
 from replicas.supervisor.fleet.local_agent import AGENT
 from replicas.supervisor.state.locked_folder import identity_of
 from replicas.trust.tokens import OPERATOR_FILE
-from tests.support.nodes import (
-    AGENT_COMMAND,
-    LEASE_S,
-    Agent,
-    over_nodes,
-    placed,
-    ready,
-    replicas_of,
-    states,
-    there,
-)
+from tests.support.nodes import AGENT_COMMAND, LEASE_S, Agent, over_nodes, placed, ready, replicas_of, states, there
 from tests.support.programs import PUBLISHES, RECEIVES, SLEEPS, group
 from tests.support.runs import MARK, ROOT, Run, alive, running
 from tests.support.waits import eventually

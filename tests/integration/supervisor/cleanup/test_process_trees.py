@@ -128,12 +128,7 @@ def test_a_run_that_loses_its_supervisor_and_another_one_leaves_nothing(
     with hiding(tmp_path, EXEC) as (run, _):
         noted = all_pids(tmp_path, 1)
         rank = main_pid(run)
-        pids = {
-            "supervisor": run.pid,
-            "shim": parent_of(rank),
-            "rank": rank,
-            "agent": run.find(AGENT),
-        }
+        pids = {"supervisor": run.pid, "shim": parent_of(rank), "rank": rank, "agent": run.find(AGENT)}
         groups = list(find_own().glob(f"replicas-{run.name}-*"))
         assert groups
         everyone = [*noted, *((pid, start_time(pid) or 0) for pid in (*run.processes(), run.pid))]

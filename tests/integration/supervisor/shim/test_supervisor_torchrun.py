@@ -93,10 +93,7 @@ def test_the_rank_that_failed_first_is_named_and_the_others_are_ended(tmp_path: 
     assert told[-1] == "    | RuntimeError: rank one is unwell"
     assert (told.count(told[-1]), told.count("    | so it goes")) == (1, 1)
     names = sorted(path.name for path in (run.state_dir / "logs/a/0/gen-1").iterdir() if path.suffix != ".times")
-    assert names == [
-        *("rank-0.log", "rank-1.log"),
-        *("shim-0.log", "shim-1.log", "torchrun-0.log", "torchrun-1.log"),
-    ]
+    assert names == [*("rank-0.log", "rank-1.log"), *("shim-0.log", "shim-1.log", "torchrun-0.log", "torchrun-1.log")]
 
 
 def test_workers_that_ignore_sigterm_do_not_hold_up_a_drain(tmp_path: Path) -> None:

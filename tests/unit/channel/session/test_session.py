@@ -201,12 +201,7 @@ async def test_opens_sends_and_says_goodbye(world: SessionWorld) -> None:
 async def test_what_cannot_travel_is_refused_before_it_is_queued(world: SessionWorld) -> None:
     await world.session.open(5)
     many = tuple(Segment("float32", (1,)) for _ in range(400_000))
-    for bad in (
-        LaneFormed("\udce9"),
-        Progress(2**70),
-        OperationPost(1, "all_reduce", many, 1.0),
-        Bye("x" * 2**21),
-    ):
+    for bad in (LaneFormed("\udce9"), Progress(2**70), OperationPost(1, "all_reduce", many, 1.0), Bye("x" * 2**21)):
         with pytest.raises(errors.UsageError, match=type(bad).__name__):
             world.session.send(bad)
     world.session.send(LaneFormed("a"))
@@ -477,10 +472,7 @@ async def test_a_lost_coordinator_that_does_not_come_back_is_in_the_log(
 
 @pytest.mark.parametrize(
     ("status", "text"),
-    [
-        (401, "does not accept the token"),
-        (404, "is not a coordinator: it answers HTTP 404 to a session"),
-    ],
+    [(401, "does not accept the token"), (404, "is not a coordinator: it answers HTTP 404 to a session")],
 )
 async def test_refused_by_http(status: int, text: str) -> None:
     async def unused(websocket: ServerConnection) -> None:

@@ -33,12 +33,7 @@ from replicas.core.lives.lifecycle import FREE_REASONS, RestartReason
 STOP = ("stopping", "stop_nodes")
 LEFT = ("left_behind",)
 COURSE: dict[CourseState, dict[CourseInput, tuple[str, ...]]] = {
-    "waiting": {
-        "launched": ("running",),
-        "not_launched": STOP,
-        "drain": ("stopping",),
-        "stop": STOP,
-    },
+    "waiting": {"launched": ("running",), "not_launched": STOP, "drain": ("stopping",), "stop": STOP},
     "running": {
         "drain": ("syncing", "finish_sync"),
         "stop": STOP,

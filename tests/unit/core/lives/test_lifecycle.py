@@ -86,12 +86,7 @@ def test_a_settled_replica_can_be_asked_back() -> None:
     life = Lifecycle("rollout", 0, now=0.0)
     assert history(
         life, ReplicaEvent.START, ReplicaEvent.GIVE_UP, ReplicaEvent.STOP, ReplicaEvent.RESTART, ReplicaEvent.START
-    )[1:] == [
-        "failed",
-        "failed",
-        "pending",
-        "starting",
-    ]
+    )[1:] == ["failed", "failed", "pending", "starting"]
     assert life.generation == 2
 
 

@@ -145,10 +145,7 @@ def test_no_gpu_has_two_owners_and_no_label_is_ignored(
 
 
 @settings(max_examples=100, deadline=None)
-@given(
-    st.lists(st.tuples(st.floats(0, 3), st.floats(0, 2), st.booleans()), min_size=1, max_size=20),
-    st.floats(2, 30),
-)
+@given(st.lists(st.tuples(st.floats(0, 3), st.floats(0, 2), st.booleans()), min_size=1, max_size=20), st.floats(2, 30))
 def test_the_agent_has_always_ended_before_its_replicas_start_elsewhere(
     beats: list[tuple[float, float, bool]], lease_s: float
 ) -> None:

@@ -25,7 +25,7 @@ class MeetingMember(SimMember):
             self.at_work[message.lane] = (self.world.now, wire.OperationGo(0, 0, message.lane, (), (), (), 0, 0.0))
             return
         if isinstance(message, wire.LaneForm):
-            bad = [pair for pair in self.world.bad_pairs if pair <= frozenset(message.names)]
+            bad = [pair for pair in self.world.bad_pairs if pair <= frozenset(message.group.names)]
             if bad:
                 one, other = sorted(bad[0])
                 text = f"{other} cannot be reached by {one}: no connection within 1.5 s"

@@ -58,8 +58,8 @@ def test_who_shares_a_gpu_copies_there_and_other_gpus_get_every_byte_once() -> N
     assert len(end.receipt.members) == 3
     assert [offer.role for offer in offers(near)] == ["map"]
     assert sorted(offer.role for sim in far for offer in offers(sim)) == ["map", "receive"]
-    assert [lane.backend for lane in lanes(trainer)] == ["nccl"]
-    assert lanes(trainer)[0].size == 2
+    assert [lane.group.backend for lane in lanes(trainer)] == ["nccl"]
+    assert lanes(trainer)[0].group.size == 2
     assert near.member in {state.member for state in world.state.roster if state.lent}, "it has a copy of its own"
 
 
@@ -82,7 +82,7 @@ def test_a_gpu_of_the_same_name_elsewhere_is_another_one() -> None:
     trainer, target = join(world, "trainer/0/0", "GPU-0"), join(world, "rollout/0/0", "GPU-0", machine="b")
     assert publish(world, trainer) is not None
     assert [offer.role for offer in offers(target)] == ["receive"]
-    assert lanes(trainer)[0].backend == "gloo", "NCCL takes no two of one GPU, and for it they have the same"
+    assert lanes(trainer)[0].group.backend == "gloo", "NCCL takes no two of one GPU, and for it they have the same"
 
 
 @pytest.mark.parametrize(

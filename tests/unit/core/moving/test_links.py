@@ -192,9 +192,7 @@ def test_a_link_over_which_nothing_comes_any_more_is_broken_and_not_slow() -> No
 
 
 @pytest.mark.parametrize("link", [(TRAINER, NEAR), (TRAINER, FAR), (NEAR, FAR)])
-def test_a_link_over_which_nothing_moves_is_left_alone_for_longer_each_time(
-    link: tuple[str, str],
-) -> None:
+def test_a_link_over_which_nothing_moves_is_left_alone_for_longer_each_time(link: tuple[str, str]) -> None:
     """As one on which large packets are lost. It is broken and not slow: nobody behind
     it is left out.
     """

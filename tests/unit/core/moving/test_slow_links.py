@@ -146,7 +146,7 @@ def test_where_all_are_far_all_are_waited_for(staging: str) -> None:
         world.state.roster.note_heard(sim.member, world.now, 0.6)
     _, end = publish(world, trainer)
     assert members(end) == ["rollout/0/0", "rollout/1/0"]
-    formed = [message.deadline_s for message in far.seen if isinstance(message, wire.LaneForm)]
+    formed = [message.group.timeout_s for message in far.seen if isinstance(message, wire.LaneForm)]
     assert [deadline_s >= 12.0 for deadline_s in formed] == ([True] if staging == "device" else [])
 
 

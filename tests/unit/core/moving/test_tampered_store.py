@@ -118,6 +118,6 @@ def test_each_lane_has_a_secret_of_its_own() -> None:
         return [message for effect in out if isinstance(message := getattr(effect, "message", None), LaneForm)]
 
     first, other = forms(b"a" * SECRET_NBYTES), forms(b"b" * SECRET_NBYTES)
-    assert [len({form.secret for form in first if form.lane == lane}) for lane in ("1.1", "1.2")] == [1, 1]
-    assert len({form.secret for form in first + other}) == 4
-    assert {len(form.secret) for form in first} == {SECRET_NBYTES}
+    assert [len({form.group.secret for form in first if form.lane == lane}) for lane in ("1.1", "1.2")] == [1, 1]
+    assert len({form.group.secret for form in first + other}) == 4
+    assert {len(form.group.secret) for form in first} == {SECRET_NBYTES}

@@ -559,7 +559,7 @@ def test_flapping_peers_leave_nothing_behind() -> None:
     assert not operations.matching._missed
     assert not operations._vanished
     assert len(world.state.lanes) <= 1
-    opened = {form.prefix for form in sims[0].seen if isinstance(form, wire.LaneForm)}
+    opened = {form.group.prefix for form in sims[0].seen if isinstance(form, wire.LaneForm)}
     assert opened - set(world.swept) == {lane.prefix for lane in world.state.lanes._lanes.values()}
     assert len(world.swept) >= 8
 

@@ -10,14 +10,7 @@ import pytest
 import xxhash
 
 from replicas import errors
-from replicas.core.versions.fetching import (
-    PIECE_NBYTES,
-    SLOW_S,
-    WINDOW_MAX_NBYTES,
-    Cache,
-    Fetch,
-    pieces,
-)
+from replicas.core.versions.fetching import PIECE_NBYTES, SLOW_S, WINDOW_MAX_NBYTES, Cache, Fetch, pieces
 from replicas.messages import ManifestAsk, ManifestPiece
 from replicas.messages.bounds import MANIFEST_NBYTES
 

@@ -55,10 +55,7 @@ def test_the_header_is_padded_to_a_page_and_says_where_everything_lies() -> None
     assert len(header) % ALIGNMENT_NBYTES == 0
     assert int.from_bytes(header[:8], "little") == len(header) - 8
     assert json.loads(header[8:]) == {
-        "__metadata__": {
-            "format": "pt",
-            "replicas.aliases": '{"tied":"weight"}',
-        },
+        "__metadata__": {"format": "pt", "replicas.aliases": '{"tied":"weight"}'},
         "weight": {"dtype": "F32", "shape": [4, 6], "data_offsets": [0, 96]},
         "bias": {"dtype": "BF16", "shape": [4], "data_offsets": [96, 104]},
         "scale": {"dtype": "F8_E8M0", "shape": [3], "data_offsets": [104, 107]},
@@ -153,10 +150,7 @@ def test_empty_and_scalar_tensors_merge() -> None:
             "rank 1 publishes a whole image, but other ranks publish parts",
         ),
         (
-            [
-                PartManifest((WEIGHT, BIAS), (("x", "weight"),), ()),
-                PartManifest((WEIGHT, BIAS), (("x", "bias"),), ()),
-            ],
+            [PartManifest((WEIGHT, BIAS), (("x", "weight"),), ()), PartManifest((WEIGHT, BIAS), (("x", "bias"),), ())],
             "tensor 'x': rank 1 ties it to 'bias', a lower rank to 'weight'",
         ),
     ],

@@ -21,10 +21,7 @@ def test_a_fall_is_told_once_until_the_steps_have_come_that_far_again() -> None:
         steps.committed(version, {} if step is None else {"step": step})
         for version, step in enumerate([None, 5, 5, None, 812, 0, 1, "813", True, float("nan"), 811, 812, 813, 2.5], 1)
     ]
-    assert [one for one in told if one is not None] == [
-        StepFell("policy", 6, 0, 812),
-        StepFell("policy", 14, 2.5, 813),
-    ]
+    assert [one for one in told if one is not None] == [StepFell("policy", 6, 0, 812), StepFell("policy", 14, 2.5, 813)]
     assert steps.fell == told[-1]
     assert number_in(None, "step") is None
 

@@ -28,18 +28,12 @@ END: tuple[Action, ...] = ("end_all", "close_logs")
     ("events", "actions"),
     [
         (("main_ended", "output_read"), ["read_output", "report"]),
-        (
-            ("stop", "main_ended", "output_read"),
-            ["take_inventory", "end_main", "read_output", "report_stop"],
-        ),
+        (("stop", "main_ended", "output_read"), ["take_inventory", "end_main", "read_output", "report_stop"]),
         (
             ("stop", "stop", "main_ended", "stop", "output_read", "stop"),
             ["take_inventory", "end_main", "read_output", "report_stop"],
         ),
-        (
-            ("main_ended", "stop", "output_read"),
-            ["read_output", "take_inventory", "report_stop"],
-        ),
+        (("main_ended", "stop", "output_read"), ["read_output", "take_inventory", "report_stop"]),
         (("not_started",), []),
         (("not_started", "main_ended", "stop"), []),  # it was started, but could not be watched
     ],

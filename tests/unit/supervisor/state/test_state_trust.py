@@ -170,10 +170,7 @@ def test_what_a_run_writes_is_for_its_user_alone_in_a_folder_that_others_may_loo
 @pytest.mark.parametrize(
     ("signed", "said"),
     [
-        (
-            "{pid} {start} other-boot/1 trainer-7",
-            r'is supervised by process \d+ on host "trainer-7", or processes',
-        ),
+        ("{pid} {start} other-boot/1 trainer-7", r'is supervised by process \d+ on host "trainer-7", or processes'),
         ("{pid} {start} {machine} here", r"is already supervised by process"),
         ("{pid} {start}", r"is already supervised by process"),
         ("4194303 1", r"processes of an earlier supervisor of run \"r\" \(pid 4194303\) are still alive"),

@@ -281,10 +281,7 @@ def test_host_memory_is_pinned_for_all_contexts(driver: Driver, caplog: pytest.L
 
 
 def test_errors_of_the_device_are_errors_of_ours() -> None:
-    with (
-        pytest.raises(WorldError, match=r"GPU x failed: .*illegal memory access") as caught,
-        cuda_driver.typed("x"),
-    ):
+    with pytest.raises(WorldError, match=r"GPU x failed: .*illegal memory access") as caught, cuda_driver.typed("x"):
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nlong advice")
     assert "restart the replica" in caught.value.hint
     with pytest.raises(NoCapacity), cuda_driver.typed("x"):
