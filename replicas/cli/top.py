@@ -79,7 +79,7 @@ def top(
 
 
 def show_live(place: RunAddress, interval: float) -> bool:
-    """Show the view until its end; return False, at once, if stdout is no terminal.
+    """Show the view until its end; return False at once where there is no terminal.
 
     :param interval: between two requests for the status, in seconds.
     """

@@ -69,6 +69,7 @@ Signed = Annotated[int, msgspec.Meta(ge=-INTEGER_MAX, le=INTEGER_MAX)]
 Pid = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=SECONDS_MAX)]
 """A time, finite: no NaN is in a range."""
+Finite = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 Remaining = Annotated[float, msgspec.Meta(ge=-SECONDS_MAX, le=SECONDS_MAX)]
 """The time until a deadline, negative if it has passed."""
 Digest = Annotated[str, msgspec.Meta(max_length=NAME_LENGTH)]

@@ -6,7 +6,18 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias, Union
 
 import msgspec
 
-from replicas.messages.bounds import INTEGER_MAX, MANY, VERSION_MAX, Digest, Number, Remaining, Seconds, Signed, Text
+from replicas.messages.bounds import (
+    INTEGER_MAX,
+    MANY,
+    VERSION_MAX,
+    Digest,
+    Finite,
+    Number,
+    Remaining,
+    Seconds,
+    Signed,
+    Text,
+)
 from replicas.messages.carried import (
     ManifestAsk,
     ManifestPiece,
@@ -229,7 +240,7 @@ class ReceiveAsk(_FromMember, frozen=True):
 
     ask: Number
     after: Signed
-    at_least: int | float = 0
+    at_least: int | Finite = 0
     key: Text = ""
 
 
