@@ -4,8 +4,9 @@ Theory of operation
 ===================
 
 A trainer, a target that has the newest version, and a latecomer, which joins with cold
-memory and pulls that version from the target, not from the trainer (``transport =
-"group"``: members of one host map nothing). In turn, order rotated:
+memory and pulls that version from the carrier of the target, or of the trainer if that
+listens first (``transport = "group"``: members of one host map nothing). In turn, order
+rotated:
 
 * *alone*: the trainer computes steps of fixed work;
 * *catch-up*: the same while the latecomer joins and is caught up; the steps between its
@@ -15,8 +16,7 @@ memory and pulls that version from the target, not from the trainer (``transport
   trainer; this is how much that is with no library at all.
 
 The same three for ``publish``: how long the call holds the trainer, and how long until
-it has committed. The publish is made when the target has sent half of what the
-latecomer lacks.
+it has committed. The publish is made when half of what the latecomer lacks is sent.
 
 With two cores or more the trainer has one for itself, and everything else, its sidecar
 and carrier too, shares the others: as many busy processes as cores would slow each
@@ -139,7 +139,7 @@ class Scene:
 
     async def _join_late(self, middle: Callable[[], Awaitable[None]]) -> tuple[float, float]:
         """A latecomer; ``middle`` runs when half of what it lacks is sent."""
-        progress = Progress(lambda: carriers_of(self._target.pid))
+        progress = Progress(lambda: [*carriers_of(self._target.pid), *carriers_of(self._trainer.pid)])
         await self._late.tell("late", replica=LATECOMER, **self._where)
         await progress.reaches(self._nbytes // 2, lambda: 0.0)
         await middle()
