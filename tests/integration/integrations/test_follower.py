@@ -408,18 +408,18 @@ async def test_an_adapters_folder_stays_while_a_request_in_flight_may_need_it(mo
             await wait_until(partial(serves_alone, engine, f"math@{version}"), f"{version} alone is served")
             return engine.adapters[f"math@{version}"]
 
+        def there() -> list[bool]:
+            return [folder.exists() for folder in folders]
+
         engine.adapters_in_use = ["math@1", "math@2"]
         folders = [await load(version) for version in (1, 2, 3, 4, 5)]
-        await wait_until(lambda: not folders[2].exists(), "nobody needs that one")
-        assert [folder.exists() for folder in folders] == [True, True, False, True, True]
+        await wait_until(lambda: there() == [True, True, False, True, True], "nobody needs the third")
         engine.adapters_in_use = ["math@2"]
         folders.append(await load(6))
-        await wait_until(lambda: not folders[0].exists(), "its requests have ended")
-        assert [folder.exists() for folder in folders] == [False, True, False, False, True, True]
+        await wait_until(lambda: there() == [False, True, False, False, True, True], "the requests of the first ended")
         engine.adapters_in_use = None  # the server does not say
         folders.append(await load(7))
-        await wait_until(lambda: not folders[1].exists(), "only so many stay")
-        assert [folder.exists() for folder in folders[4:]] == [True, True, True]
+        await wait_until(lambda: there() == [False] * 4 + [True] * 3, "only so many stay")
 
 
 async def test_a_follower_takes_over_the_adapter_that_an_earlier_one_has_left() -> None:
