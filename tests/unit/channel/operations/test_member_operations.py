@@ -321,6 +321,7 @@ async def test_results_that_are_pushed_out_or_closed_are_gone(world: ScriptedWor
     with pytest.raises(errors.Gone, match="the channel was closed before"):
         await made.pending
     assert made.tensor.tolist() == tensor.tolist()
+    assert world.operations._unknown._kept == (), "the memory of their outputs is free"
 
 
 async def test_nothing_piles_up(world: ScriptedWorld) -> None:
