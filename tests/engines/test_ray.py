@@ -180,7 +180,7 @@ def test_what_is_wrong_is_said_in_the_call(cluster: Raylets) -> None:
         with pytest.raises(errors.WorldError, match=f"{port}"):
             coordinator(CHANNELS, name="other", port=port)
         handle.close()
-        with pytest.raises(errors.UsageError, match="no handle"):
+        with pytest.raises(errors.UsageError, match="is not a handle"):
             options("handle", group="rollout")  # type: ignore[arg-type]  # the error itself
         given = {"env_vars": {"A": "1"}, "working_dir": "."}
         found = options(handle, group="rollout", rank=1, world_size=2, runtime_env=given)["runtime_env"]

@@ -48,7 +48,7 @@ def test_a_server_answers_as_transformers_does(tmp_path: Path, architecture: str
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
     print(architecture, found)
-    assert found["misfit"] == ""
+    assert found["misfit"] is None
     assert found["said"][0]
     assert found["another model"] > ROUNDING_OF_ONE
     assert found["from disk"] < ROUNDING
