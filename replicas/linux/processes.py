@@ -14,7 +14,7 @@ import ctypes
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
 from replicas.common.foreign import one_line
@@ -235,22 +235,13 @@ def catches(pid: int, signum: int) -> bool:
     return bool(int(mask, 16) >> (signum - 1) & 1)
 
 
-def is_marked(pid: int, nonces: str | Iterable[str]) -> bool:
+def is_marked(pid: int, nonces: str | Collection[str]) -> bool:
     """Return True if the process's environment has one of these shim nonces.
 
     False if it has ended, or is another user's.
     """
-    return _has_mark(pid, _entries(nonces))
-
-
-def _has_mark(pid: int, entries: frozenset[bytes]) -> bool:
-    """Return True if the process's environment has one of these entries."""
+    entries = {f"{MARK}={nonce}".encode() for nonce in ([nonces] if isinstance(nonces, str) else nonces)}
     return not entries.isdisjoint(_read(pid, "environ").split(b"\0"))
-
-
-def _entries(nonces: str | Iterable[str]) -> frozenset[bytes]:
-    """Return the environment entries that mark processes of these shims."""
-    return frozenset(f"{MARK}={nonce}".encode() for nonce in ([nonces] if isinstance(nonces, str) else nonces))
 
 
 def send_signal(pidfd: int, signum: int) -> bool:
@@ -294,23 +285,21 @@ def signal_own(signum: int, *, but: frozenset[int] = frozenset()) -> list[int]:
     return signal_each(chosen, signum, lambda pid: is_below(pid, os.getpid()) or pid in own_children())
 
 
-def marked(nonces: str | Iterable[str]) -> list[int]:
+def marked(nonces: str | Collection[str]) -> list[int]:
     """Return the pids of other living processes with one of these shim nonces.
 
     They are in the processes' environment.
     """
-    entries = _entries(nonces)
     me = os.getpid()
-    return [pid for pid in processes() if pid != me and _has_mark(pid, entries) and start_time(pid) is not None]
+    return [pid for pid in processes() if pid != me and is_marked(pid, nonces) and start_time(pid) is not None]
 
 
-def signal_marked(nonces: str | Iterable[str], signum: int, *, but: frozenset[int] = frozenset()) -> list[int]:
+def signal_marked(nonces: str | Collection[str], signum: int, *, but: frozenset[int] = frozenset()) -> list[int]:
     """Signal each process that :func:`marked` finds, except ``but``.
 
     Return their pids.
     """
-    entries = _entries(nonces)
-    return signal_each([pid for pid in marked(nonces) if pid not in but], signum, lambda pid: _has_mark(pid, entries))
+    return signal_each([pid for pid in marked(nonces) if pid not in but], signum, lambda pid: is_marked(pid, nonces))
 
 
 def die_with_parent(parent: int, signum: signal.Signals = signal.SIGKILL) -> None:

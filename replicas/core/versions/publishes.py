@@ -334,8 +334,7 @@ class Publishes:
         if publish is None or packed is None or publish.over or not packed.streaming:
             return None
         publish.filled_at = now
-        known = msgspec.structs.asdict(message)
-        publish.packed[member] = msgspec.structs.replace(packed, **known, streaming=False)
+        publish.packed[member] = msgspec.structs.replace(packed, **msgspec.structs.asdict(message), streaming=False)
         return publish
 
     def start_moving(self, publish: Publish, now: float) -> None:
