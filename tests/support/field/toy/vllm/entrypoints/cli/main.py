@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from replicas.integrations.gate import GATE, READYZ, SHUT, GatePage
 from replicas.linux.processes import start_time
 from tests.support.engines import FakeEngine
 
@@ -45,6 +46,7 @@ class Toy(FakeEngine):
 
     def __init__(self, port: int) -> None:
         self.port = port
+        self.gate = GatePage.attach(os.environ[GATE])
         super().__init__()
 
     def server_bind(self) -> None:
@@ -52,6 +54,10 @@ class Toy(FakeEngine):
         super().server_bind()
 
     def control(self, path: str, body: dict[str, Any], query: str = "") -> Any:
+        if path == READYZ:  # as the gate answers before vLLM's own routes
+            if not self.gate.is_open:
+                raise RuntimeError(SHUT)
+            return {"version": self.gate.version}
         if path == "/v1/completions":
             return self._complete()
         if path == "/pause" and (freeze := FOLDER / f"freeze-{REPLICA}").exists():
