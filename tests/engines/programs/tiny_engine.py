@@ -122,13 +122,13 @@ class Engine:
 
     def load(self, weights: Weights, manifest: str) -> None:
         if not self.reload.fits(manifest):
-            self.reload.try_out(manifest, weights.items())
+            self.reload.check_fit(manifest, weights.items())
         self.reload.load(weights.items())
         self.reload.finish()
 
     def why_refused(self, weights: Weights) -> str:
         try:
-            self.reload.try_out("another", weights.items())
+            self.reload.check_fit("another", weights.items())
         except errors.ManifestMismatch as error:
             return error.message
         return ""
