@@ -30,7 +30,7 @@ WORDS = {
     "integers": f"torch.int32 is given for {QKV}, which is torch.bfloat16",
     "float8": f"torch.float8_e4m3fn is given for {QKV}",
     "names of a compiled model": "publish hf(model), whose names are those of its checkpoint",
-    "a tensor of nobody's": "the model's, which ignores them: model.layers.0.self_attn.q_proj.bias",
+    "a tensor of nobody's": "which it does not have: model.layers.0.self_attn.q_proj.bias",
     "another vocabulary": "near lm_head.weight [100, 64]",
 }
 
