@@ -60,10 +60,12 @@ def status(
         answer = place.status()
     except Disconnected as error:
         raise Disconnected(error.message, hint=queued(place) or error.hint) from error
-    if states is None:
-        print(json_text(answer)) if as_json else Screen().print(render.status_tables(answer))
-    elif as_json or not show_live(place, interval):
+    if states is not None and (as_json or not show_live(place, interval)):
         _print_each(states, as_json=as_json)
+    elif states is None and as_json:
+        print(json_text(answer))
+    elif states is None:
+        Screen().print(render.status_tables(answer))
 
 
 def _print_each(states: Iterator[RunStatus | None], *, as_json: bool) -> None:

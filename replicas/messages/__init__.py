@@ -96,7 +96,7 @@ from replicas.messages.from_member import *  # noqa: F403
 from replicas.messages.from_member import FromMember
 from replicas.messages.hello import *  # noqa: F403
 
-PROTOCOL = 10
+PROTOCOL = 11
 """Version of this protocol; a Hello with another one is refused."""
 
 

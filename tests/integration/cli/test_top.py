@@ -21,7 +21,8 @@ from tests.support.runs import ROOT, Run, running
 from tests.support.showing.terminal import ALTERNATE, NORMAL, Terminal, in_terminal
 from tests.support.waits import eventually
 
-TOP = [sys.executable, "-c", "import sys; from replicas.cli.main import main; sys.exit(main(['top', *sys.argv[1:]]))"]
+REPLICAS = [sys.executable, "-c", "import sys; from replicas.cli.main import main; sys.exit(main())"]
+TOP = [*REPLICAS, "top"]
 GROUPS = group("trainer", SLEEPS) + group("rollout", SLEEPS, "replicas = 14")
 STARTS_S = 150.0
 
@@ -64,8 +65,8 @@ def test_what_an_operator_sees_and_presses(tmp_path: Path) -> None:
             assert terminal.ended() == 0
             terminal.assert_given_back()
 
-        with top(run) as terminal:
-            terminal.shows("q quit")
+        with in_terminal([*REPLICAS, "status", "--watch"], run.folder, PYTHONPATH=str(ROOT)) as terminal:
+            terminal.shows("q quit")  # the same view
             terminal.press(b"\x03")
             assert terminal.ended() == 130
             terminal.assert_given_back()
