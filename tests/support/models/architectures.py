@@ -13,7 +13,7 @@ with warnings.catch_warnings():  # of libraries that they import
     warnings.simplefilter("ignore")
     import transformers
 
-__all__ = ["ARCHITECTURES", "Architecture", "forward", "make", "quiet"]
+__all__ = ["ARCHITECTURES", "ONE_OF_EACH_KIND", "Architecture", "forward", "make", "quiet"]
 
 Config = Mapping[str, Any]
 
@@ -173,6 +173,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "BART": Architecture("bart", _BART, "AutoModelForSeq2SeqLM"),
     "BERT": Architecture("bert", _BERT, "AutoModelForMaskedLM"),
 }
+
+ONE_OF_EACH_KIND = ("Llama, tied", "GPT-2", "Qwen3-MoE", "gpt-oss", "Falcon-H1", "Qwen2.5-VL", "T5")
+"""Dense and tied, transposed layers, experts in two layouts, a state space beside
+attention, a vision model, an encoder and a decoder."""
 """By the name in the handbook's table."""
 
 
