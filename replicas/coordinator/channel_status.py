@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+
+import msgspec
 
 from replicas.core.channel_state import ChannelState
 from replicas.core.versions.publishes import SLOWEST, Publish
 from replicas.core.versions.steps import number_in
 from replicas.messages.bounds import text_of
-from replicas.status import ChannelStatus, MemberStatus, PublishStatus
+from replicas.status import ChannelStatus, LeaseStatus, MemberStatus, PublishStatus, VersionStatus
 
 INFOS_NBYTES = 16 * 2**20
 """Limit of all members' ``info`` on a status page; each member has an equal share."""
@@ -63,6 +65,30 @@ def channel_waits(channels: Iterable[ChannelState], now: float) -> dict[str, str
     return found
 
 
+def _versions(channel: ChannelState) -> Iterator[VersionStatus]:
+    """Yield the versions whose decisions are on disk, the newest first."""
+    ledger, rounds = channel.told.ledger, channel.load_rounds
+    serving: dict[int, list[str]] = {}
+    for group, replica in sorted(rounds.replicas):
+        serving.setdefault(rounds.of(group, replica).loaded, []).append(f"{group}/{replica}")
+    for number, known in sorted(ledger.versions.items(), reverse=True):
+        leases = [one for one in ledger.leases.values() if one.version == number]
+        yield VersionStatus(
+            number=number,
+            step=known.commit.step,
+            at=known.commit.at,
+            nbytes=known.commit.nbytes,
+            digest=known.digest,
+            content_of=known.commit.content,
+            labels=ledger.labels_of(number),
+            leases=tuple(msgspec.convert(one, LeaseStatus, from_attributes=True) for one in leases),
+            rejected=known.rejected,
+            scores={name: score.value for name, score in known.scores.items()},
+            held=len(channel.roster.holders.of(known.content)),
+            serving=tuple(serving.get(number, ())[:SLOWEST]),
+        )
+
+
 def channel_status(channel: ChannelState, now: float) -> ChannelStatus:
     """Return the status of one channel at ``now``.
 
@@ -105,6 +131,10 @@ def channel_status(channel: ChannelState, now: float) -> ChannelStatus:
         targets=tuple(one.group for one in channel.config.targets),
         peers=tuple(one.group for one in channel.config.peers),
         under_way=tuple(_under_way(channel, publish, now) for publish in commits.publishes.without_verdict()),
+        follow=channel.config.follow,
+        current=told.ledger.current(),
+        versions=tuple(_versions(channel)),
+        canary=tuple(f"{group}/{replica}" for group, replica in sorted(channel.serving.canary)),
         waits=waits,
         left_s=left_s,
     )

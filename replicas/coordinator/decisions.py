@@ -2,14 +2,14 @@
 
 Lines are appended and synced. A torn last line (the machine died during the write) had
 no effect yet and is ignored. A file larger than :data:`COMPACT_NBYTES` is replaced by a
-new file with the entries that still matter. At start the log gives each channel its
-newest commit, above which new version numbers begin, and the later versions that will
-never be committed.
+new file with the fewest decisions that amount to the same. At start the log gives each
+channel its ledger (:mod:`replicas.core.base.ledger`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import fcntl
 import os
@@ -20,14 +20,14 @@ import msgspec
 
 from replicas import errors
 from replicas.common.decoding import MALFORMED
-from replicas.core.base.effects import CommitDecision, Past
+from replicas.core.base.ledger import Decision, Ledger, Past
 from replicas.linux import private
 
 COMPACT_NBYTES = 1 << 20
 
 
 class DecisionLog:
-    """Commits and aborts of all channels; in memory only if ``path`` is None.
+    """The decisions of all channels; in memory only if ``path`` is None.
 
     :raises errors.WorldError: another coordinator has the file.
     """
@@ -38,8 +38,8 @@ class DecisionLog:
         self._size = 0
         self._named = False
         """True if the file's directory entry is known to survive a power cut."""
-        self._commits: dict[str, CommitDecision] = {}
-        self._aborts: dict[str, dict[int, CommitDecision]] = {}
+        self._ledgers: dict[str, Ledger] = {}
+        """What is on disk, by channel."""
         self.term = time.time_ns() // 1_000_000  # differs from that of every earlier coordinator, also without a log
         if path is not None:
             self._open(path)
@@ -98,29 +98,18 @@ class DecisionLog:
                 f"the decision log {path} cannot be locked: {exc.strerror}", hint="put state_dir on a local disk"
             ) from exc
 
-    def _note(self, decision: CommitDecision) -> None:
-        """Remember a decision in memory.
-
-        A commit drops the aborts of earlier versions.
-        """
-        aborts = self._aborts.setdefault(decision.channel, {})
-        if decision.kind == "abort":
-            aborts[decision.version] = decision
-            return
-        self._commits[decision.channel] = decision
-        for version in [version for version in aborts if version < decision.version]:  # a newer commit settles them
-            del aborts[version]
+    def _note(self, decision: Decision) -> None:
+        """Take a decision that is on disk."""
+        self._ledgers.setdefault(decision.channel, Ledger()).apply(decision)
 
     def past(self, channel: str, epoch: int = 0) -> Past:
-        """Return a channel's newest commit and later aborts, and ``epoch`` as given.
+        """Return a copy of a channel's ledger, and ``epoch`` as given.
 
         :param epoch: the last epoch in use under an earlier coordinator.
         """
-        decision = self._commits.get(channel)
-        decided = (decision.version, decision.digest) if decision is not None else (0, "")
-        return Past(decided, frozenset(self._aborts.get(channel, ())), epoch)
+        return Past(copy.deepcopy(self._ledgers.get(channel, Ledger())), epoch)
 
-    def append(self, decision: CommitDecision) -> None:
+    def append(self, decision: Decision) -> None:
         """Write and sync one decision, then remember it. Blocks for the disk.
 
         :raises OSError: the write failed; the log is unchanged, and the same decision
@@ -149,8 +138,9 @@ class DecisionLog:
         If that fails, keep it.
         """
         assert self._path is not None
-        aborts = [decision for known in self._aborts.values() for decision in known.values()]
-        lines = b"".join(msgspec.json.encode(one) + b"\n" for one in [*self._commits.values(), *aborts])
+        lines = b"".join(
+            msgspec.json.encode(one) + b"\n" for known in self._ledgers.values() for one in known.decisions()
+        )
         beside = self._path.with_name(f"{self._path.name}.new")
         try:
             fd = private.open_file(beside, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
@@ -193,10 +183,10 @@ def _sync_folder(path: Path) -> None:
         os.close(fd)
 
 
-def _decoded(line: bytes, number: int, path: Path) -> CommitDecision:
+def _decoded(line: bytes, number: int, path: Path) -> Decision:
     """Return the decision in line ``number`` of the log, or raise WorldError."""
     try:
-        return msgspec.json.decode(line, type=CommitDecision)
+        return msgspec.json.decode(line, type=Decision)
     except MALFORMED as exc:
         raise errors.WorldError(
             f"line {number} of the decision log {path} is damaged: {exc}",

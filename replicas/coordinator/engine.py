@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
@@ -33,7 +34,8 @@ from replicas.coordinator.sessions import Encoded, MemberConnection, MemberSessi
 from replicas.coordinator.store import StoreWatcher
 from replicas.coordinator.subscribers import Subscribers
 from replicas.core.base import effects
-from replicas.core.base.effects import CommitDecision, Effect, Event, StoreChanged
+from replicas.core.base.effects import Effect, Event, StoreChanged
+from replicas.core.base.ledger import Decision
 from replicas.core.channel_state import ChannelState
 from replicas.core.members.heartbeats import ChannelSilence
 from replicas.core.members.roster import GroupShape
@@ -93,6 +95,7 @@ class Engine:
                 past=decisions.past(name, (epochs or {}).get(name, 0)),
                 here=here,
                 carry_port=carry_port,
+                wall_offset_s=time.time() - time.monotonic(),
             )
             for name, config in channels.items()
         }
@@ -218,11 +221,15 @@ class Engine:
             channel.lose(member, reason, self._now())
             self._apply(channel)
 
+    def change(self, channel: ChannelState, change: Callable[[ChannelState, float], None]) -> None:
+        """Call ``change(channel, now)``, and apply its effects."""
+        change(channel, self._now())
+        self._apply(channel)
+
     def change_all(self, change: Callable[[ChannelState, float], None]) -> None:
         """Call ``change(channel, now)`` for each channel, and apply its effects."""
         for channel in self.channels.values():
-            change(channel, self._now())
-            self._apply(channel)
+            self.change(channel, change)
 
     def expel(self, session: MemberSession, error: errors.ReplicasError, reason: str) -> None:
         """Lose a member that sent an invalid message; send it the reason first."""
@@ -291,16 +298,17 @@ class Engine:
         try:
             while outlet.due:
                 effect = outlet.due[0]  # stays the first until it is on disk
-                if isinstance(effect, CommitDecision) and not self._recorded(channel, outlet, effect):
+                if isinstance(effect, Decision) and not self._recorded(channel, outlet, effect):
                     return
                 outlet.due.popleft()
                 self._do(channel, effect)
         finally:
             outlet.applying = False
 
-    def _recorded(self, channel: ChannelState, outlet: _PendingEffects, decision: CommitDecision) -> bool:
+    def _recorded(self, channel: ChannelState, outlet: _PendingEffects, decision: Decision) -> bool:
         """Write the decision. Return False if that fails; the next tick retries."""
         outlet.tried_at = outlet.tried_at or self._now()
+        decision = decision if decision.at else msgspec.structs.replace(decision, at=time.time())
         try:
             self.decisions.append(decision)
         except OSError as exc:
@@ -337,8 +345,10 @@ class Engine:
                 keep_until_done(asyncio.create_task(self._read(channel, effect), name="manifest"), self._tasks)
             case effects.LetGo():
                 self._keeper.let_go((effect.channel, effect.owner))
-            case CommitDecision():
+            case Decision():
                 pass  # it is on disk
+            case effects.Reply(tell, outcome):
+                tell(outcome)
             case event:
                 if isinstance(event, effects.MemberLost):
                     self._on_lost(event)

@@ -145,7 +145,8 @@ class ReadinessBook:
         Remember the generation if nothing does.
         """
         key = (channel.config.name, group, replica)
-        latest, round_ = channel.told.latest, channel.load_rounds.of(group, replica)
+        told, round_ = channel.told, channel.load_rounds.of(group, replica)
+        latest = told.latest if channel.config.follow == "newest" else told.ledger.current()
         if round_.partial:
             self._was_ready.pop(key, None)
             return [f"{channel.config.name}: a part of a version may be in the memory of its ranks"]
@@ -154,7 +155,8 @@ class ReadinessBook:
         if round_.loaded or not latest:
             self._was_ready[key] = generation
         elif self._was_ready.get(key) != generation and (
-            channel.recovery.active or channel.commits.obtainable(channel.roster.replica(group, replica))
+            channel.recovery.active
+            or channel.commits.contents.obtainable(channel.roster.replica(group, replica), latest)
         ):
             return [f"no version of {channel.config.name} loaded yet (newest: {latest})"]
         return []
@@ -165,8 +167,9 @@ def _stranded(channel: ChannelState, ranks: Sequence[MemberState], left_at: floa
 
     :param left_at: when the last of the others left.
     """
-    asking = [state for state in ranks if channel.load_rounds.wants(state.member, channel.commits.latest)]
+    asking = [state for state in ranks if channel.load_rounds.wants(state.member, state.told)]
     if not asking or now - left_at < STRANDED_S:
         return None
     waiting = ", ".join(str(state.member.rank) for state in asking)
-    return f"{channel.config.name}: rank {waiting} waits for version {channel.commits.latest}, other ranks have left"
+    newest = max(state.told for state in asking)
+    return f"{channel.config.name}: rank {waiting} waits for version {newest}, other ranks have left"

@@ -17,12 +17,14 @@ number of members.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 
 from replicas import errors
 from replicas import messages as wire
 from replicas.config.structs import ChannelConfig
-from replicas.core.base.effects import LOSS_WORDS, Effect, MemberJoined, MemberLost, Past, Read, Send
+from replicas.core.base.effects import LOSS_WORDS, Effect, MemberJoined, MemberLost, Read
+from replicas.core.base.ledger import Past
 from replicas.core.draining import Drains
 from replicas.core.members.hosts import Hosts, Keeping
 from replicas.core.members.member_state import MemberState
@@ -39,15 +41,19 @@ from replicas.core.versions.load_watches import LoadWatches
 from replicas.core.versions.lockstep import Lockstep
 from replicas.core.versions.manifests import Joined
 from replicas.core.versions.recovery import RecordedState, Recovery
+from replicas.core.versions.serving import Serving, due
+from replicas.core.versions.steering import Sender, Steering
 from replicas.messages import FromMember
 from replicas.messages.bounds import REASON_LENGTH, text_of
 from replicas.messages.identity import Member
+from replicas.messages.version_orders import VersionOrder
 
 
 class ChannelState:
     """State of one channel. ``now`` arguments are seconds of a monotonic clock."""
 
     operations: Operations
+    serving: Serving
 
     def __init__(
         self,
@@ -61,15 +67,18 @@ class ChannelState:
         past: Past | None = None,
         here: tuple[str, wire.Beacon] | None = None,
         carry_port: int = 0,
+        wall_offset_s: float = 0.0,
     ) -> None:
         """:param secret: the coordinator's secret, from which those of lanes derive.
         :param here: boot id and beacon of this process, if it can hold the memory of
             members.
         :param carry_port: the first port at which a carrier may listen; 0: any.
+        :param wall_offset_s: the time since 1970, less ``now``.
         """
         past = past or Past()
         self.config = config
         self.term = term
+        self._wall_offset_s = wall_offset_s
         self.out: list[Effect] = []
         self.roster = Roster(config, groups, epoch=past.epoch)
         self.roster.carry_port = carry_port
@@ -78,19 +87,26 @@ class ChannelState:
         self.lanes = Lanes(self.roster, self.out, run=run, term=term, store=store, secret=secret)
         self.links = Links(self.roster)
         shared = (self.roster, self.hosts, self.keeping, self.links, self.out)
-        calls = (lambda *call: self.operations.broadcast(*call), self.lanes.pull_secret, self.others_wait)
+        calls = (
+            lambda *call: self.operations.broadcast(*call),
+            self.lanes.pull_secret,
+            self.others_wait,
+            lambda: self.serving.tell_all(),
+        )
+        self.told = RecordedState(copy.deepcopy(past.ledger))
         self.context = ChannelContext(term, past, *shared, *calls)
-        self.load_rounds = LoadRounds(config.name, self.view, self.out)
+        self.load_rounds = LoadRounds(config.name, self.view, self.out, past.ledger.content)
+        self.serving = Serving(self.context, self.load_rounds)
         self.roster.on_held = self.load_rounds.touch
         self.lockstep = Lockstep(config, self.load_rounds, self.roster.history, self.out)
         self.commits = Commits(self.context)
-        self.told = RecordedState(*past.decided)
+        self.steering = Steering(self.context, self.serving, self.commits.recommits)
         self.operations = Operations(self.context, self.lanes)
         self.recovery = Recovery(self.context, self.commits, self.operations.matching)
         self.drains = Drains(self.context, self.commits, self.load_rounds, self.operations)
         self.marks = self.context.marks
         self.views = Views(self.roster, self.out)
-        self.watches = LoadWatches(self.roster, self.load_rounds, self.lockstep, self.out)
+        self.watches = LoadWatches(self.roster, self.load_rounds, self.lockstep, past.ledger, self.out)
 
     # ------------------------------------------------------------ calls of the engine
 
@@ -123,14 +139,15 @@ class ChannelState:
         if state.is_source:
             self.commits.publishes.joined(member, hello.process, self.roster.life(member))
         self.hosts.joined(state, now)
+        self.serving.joined(state, self.told.ledger)
+        self.steering.joined()
         if state.from_before:
             self.recovery.on_hello(state, now)
         if state.is_target:
             self.load_rounds.joined(state)
             self.lockstep.joined(state)
         self.out.append(MemberJoined(self.config.name, state.member))
-        if self.commits.latest > self.told.latest:  # Welcome leaves out a commit that is still being recorded
-            self.out.append(Send(member, self.commits.commit_message()))
+        self.serving.tell(state)  # Welcome leaves out a commit that is still being recorded
         self._advance_all(now)
         return state, older
 
@@ -143,7 +160,7 @@ class ChannelState:
             epoch=self.roster.epoch,
             address=state.address,
             replica=state.member.replica,
-            latest=self.told.latest,
+            latest=due(self.told.ledger, self.config, state, self.serving.canary),
             publishes=self.commits.publishes.last_number(state.member),
         )
 
@@ -168,6 +185,8 @@ class ChannelState:
                 self.roster.history.note_left(member, state.hello.generation, now)
         elif reason != "fenced":
             self.roster.history.note_loss(member.name, now)
+            if state.is_target:
+                self.serving.lost(state)
         self.commits.publishes.left(member, in_order=reason == "left")
         self.commits.lost(
             state, now, in_order=reason == "left"
@@ -198,6 +217,7 @@ class ChannelState:
         self.links.tick()
         self.operations.check_lanes(now)
         self.commits.tick(now, recovering=self.recovery.active)
+        self.steering.tick(now + self._wall_offset_s, recovering=self.recovery.active)
         self.hosts.release(self.commits.latest, now)
         self.operations.tick(now)
         self._advance_all(now)
@@ -208,6 +228,15 @@ class ChannelState:
         :param found: the joined manifest, or the error of reading it.
         """
         self.commits.manifests.read(effect, found)
+        self._advance_all(now)
+
+    def order(self, order: VersionOrder, sender: Sender, now: float) -> None:
+        """Carry out an order about versions.
+
+        :param sender: a member with its number of the order, or a function that a
+            ``Reply`` calls with the outcome.
+        """
+        self.steering.order(order, sender, now + self._wall_offset_s)
         self._advance_all(now)
 
     def store_moved(self, now: float) -> None:
@@ -260,12 +289,15 @@ class ChannelState:
         if self.recovery.active:  # decisions need all members
             return
         self.recovery.advance(now)
-        self.keeping.update_keepers(self.commits.latest)
+        self.keeping.update_keepers(self.context.ledger.content(self.commits.latest))
         self._admit(now)
         self.commits.advance(now)
-        newest = self.lockstep.advance(self.commits.newest, now)
-        for group, replica in self.load_rounds.take_due(newest):
-            self.load_rounds.advance(group, replica, newest)
+        self.serving.advance(now + self._wall_offset_s)
+        self.steering.advance()
+        served = self.commits.contents.served(self.serving.canary)
+        served = served._replace(current=self.lockstep.advance(served.current, now))
+        for key in self.load_rounds.take_due(served):
+            self.load_rounds.advance(*key, served.of(key))
         self.operations.advance(now)
         self.drains.advance()
         self.watches.answer()
@@ -276,7 +308,9 @@ class ChannelState:
         if self.commits.main is not None or self.operations.running_collective:  # members of these must not change
             return
         missing = self.roster.missing(now)
-        if missing and not self.commits.obtainable(missing):  # the version is lost: admit them as newcomers
+        if missing and not self.commits.contents.obtainable(
+            missing, self.commits.latest
+        ):  # the version is lost: admit them as newcomers
             for state in missing:
                 state.missed = 0
         self.roster.admit(now)
@@ -326,7 +360,10 @@ class ChannelState:
                 if state.is_target and state.carries:
                     self.roster.history.unloaded.setdefault(member.replica_name, f"version {version}: {why}")
                     self.lockstep.failed(state, version, why)
+                    self.serving.failed((member.group, member.replica), version, why)
                 self.load_rounds.failed(state, version, why, kept=message.kept)
+            case wire.VersionAsk():
+                self.steering.order(message.order, (member, message.ask), now + self._wall_offset_s)
             case wire.WatchLoaded():
                 self.watches.answer()
                 self.watches.watch(member, message)

@@ -42,8 +42,12 @@ all ranks of the replica. In between the coordinator moves the version with *tra
   (:class:`ManifestAsk` → :class:`ManifestPiece`, one or more): a member after an offer,
   the coordinator after ``Packed`` or ``Described``
   (:mod:`replicas.core.versions.fetching`).
-* When every live target has verified the version: :class:`Commit`, to all members.
+* When every live target has verified the version: :class:`Commit`, to all members; to
+  targets when they may load it (:mod:`replicas.core.versions.serving`).
   :class:`Discard` withdraws a version's number.
+
+**What is served.** :class:`VersionAsk` → :class:`VersionAnswer`. :class:`Labels` tells
+members what to keep. A :class:`Commit` may name older ``content``: its bytes.
 
 **Receiving.** :class:`ReceiveAsk` → :class:`ReceiveGrant` with a committed version, the
 same for all ranks of the replica; the other ranks get :class:`Assigned`, so that they
@@ -96,7 +100,7 @@ from replicas.messages.from_member import *  # noqa: F403
 from replicas.messages.from_member import FromMember
 from replicas.messages.hello import *  # noqa: F403
 
-PROTOCOL = 11
+PROTOCOL = 12
 """Version of this protocol; a Hello with another one is refused."""
 
 

@@ -135,6 +135,14 @@ def bound(what: str, value: object) -> tuple[int | float, str]:
     return found, text(f"{what}: a key", key)
 
 
+def finite(what: str, value: object) -> float:
+    """Return a finite number as a float, or raise UsageError."""
+    found = _float(value)
+    if found is None or not math.isfinite(found):
+        _refuse(f"{what} must be a finite number, not {shown(value)}")
+    return found
+
+
 def _float(value: object) -> float | None:
     """Return the value as a float, or None if it is not a real number."""
     if isinstance(value, (bool, str, bytes, bytearray)) or _is_bool(value) or getattr(value, "ndim", 0) != 0:

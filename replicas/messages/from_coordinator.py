@@ -20,6 +20,7 @@ from replicas.messages.carried import (
     WireError,
 )
 from replicas.messages.identity import Member
+from replicas.messages.version_orders import Steered
 
 
 class _FromCoordinator(msgspec.Struct, frozen=True, tag=True):
@@ -158,11 +159,32 @@ class TransferCancel(_FromCoordinator, frozen=True):
 
 
 class Commit(_FromCoordinator, frozen=True):
-    """``version`` is committed."""
+    """``version`` is committed.
+
+    ``content``: the version whose bytes it has; 0: its own.
+    """
 
     version: int
     digest: str
-    manifest_hash: str
+    content: int = 0
+
+
+class Labels(_FromCoordinator, frozen=True):
+    """The version of each label, and the contents (``kept``) that must not be evicted.
+
+    It replaces what was told before.
+    """
+
+    labels: dict[str, int]
+    kept: tuple[int, ...]
+
+
+class VersionAnswer(_FromCoordinator, frozen=True):
+    """Answer to ``VersionAsk``: exactly one of ``decided`` and ``error``."""
+
+    ask: int
+    decided: Steered | None = None
+    error: WireError | None = None
 
 
 class Discard(_FromCoordinator, frozen=True):

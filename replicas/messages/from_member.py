@@ -29,6 +29,7 @@ from replicas.messages.carried import (
     WireError,
 )
 from replicas.messages.hello import Hello
+from replicas.messages.version_orders import VersionOrder
 
 _HOLDERS = 64
 """Limit of holders in a message; a member is given fewer."""
@@ -276,6 +277,13 @@ class CanLoad(_FromMember, frozen=True):
 
     version: Number
     whole: bool = False
+
+
+class VersionAsk(_FromMember, frozen=True):
+    """Carry out an order about versions; answered by ``VersionAnswer``."""
+
+    ask: Number
+    order: VersionOrder
 
 
 class WatchLoaded(_FromMember, frozen=True):

@@ -22,7 +22,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
     :ivar resume_term: 0 for a new join, else the term whose session continues.
     :ivar epoch: knowledge for a coordinator of another term, as are ``latest`` (with
-        its digest), ``assigned`` and ``publishes``.
+        its digest, and the version whose bytes it has), ``assigned`` and ``publishes``.
     :ivar nccl_env: the process's NCCL_* variables.
     :ivar nccl_version: empty without NCCL.
     :ivar lent: versions that this member no longer holds, but whose memory others may
@@ -57,6 +57,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     epoch: Number = 0
     latest: Number = 0
     latest_digest: Digest = ""
+    latest_content: Number = 0
     assigned: Number = 0
     publishes: Number = 0
     beacon: Beacon | None = None

@@ -8,6 +8,7 @@ queues, and the test decides which queue moves on.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections import defaultdict, deque
@@ -23,18 +24,8 @@ from replicas import messages as wire
 from replicas.carry.dialler import GREET_S, SILENT_S
 from replicas.carry.holders import LEFT_S, TRY_S
 from replicas.config.structs import ChannelConfig, ChannelRole
-from replicas.core.base.effects import (
-    CommitDecision,
-    Event,
-    Keep,
-    LetGo,
-    MemberLost,
-    Past,
-    Read,
-    ReplaceStore,
-    Send,
-    SweepStore,
-)
+from replicas.core.base.effects import Event, Keep, LetGo, MemberLost, Read, ReplaceStore, Reply, Send, SweepStore
+from replicas.core.base.ledger import Decision, Ledger, Past
 from replicas.core.base.manifest import PartManifest, TensorSpec
 from replicas.core.channel_state import ChannelState
 from replicas.core.members.roster import GroupShape
@@ -149,6 +140,11 @@ class SimMember:
     loaded: int = 0
     adopted: list[int] = field(default_factory=list)
     told_no: list[int] = field(default_factory=list)
+    contents: dict[int, int] = field(default_factory=dict)
+    """By version, the older one whose bytes it has."""
+    kept: tuple[int, ...] = ()
+    """What it is told not to evict."""
+    answers: dict[int, wire.VersionAnswer] = field(default_factory=dict)
     unadopted: list[int] = field(default_factory=list)
     """Versions that it has refused."""
     seen: list[wire.FromCoordinator] = field(default_factory=list)
@@ -314,6 +310,8 @@ class SimMember:
                     return
                 assert not self.commits or message.version > self.commits[-1], "a commit went backwards"
                 self.commits.append(message.version)
+                if message.content:
+                    self.contents[message.version] = message.content
                 if self.machine:
                     self._drop_older(message.version)
             case wire.Discard():
@@ -322,7 +320,7 @@ class SimMember:
             case wire.ReceiveGrant() if message.ask != self.asks or not self.asked:
                 return  # it was asked for, or given up, before that was heard
             case wire.ReceiveGrant():
-                assert message.version in self.held, f"granted {message.version}, holds {self.held}"
+                assert self.content(message.version) in self.held, f"granted {message.version}, holds {self.held}"
                 assert message.version > max(self.granted, default=0)
                 if message.version < self.at_least:
                     self.declined = message.version  # another rank has begun with it
@@ -341,6 +339,10 @@ class SimMember:
                 elif version == self.candidate and error is not None:
                     self.keep_own(error.message)
                 self.candidate *= version != self.candidate
+            case wire.Labels():
+                self.kept = message.kept
+            case wire.VersionAnswer():
+                self.answers[message.ask] = message
             case wire.OperationEnd():
                 assert message.post not in self.ends, "two verdicts"
                 self.ends[message.post] = message
@@ -350,12 +352,16 @@ class SimMember:
     def _drop_older(self, version: int) -> None:
         """What is mapped is let go of as soon as nobody needs it; a source has two
         slots."""
-        for old in [old for old in self.held if old < version and old != self.assigned]:
+        needed = {self.content(version), self.content(self.assigned), *self.kept}
+        for old in [old for old in self.held if old < version and old not in needed]:
             self.held.discard(old)
             self.outbox.append(wire.Dropped(old))
-        for old in sorted(self.published)[:-2]:
+        for old in sorted(self.published - needed)[:-2]:
             self.published.discard(old)
             self.outbox.append(wire.Dropped(old))
+
+    def content(self, version: int) -> int:
+        return self.contents.get(version, version)
 
     def _answer(self, message: wire.FromCoordinator) -> None:
         match message:
@@ -626,11 +632,15 @@ class World:
             self.config, self.groups, run="run", term=1, store=lambda: self.store, here=self._here
         )
         self.members: dict[Member, SimMember] = {}
-        self.decisions: list[CommitDecision] = []
+        self.decisions: list[Decision] = []
         self.aborted: set[int] = set()
         self.admitted: dict[int, set[tuple[str, int]]] = defaultdict(set)
         """Publishes by version: by whom, and which of its. The number of one that was
         never packed may be used again after a restart."""
+        self.ledger = Ledger()
+        """What the decision log amounts to."""
+        self.replies: dict[int, object] = {}
+        """Outcomes of orders, by their number."""
         self.log_lost = False
         self.events: list[Event] = []
         self.tally = Tally()
@@ -710,16 +720,14 @@ class World:
         if not keep_log:
             self.log_lost = True
             self.aborted.clear()
-        last = self.decisions[-1] if self.decisions else None
-        decided = (last.version, last.digest) if last is not None and keep_log else (0, "")
-        newer = {version for version in self.aborted if version > decided[0]} if keep_log else set()
+            self.ledger = Ledger()
         self.state = ChannelState(
             self.config,
             self.groups,
             run="run",
             term=next(self.terms),
             store=lambda: self.store,
-            past=Past(decided, frozenset(newer)),
+            past=Past(copy.deepcopy(self.ledger)),
             here=self._here,
         )
         self.kept.clear()
@@ -753,7 +761,8 @@ class World:
             loaded=loaded,
             epoch=sim.epoch,
             latest=latest,
-            latest_digest=f"digest-{latest}" if latest else "",
+            latest_digest=f"digest-{sim.content(latest)}" if latest else "",
+            latest_content=sim.contents.get(latest, 0),
             assigned=sim.assigned if sim.assigned > loaded else 0,
             adopted=max(sim.adopted, default=0),
             unadopted=max((*sim.unadopted, *sim.told_no), default=0),
@@ -820,31 +829,43 @@ class World:
     def _collect(self) -> None:
         reads: list[Read] = []
         for effect in self.state.take_effects():
+            if isinstance(effect, Decision):
+                self.ledger.apply(effect)
+                self.state.told.recorded(effect)
             match effect:
                 case Read():
                     reads.append(effect)
                 case Send():
                     if isinstance(effect.message, wire.LaneForm):
                         self._lanes.setdefault(effect.message.lane, {})[effect.member] = effect.message.group.rank
+                    if isinstance(effect.message, wire.ReceiveGrant) and self.config.follow == "promoted":
+                        key, served = (effect.member.group, effect.member.replica), self.state.context.ledger.current()
+                        assert effect.message.version <= served or key in self.state.serving.canary
                     if isinstance(effect.message, wire.LoadDecided):
                         self.adoptions.decided(effect.message, self.state)
                     if isinstance(effect.message, wire.PublishAdmitted):
                         self.admitted[effect.message.version].add((effect.member.incarnation, effect.message.publish))
                     if effect.member in self.members:
                         self.members[effect.member].inbox.append(effect.message)
-                case CommitDecision(kind="abort", version=version):
+                case Decision(kind="abort", version=version):
                     forgotten = self.log_lost and version > self._newest_known()
                     if not forgotten or all(old.version != version for old in self.decisions):
                         self.aborted.add(version)  # else its number is used a second time
-                case CommitDecision():
-                    self.state.told.recorded(effect)
+                case Decision(kind="commit"):
                     assert effect.version not in self.aborted
                     again = [old for old in self.decisions if old.version == effect.version]
+                    if again and again[0].digest != effect.digest and self.log_lost:
+                        assert effect.version > self._newest_known(), "another content, and somebody knew it"
+                        self.decisions.remove(again.pop())
                     if again:  # learned from a member by a coordinator that has lost its log
                         assert again[0].digest == effect.digest
                         continue
                     assert effect.version > self._newest_known()
                     self.decisions.append(effect)
+                case Decision():
+                    pass
+                case Reply():
+                    effect.tell(effect.outcome)
                 case SweepStore():
                     self.swept.append(effect.prefix)
                 case ReplaceStore(host, port):

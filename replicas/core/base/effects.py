@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import msgspec
 
+from replicas.core.base.ledger import Decision
+from replicas.errors import ReplicasError
 from replicas.messages import FromCoordinator, PublishEnd, ReceiptData, SlotPlace
 from replicas.messages.identity import Member
+from replicas.messages.version_orders import Steered
 from replicas.status import SyncRecord
 
 
@@ -172,6 +175,25 @@ class StepFell(_OnChannel, frozen=True, tag=True):
     before: int | float
 
 
+What = Literal["promoted", "rejected", "rolled_back", "held", "released", "labelled", "scored"]
+
+
+class VersionDecided(_OnChannel, frozen=True, tag=True):
+    """A decision about what is served, kept or said of ``version``.
+
+    ``what``: ``promoted``; ``rejected``; ``rolled_back`` (it has the content of version
+    ``value``); ``held`` (for ``value`` seconds, 0: while its holder lives) and
+    ``released``, with the ``name`` of the lease; ``labelled`` (``value`` 0: no longer);
+    ``scored``: ``name`` is ``value``.
+    """
+
+    version: int
+    what: What
+    name: str = ""
+    value: float = 0.0
+    why: str = ""
+
+
 class StoreChanged(_OnChannel, frozen=True, tag=True):
     """The rendezvous store answers again (``up``), or no longer answers."""
 
@@ -192,40 +214,9 @@ Event = (
     | LoadFailed
     | ReplicaIdle
     | OperationEnded
+    | VersionDecided
     | StoreChanged
 )
-
-
-class CommitDecision(msgspec.Struct, frozen=True):
-    """One line of the decision log; as an effect: durable before any later effect.
-
-    ``abort``: the version was being published, and will never be committed.
-    """
-
-    kind: Literal["commit", "abort"]
-    channel: str
-    version: int
-    digest: str
-    epoch: int
-    term: int
-
-
-class Past(msgspec.Struct, frozen=True):
-    """State of a channel according to the decision log, when a coordinator starts.
-
-    :param decided: number and digest of the newest commit; (0, "") if there is none.
-    :param aborted: later numbers that failed.
-    :param epoch: the last one that members of an earlier coordinator may have seen.
-    """
-
-    decided: tuple[int, str] = (0, "")
-    aborted: frozenset[int] = frozenset()
-    epoch: int = 0
-
-    @property
-    def floor(self) -> int:
-        """The newest version number that was ever committed or aborted, or 0."""
-        return max(self.decided[0], *self.aborted, 0)
 
 
 class Send(msgspec.Struct, frozen=True):
@@ -260,6 +251,13 @@ class Keep(msgspec.Struct, frozen=True):
     version: int
 
 
+class Reply(msgspec.Struct, frozen=True):
+    """Call ``tell`` with the outcome of an order that did not come from a member."""
+
+    tell: Callable[[Steered | ReplicasError], None]
+    outcome: Steered | ReplicasError
+
+
 class LetGo(msgspec.Struct, frozen=True):
     """Close the memory held for that member."""
 
@@ -279,7 +277,7 @@ class Read(msgspec.Struct, frozen=True):
     whole: bool
 
 
-Effect = Send | CommitDecision | SweepStore | ReplaceStore | Keep | LetGo | Read | Event
+Effect = Send | Decision | Reply | SweepStore | ReplaceStore | Keep | LetGo | Read | Event
 
 
 def with_commit(effects: Iterable[Effect], version: int, seconds: float) -> Iterator[Effect]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from replicas.core.base.membership import MEMBER, MemberEvent, Standing
-from replicas.messages import ChannelSettings, Hello, SlotPlace
+from replicas.messages import ChannelSettings, Hello, Labels, SlotPlace
 from replicas.messages.identity import Member, ProcessIdentity
 
 
@@ -151,6 +151,10 @@ class MemberState:
     held: Held = field(default_factory=Held)
     parts: set[int] = field(default_factory=set)
     reading: Reading | None = None
+    told: int = 0
+    """The newest version that it knows committed."""
+    labels: Labels | None = None
+    """What it was told last of labels."""
     loaded: int = 0
     load_s: float = 0.0
     """How long its last reported update was open."""

@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from typing import Any
 
 from replicas import errors
 from replicas.common.backoff import Backoff
 from replicas.config.structs import ChannelConfig
-from replicas.core.base.effects import Effect, Event, Past, Retried, Send
+from replicas.core.base.effects import Effect, Event, Retried, Send
+from replicas.core.base.ledger import Decision, DecisionKind, Ledger, Past
 from replicas.core.members.hosts import Hosts, Keeping
 from replicas.core.members.member_state import HighWaterMarks
 from replicas.core.members.roster import Roster
@@ -45,11 +47,13 @@ cancels the broadcast, without calling ``on_end``; it takes a reason.
 class ChannelContext:
     """The shared parts of one channel.
 
+    :ivar past: the decisions of earlier coordinators; its ledger goes on here.
     :ivar out: the effects of the current event, in order.
     :ivar ids: unique numbers for attempts.
     :ivar broadcast: starts the broadcast of a version.
     :ivar pull_secret: returns the secret with which members pull in one attempt.
     :ivar group_doubt: holds while versions are pulled, as a broadcast has failed.
+    :ivar tell_all: tells each member of the commits that it is to know.
     :ivar others_wait: whether a publish or an admission waits for the current publish
         to end.
     """
@@ -64,6 +68,7 @@ class ChannelContext:
     broadcast: Broadcast
     pull_secret: Callable[[int], bytes]
     others_wait: Callable[[float], bool]
+    tell_all: Callable[[], None]
     group_doubt: Doubt = field(default_factory=partial(Doubt, REST))
     marks: HighWaterMarks = field(default_factory=HighWaterMarks)
     ids: Iterator[int] = field(default_factory=lambda: count(1))
@@ -71,6 +76,20 @@ class ChannelContext:
     @property
     def config(self) -> ChannelConfig:
         return self.roster.config
+
+    @property
+    def ledger(self) -> Ledger:
+        """The decisions so far, those that are still being recorded included."""
+        return self.past.ledger
+
+    def decide(self, kind: DecisionKind, version: int, **more: Any) -> None:
+        """Take a decision: it is on disk before any later effect.
+
+        :param more: fields of the :class:`~replicas.core.base.ledger.Decision`.
+        """
+        decision = Decision(kind, self.config.name, version, epoch=self.roster.epoch, term=self.term, **more)
+        self.ledger.apply(decision)
+        self.out.append(decision)
 
     def send(self, member: Member, message: FromCoordinator) -> None:
         """Add the sending of a message to the effects."""

@@ -18,7 +18,7 @@ next version the older one is no longer needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from replicas import errors
@@ -33,7 +33,9 @@ from replicas.messages.identity import Member
 RETRY = Backoff(1.0, 30.0)
 REACH_S = 3.0
 """Seconds until the next try of a member that got no byte: such a try is cheap."""
-Served = Literal["new", "missed", "slow"]
+Wanted = tuple[Payload, frozenset[str] | None]
+"""A version, and the members that are to have it; None: all targets."""
+Whom = Literal["new", "missed", "slow"]
 """Each kind of members has a catch-up; ``missed``: an earlier one failed."""
 PATIENCE_S = 5.0
 """How long ready members wait for unready ones."""
@@ -49,43 +51,53 @@ class CatchUp:
     :param whom: the kind of members that it serves.
     """
 
-    def __init__(self, context: ChannelContext, on_end: Callable[[Payload], None], whom: Served) -> None:
+    def __init__(self, context: ChannelContext, on_end: Callable[[Payload], None], whom: Whom) -> None:
         self._context, self._on_end, self._whom = context, on_end, whom
         self.transfer: Transfer | None = None
         self._bad_holder: Member | None = None
         self._unready: set[Member] = set()
         self._waits_since = self._began_at = 0.0
 
-    def advance(self, payload: Payload | None, main: Transfer | None, now: float) -> None:
-        """Start a transfer if a member lacks the newest committed version.
+    def advance(self, wanted: Sequence[Wanted], main: Transfer | None, now: float) -> None:
+        """Start a transfer if a member lacks a version that targets are to have.
 
-        End one of an older version that is no longer needed, or that no member answers.
+        End one of a version that is no longer needed, or that no member answers.
 
-        :param payload: that version; None if it is unknown.
+        :param wanted: those that are known, the most urgent first: the newest committed
+            version, or the one that is served and the candidate; then leased ones.
         :param main: the transfer of a publish, if one is under way.
         """
-        if payload is None:
+        if not wanted:
             return
-        context, version, transfer = self._context, payload.version, self.transfer
-        if transfer is not None and transfer.payload.version < version:
-            needers = context.roster.states(transfer.needers)
+        transfer, versions = self.transfer, [payload.version for payload, _ in wanted]
+        if transfer is not None and transfer.payload.version not in versions:
+            needers = self._context.roster.states(transfer.needers)
             mute_s = MUTE_S + MUTE_TRIPS * max((state.rtt_s for state in needers), default=0.0)
-            if all(version in state.held for state in needers):
+            if all(version in state.held for state in needers for version in versions[:1]):
                 self._stop(transfer, now, superseded=True)
             elif transfer.is_unanswered and now > self._waits_since + mute_s:
                 self._stop(transfer, now)
-        if self.transfer is not None:
-            return
+        for payload, members in wanted:
+            if self.transfer is None:
+                self._start(payload, members, main, now)
+
+    def _start(self, payload: Payload, members: frozenset[str] | None, main: Transfer | None, now: float) -> None:
+        """Start a transfer to the members that lack a version and can get it now.
+
+        :param members: only these, by name; None: all targets.
+        """
+        context, version = self._context, payload.version
         busy: frozenset[Member] = frozenset()
         hosts: set[int] = set()
         if main is not None:  # nothing else is sent to the hosts that a newer version serves
             busy = main.attempt.concerned | main.needers if main.payload is payload else busy
             hosts = self._hosts(main.needers | main.verified) - {s.host for s in context.roster.holders.of(version)}
-        waiting = [s for s in self._lacking(version, now) if s.member not in busy and s.host not in hosts]
+        lacking = [s for s in self._lacking(version, now) if members is None or str(s.member) in members]
+        waiting = [s for s in lacking if s.member not in busy and s.host not in hosts]
         held = any(version in s.held or version in s.parts for s in context.roster)
         if not waiting or not (held or context.keeping.serves(version, payload.part_owners, waiting)):
             return
-        self.transfer = transfer = Transfer(
+        self.transfer = Transfer(
             context,
             payload,
             [state.member for state in waiting],
@@ -96,7 +108,7 @@ class CatchUp:
             tries=1 if self._whom == "missed" else PULL_TRIES,
         )
         self._unready, self._waits_since, self._began_at = set(), now, now
-        transfer.start(now)
+        self.transfer.start(now)
 
     def _hosts(self, members: Iterable[Member]) -> set[int]:
         """Return the numbers of these members' hosts."""
@@ -179,6 +191,6 @@ class CatchUp:
                 state.retry_at = now + (RETRY.after(state.failures) if costly else REACH_S)
 
 
-def _served_as(state: MemberState) -> Served:
+def _served_as(state: MemberState) -> Whom:
     """Return the kind of catch-up that serves the member."""
     return "slow" if state.slow else "missed" if state.retry_at else "new"

@@ -9,26 +9,26 @@ follow. Targets that were left behind stay members, are caught up
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
-from typing import Literal, get_args
+from typing import get_args
 
 from replicas import errors
 from replicas import messages as wire
 from replicas.common.sizes import snake_case
-from replicas.core.base.effects import CommitDecision, Send, SyncEnded
-from replicas.core.members.member_state import MemberState, Reading
+from replicas.core.base.effects import Send, SyncEnded
+from replicas.core.base.ledger import CANDIDATE
+from replicas.core.members.member_state import MemberState
 from replicas.core.moving.attempt import Payload
 from replicas.core.moving.channel_context import ChannelContext
 from replicas.core.moving.transfer import Transfer
-from replicas.core.versions.catch_up import CatchUp, Served
-from replicas.core.versions.fetching import pieces
+from replicas.core.versions.catch_up import CatchUp, Whom
+from replicas.core.versions.contents import Contents
 from replicas.core.versions.load_rounds import Newest
-from replicas.core.versions.manifests import Manifests
+from replicas.core.versions.manifests import Manifests, answer
 from replicas.core.versions.publishes import ALL_NEEDED, MATE_NEEDED, TOO_FEW, Publish, Publishes
-from replicas.core.versions.steps import Steps
-from replicas.messages import ReceiptData, WireError
-from replicas.messages.bounds import texts_of
+from replicas.core.versions.recommits import Recommit, Recommits
+from replicas.core.versions.steps import Steps, number_in
+from replicas.messages import WireError
 from replicas.messages.identity import Member
 
 READING_S = 2.0
@@ -48,23 +48,36 @@ class Commits:
         config = context.config
         all_ranks = any(party.ranks == "all" for party in config.sources)
         self.publishes = Publishes(config.name, context.past.floor, all_ranks=all_ranks)
-        self.latest, self.decided = context.past.decided
-        """Number and digest of the newest committed version."""
+        self.recommits = Recommits(context, self.publishes, self._recommit)
         self.told = {self.latest, *context.past.aborted}
         """Versions whose end an earlier coordinator has reported, as far as is known
         here: no event reports it again."""
-        self.committed: Payload | None = None
-        """The payload of the newest committed version, once it is known here."""
+        self.contents = Contents(context)
         self.steps = Steps(config.name)
         self._decided_here = False
         """Whether the newest commit is of a publish that this coordinator began.
 
         If so, no other source can have published that number.
         """
-        self.catch_ups = [CatchUp(context, self._take_first_digest, whom) for whom in get_args(Served)]
+        self.catch_ups = [CatchUp(context, self._take_first_digest, whom) for whom in get_args(Whom)]
         self.manifests = Manifests(config.name, context.out)
         self._unread: list[tuple[MemberState, wire.Packed | wire.Filled]] = []
         """Messages about publishes whose manifest is still missing here, in order."""
+
+    @property
+    def latest(self) -> int:
+        """The newest committed version; 0 if there is none."""
+        return self._context.ledger.newest
+
+    @property
+    def decided(self) -> str:
+        """Its digest; empty while unknown."""
+        return self._context.ledger.digest
+
+    @property
+    def committed(self) -> Payload | None:
+        """Its payload, once it is known here."""
+        return self.contents.of(self.latest)
 
     # ------------------------------------------------------------ messages of members
 
@@ -76,7 +89,7 @@ class Commits:
     @property
     def newest(self) -> Newest:
         """The newest committed version, for ranks that ask for one."""
-        return Newest(self.latest, self.committed.meta if self.committed is not None else None)
+        return self.contents.newest(self.latest)
 
     @property
     def transfers(self) -> list[Transfer]:
@@ -173,14 +186,8 @@ class Commits:
 
     def send_manifest(self, state: MemberState, ask: wire.ManifestAsk, now: float) -> None:
         """Send a member the manifest of a version that it was offered."""
-        known = [transfer.payload for transfer in self.transfers] + ([self.committed] if self.committed else [])
-        found = next((one.encoded for one in known if one.manifest_hash == ask.manifest_hash), None)
-        if found is not None:
-            before = state.reading
-            goes_on = before is not None and before.manifest_hash == ask.manifest_hash and ask.offset > before.nbytes
-            since = before.since if before is not None and goes_on else now
-            state.reading = Reading(ask.manifest_hash, since, now, ask.offset, len(found))
-        self._context.out.extend(Send(state.member, piece) for piece in pieces(ask, found))
+        known = [*(transfer.payload for transfer in self.transfers), *self.contents.known]
+        self._context.out.extend(Send(state.member, piece) for piece in answer(state, ask, known, now))
 
     def piece(self, state: MemberState, piece: wire.ManifestPiece, now: float) -> bool:
         """Add a piece of a manifest; return False if that manifest is unusable."""
@@ -227,12 +234,20 @@ class Commits:
             self._prepare(publish, now)
         for publish in [publish for publish in self.publishes.queue if publish.version <= self.latest]:
             self._end_overtaken(publish, now)
-        if self.main is None and self.publishes.queue and self._target_replicas() >= self._context.config.min_targets:
-            first = self.publishes.queue[0]  # without a payload: its manifest is being read
-            if first.payload is not None and not self._context.hosts.delays_publish(first.packed_at, now):
-                self._start(first, first.payload, now)
+        free = (one for one in self.publishes.queue if not self.recommits.blocks(one.version))
+        first = next(free, None) if self.main is None else None
+        # without a payload: its manifest is being read
+        if first is not None and first.payload is not None and self._may_start(first, now):
+            self._start(first, first.payload, now)
+        self.recommits.advance()
+        wanted = self.contents.for_latecomers()
         for catch_up in self.catch_ups:
-            catch_up.advance(self.committed, self.main, now)
+            catch_up.advance(wanted, self.main, now)
+
+    def _may_start(self, publish: Publish, now: float) -> bool:
+        """Return True unless the publish waits for targets or their hosts."""
+        enough = self._target_replicas() >= self._context.config.min_targets
+        return enough and not self._context.hosts.delays_publish(publish.packed_at, now)
 
     def _target_replicas(self) -> int:
         """Count replicas with a live target; a publish waits for ``min_targets``."""
@@ -241,7 +256,8 @@ class Commits:
     def _end_overtaken(self, publish: Publish, now: float) -> None:
         """Fail an overtaken publish; end one that is the newest commit as committed."""
         if publish.asked.resumed and publish.version == self.latest and not self._decided_here:
-            publish.receipt = self._receipt(publish, self._holders(publish.version), {}, now)
+            holders = self._holders(publish.version)
+            publish.receipt = publish.receipt_of(holders, {}, self._roster, self.decided, now)
             if self.committed is None and publish.payload is not None:
                 publish.payload.digest = publish.payload.digest or self.decided
                 self.restore(publish.payload)
@@ -283,7 +299,7 @@ class Commits:
         elif len({(m.group, m.replica) for m in holders}) < config.min_targets:
             text = f"{len(holders)} members hold it, but min_targets = {config.min_targets} replicas"
             self.fail(publish, self._too_few(publish, text, TOO_FEW), now)
-        elif not self._held_by_any(publish.version):
+        elif not self.contents.is_held(publish.version):
             text = f"version {publish.version} was lost with its source before it was committed"
             gone = [member.name for member in publish.carriers if member not in self._roster]
             self.fail(publish, errors.PeersLost(text, phase="commit", members=gone, hint="publish again"), now)
@@ -315,59 +331,40 @@ class Commits:
                 self._context.send(state.member, wire.Discard(payload.version))
         payload.filling = None  # the publisher may not have reported its slot full
         self.manifests.current = payload.manifest
-        self._decide(publish.version, payload.digest, payload)
+        label = CANDIDATE if self._context.config.follow == "promoted" else ""
+        self._decide(publish.version, payload.digest, payload, name=label)
         self._decided_here = True
         members = transfer.verified | self._holders(publish.version)
-        publish.receipt = self._receipt(publish, members, publish.lost, now)
+        publish.receipt = publish.receipt_of(members, publish.lost, self._roster, self.decided, now)
         for state in self._roster.states(transfer.verified):
             state.failures, state.slow = 0, False  # it works in joint transfers
         self._verdict(publish, "committed", now, transfer)
         self._context.marks.note(publish.group, publish.replica, version=publish.version)
 
-    def _receipt(self, publish: Publish, members: set[Member], lost: dict[str, str], now: float) -> ReceiptData:
-        return ReceiptData(
-            epoch=self._roster.epoch,
-            members=tuple(sorted(members)),
-            lost=tuple(lost),
-            reasons=texts_of(lost),
-            nbytes=publish.payload.nbytes if publish.payload is not None else 0,
-            wire_nbytes=sum(publish.transfer.moved_to.values()) if publish.transfer is not None else 0,
-            seconds=now - publish.began_at,
-            phases=publish.phases(now),
-            version=publish.version,
-            staging=self._context.config.staging,
-            digest=self.decided,
-            not_loaded=texts_of(self._roster.history.take_unloaded()),
-        )
+    def _decide(self, version: int, digest: str, payload: Payload | None, *, content: int = 0, name: str = "") -> None:
+        """Decide the version; the record is on disk before any member is told.
 
-    def _decide(self, version: int, digest: str, payload: Payload | None) -> None:
-        """Decide the version; the record is on disk before any member is told."""
-        self.steps.committed(*self.newest)  # the step may be of an earlier coordinator, and learned since
-        self.latest, self.decided, self.committed = version, digest, payload
-        self._decided_here = False
-        self._context.keeping.update_keepers(version)
-        self._record("commit", version, digest)
-        commit = self.commit_message()
-        self._context.out.extend(Send(state.member, commit) for state in self._roster)
-        if (fell := self.steps.committed(*self.newest)) is not None:
-            self._context.out.append(fell)
-
-    def _record(self, kind: Literal["commit", "abort"], version: int, digest: str = "") -> None:
+        :param content: the version whose bytes it has; 0: its own.
+        :param name: the label that moves to it; empty: ``current``.
+        """
         context = self._context
-        context.out.append(CommitDecision(kind, context.config.name, version, digest, self._roster.epoch, context.term))
+        self.steps.committed(*self.newest)  # the step may be of an earlier coordinator, and learned since
+        self._decided_here = False
+        context.keeping.update_keepers(content or version)
+        facts = {"step": number_in(payload.meta, "step"), "nbytes": payload.nbytes} if payload is not None else {}
+        context.decide("commit", version, digest=digest, content=content, name=name, **facts)
+        if payload is not None:
+            self.contents.add(payload)
+        context.tell_all()
+        if not content and (fell := self.steps.committed(*self.newest)) is not None:
+            context.out.append(fell)
 
-    def commit_message(self) -> wire.Commit:
-        """Return the message about the newest committed version."""
-        manifest_hash = self.committed.manifest_hash if self.committed is not None else ""
-        return wire.Commit(self.latest, self.decided, manifest_hash)
-
-    def obtainable(self, members: Iterable[MemberState]) -> bool:
-        """Return True if ``members`` can get the newest committed version."""
-        owners = self.committed.part_owners if self.committed is not None else ()
-        return self._context.keeping.serves(self.latest, owners, members) or self._held_by_any(self.latest)
-
-    def _held_by_any(self, version: int) -> bool:
-        return bool(self._roster.holders.of(version)) or any(version in state.parts for state in self._roster)
+    def _recommit(self, one: Recommit) -> bool:
+        """Commit the content of an older version; return False while it is unknown."""
+        payload = self.contents.of(one.version)
+        if payload is not None:
+            self._decide(one.number, payload.digest, payload, content=one.content)
+        return payload is not None
 
     def _holders(self, version: int) -> set[Member]:
         return {s.member for s in self._roster if s.is_target and s.carries and version in s.held}
@@ -375,20 +372,23 @@ class Commits:
     def _take_first_digest(self, payload: Payload) -> None:
         """Take the digest of the first image of a version committed in parts."""
         if payload is self.committed and not self.decided:
-            self.decided = payload.digest
+            self._context.ledger.learn_digest(payload.digest)
 
     # ----------------------------------------------- publishes of another coordinator
 
-    def adopt_commit(self, version: int, digest: str) -> None:
-        """Decide a commit that a member has seen under an earlier coordinator."""
+    def adopt_commit(self, version: int, digest: str, content: int = 0, *, served: bool = True) -> None:
+        """Decide a commit that a member has seen; ``served``: targets may load it."""
         if version > self.latest:
-            self._decide(version, digest, None)
-        elif version == self.latest and not self.decided:
-            self.decided = digest
+            name = "" if served or self._context.config.follow == "newest" else CANDIDATE
+            self._decide(version, digest, None, content=content, name=name)
+        elif 0 < version == self.latest and not self.decided:
+            self._context.ledger.learn_digest(digest)
 
     def restore(self, payload: Payload) -> None:
-        """Set the manifest and ``meta`` of the newest commit, known here again."""
-        self.manifests.current, self.committed = payload.manifest, payload
+        """Set the manifest and ``meta`` of a content, known here again."""
+        self.contents.add(payload)
+        if payload is self.committed or self.manifests.current is None:
+            self.manifests.current = payload.manifest
 
     # ------------------------------------------------------------ failures
 
@@ -404,7 +404,7 @@ class Commits:
         if transfer is not None:
             transfer.stop(complete=False)
         if publish.state == "moving" and publish.version > self.latest:
-            self._record("abort", publish.version)
+            self._context.decide("abort", publish.version)
         asked = transfer.asked if transfer is not None else frozenset()
         committed = self.decided if publish.version == self.latest else ""  # another source's commit, learned too late
         for state in self._roster:

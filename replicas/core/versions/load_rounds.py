@@ -115,6 +115,18 @@ def is_enough(at_least: float, key: str, version: int, meta: Mapping[str, object
     return found is not None and found >= at_least
 
 
+class Served(NamedTuple):
+    """The newest versions that targets may load: the ``canary`` the candidate."""
+
+    current: Newest
+    candidate: Newest = Newest(0)
+    canary: frozenset[tuple[str, int]] = frozenset()
+
+    def of(self, key: tuple[str, int]) -> Newest:
+        """Return the newest version that this replica may load."""
+        return self.candidate if key in self.canary else self.current
+
+
 class ReplicaView(NamedTuple):
     """The members of a target replica that carry bytes, and their expected number."""
 
@@ -131,13 +143,20 @@ class LoadRounds:
     """The rounds of every target replica of a channel.
 
     :param view: the present members of a replica, by group and index.
+    :param content: returns the version whose bytes a version has.
     """
 
-    def __init__(self, channel: str, view: Callable[[str, int], ReplicaView], out: list[Effect]) -> None:
-        self._channel, self.view, self._out = channel, view, out
+    def __init__(
+        self,
+        channel: str,
+        view: Callable[[str, int], ReplicaView],
+        out: list[Effect],
+        content: Callable[[int], int] = lambda version: version,
+    ) -> None:
+        self._channel, self.view, self._out, self._content = channel, view, out, content
         self._of_replica: dict[tuple[str, int], LoadRound] = {}
         self._due: set[tuple[str, int]] = set()
-        self._due_newest = Newest(0)
+        self._due_served = Served(Newest(0))
         self._loaded: Counter[int] = Counter()
         """By version: how many ranks that carry bytes serve it."""
 
@@ -160,16 +179,21 @@ class LoadRounds:
         if self._known(*key).asks:
             self._due.add(key)
 
-    def take_due(self, newest: Newest) -> list[tuple[str, int]]:
+    def take_due(self, served: Served) -> list[tuple[str, int]]:
         """Return the replicas whose round may advance, in order; then none is due.
 
-        :param newest: the newest committed version; a new one makes all that ask due.
+        :param served: the versions that they may load; a new one makes all that ask
+            due.
         """
-        if newest != self._due_newest:
-            self._due_newest = newest
+        if served != self._due_served:
+            self._due_served = served
             self._due |= {key for key, round_ in self._of_replica.items() if round_.asks}
         due, self._due = sorted(self._due), set()
         return due  # sorted: the same history gives the same messages
+
+    def holds(self, state: MemberState, version: int) -> bool:
+        """Return True if the rank holds the version's content."""
+        return self._content(version) in state.held
 
     def loaded_by_all(self) -> int:
         """Return the oldest version that any target rank serves; 0 if there is none."""
@@ -243,7 +267,7 @@ class LoadRounds:
                 reminded = list(self.view(state.member.group, state.member.replica).ranks)
             # a rank without the bytes cannot keep them
             for rank in reminded:
-                if rank.loaded < round_.version and round_.version in rank.held:
+                if rank.loaded < round_.version and self.holds(rank, round_.version):
                     self._out.append(Send(rank.member, Assigned(round_.version)))
         self._recompute_loaded(round_, state.member)
         if state.from_before and state.hello.assigned > state.loaded:  # it may be loading it now
@@ -360,7 +384,7 @@ class LoadRounds:
         wanted = any(ask.after < latest for ask in asks) and all(newest.is_enough(ask) for ask in asks)
         if wanted and round_.version != latest and not self._in_progress(round_, view):
             # else some ranks would wait for bytes while others load
-            if len(view.ranks) < view.expected or not all(latest in state.held for state in view.ranks):
+            if len(view.ranks) < view.expected or not all(self.holds(state, latest) for state in view.ranks):
                 return
             round_.assign(latest)
             # all must keep it, whichever rank asks first
@@ -372,7 +396,7 @@ class LoadRounds:
             # the rank declines it, or has loaded it
             if ask is None or ask.after >= round_.version or state.loaded == round_.version:
                 continue
-            if round_.version in state.held:
+            if self.holds(state, round_.version):
                 del round_.asks[state.member]
                 round_.grant(state.member)
                 self._out.append(Send(state.member, ReceiveGrant(ask.ask, round_.version)))
@@ -389,7 +413,7 @@ class LoadRounds:
         for state in asking:
             if state.member not in round_.owed:
                 continue
-            if version not in state.held:  # its slot was evicted: all must go on to a newer one
+            if not self.holds(state, version):  # its slot was evicted: all must go on to a newer one
                 round_.owed.clear()
                 break
             round_.owed.discard(state.member)
@@ -398,8 +422,7 @@ class LoadRounds:
             self._out.append(Send(state.member, ReceiveGrant(ask.ask, version)))
         return bool(round_.owed)
 
-    @staticmethod
-    def _in_progress(round_: LoadRound, view: ReplicaView) -> bool:
+    def _in_progress(self, round_: LoadRound, view: ReplicaView) -> bool:
         """Return True if a rank has yet to load the round's version, and can."""
         waiting = [state for state in view.ranks if state.loaded != round_.version]
         if round_.state in ("idle", "loaded") or not waiting or not view.begun(round_):
@@ -411,4 +434,4 @@ class LoadRounds:
         declined = all(ask is not None and ask.after >= round_.version for ask in asks)
         if declined and all(state.member in round_.asks for state in view.ranks):
             return False
-        return not round_.partial and all(round_.version in state.held for state in waiting)
+        return not round_.partial and all(self.holds(state, round_.version) for state in waiting)

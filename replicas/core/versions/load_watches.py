@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from replicas import messages as wire
 from replicas.core.base.effects import Effect, Send
+from replicas.core.base.ledger import Ledger
 from replicas.core.members.roster import Roster
 from replicas.core.versions.load_rounds import LoadRounds
 from replicas.core.versions.lockstep import Lockstep
@@ -14,8 +15,11 @@ from replicas.messages.identity import Member
 class LoadWatches:
     """The watches of one channel; each member has one at most."""
 
-    def __init__(self, roster: Roster, rounds: LoadRounds, adoption: Lockstep, out: list[Effect]) -> None:
+    def __init__(
+        self, roster: Roster, rounds: LoadRounds, adoption: Lockstep, ledger: Ledger, out: list[Effect]
+    ) -> None:
         self._roster, self._rounds, self._adoption, self._out = roster, rounds, adoption, out
+        self._ledger, self._seen = ledger, 0
         self._watches: dict[Member, wire.WatchLoaded] = {}
         self._loaded_once = 0
 
@@ -32,8 +36,10 @@ class LoadWatches:
         A version counts as loaded by all even if a target has left since.
         """
         loaded = self._rounds.loaded_by_all()
+        decided = self._seen != self._ledger.changes
+        self._seen = self._ledger.changes
         # a refusal may answer a watch of a version that no target loaded
-        if loaded > self._loaded_once or (self._watches and self._rounds.refusals(1)):
+        if loaded > self._loaded_once or (self._watches and (decided or self._rounds.refusals(1))):
             self._loaded_once = max(loaded, self._loaded_once)
             for member, watch in list(self._watches.items()):
                 self.watch(member, watch)
@@ -46,11 +52,12 @@ class LoadWatches:
         """
         refusals: dict[str, str] = {}
         if watch.version > self._loaded_once:
-            refusals = self._rounds.refusals(watch.version)
+            rejected = self._ledger.why_rejected(watch.version)
+            refusals = self._rounds.refusals(watch.version) | ({"the coordinator": rejected} if rejected else {})
             targets = (state for state in self._roster if state.is_target and state.carries)
             others = [state for state in targets if state.member.replica_name not in refusals]
             # no refusing replica loads it later; no target loads a rejected newest one
-            waiting = not self._adoption.is_rejected(watch.version) and any(
+            waiting = not (rejected or self._adoption.is_rejected(watch.version)) and any(
                 state.loaded < watch.version for state in others
             )
             if waiting or not refusals:

@@ -234,7 +234,7 @@ class Lockstep:
         """Return True if the replica asks, and can no longer get the polled version."""
         version, ranks = self._candidate.version, self._rounds.view(*key).ranks
         asks = self._newest.version > version and self._rounds.of(*key).asks
-        return bool(asks) and any(version not in state.held for state in ranks)
+        return bool(asks) and any(not self._rounds.holds(state, version) for state in ranks)
 
     def _adopt(self, newest: Newest) -> None:
         """Decide that all targets load the version, unless it is rejected."""

@@ -8,7 +8,7 @@ manifests.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, cast
 
 from replicas import errors
@@ -23,11 +23,12 @@ from replicas.core.base.manifest import (
     check_size,
     check_tensors,
 )
+from replicas.core.members.member_state import MemberState, Reading
 from replicas.core.moving.attempt import Payload
-from replicas.core.versions.fetching import Cache, Fetch
+from replicas.core.versions.fetching import Cache, Fetch, pieces
 from replicas.core.versions.publishes import Publish
 from replicas.errors import ManifestMismatch
-from replicas.messages import ManifestPiece, Meta
+from replicas.messages import ManifestAsk, ManifestPiece, Meta
 from replicas.messages.identity import Member
 
 JOINED_NBYTES = 32 * 2**20
@@ -114,6 +115,20 @@ def _differences(old: AnyManifest, new: AnyManifest) -> Iterator[str]:
         was, now = old_aliases.get(alias), new_aliases.get(alias)
         if was != now and alias not in before and alias not in after:
             yield f"{alias!r} was tied to {was}, is tied to {now}"
+
+
+def answer(state: MemberState, ask: ManifestAsk, known: Iterable[Payload], now: float) -> list[ManifestPiece]:
+    """Return the pieces of a manifest for a member; note how fast it reads.
+
+    :param known: payloads of versions that it may have been offered.
+    """
+    found = next((one.encoded for one in known if one.manifest_hash == ask.manifest_hash), None)
+    if found is not None:
+        before = state.reading
+        goes_on = before is not None and before.manifest_hash == ask.manifest_hash and ask.offset > before.nbytes
+        since = before.since if before is not None and goes_on else now
+        state.reading = Reading(ask.manifest_hash, since, now, ask.offset, len(found))
+    return pieces(ask, found)
 
 
 class Joined(NamedTuple):

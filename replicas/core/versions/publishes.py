@@ -16,6 +16,7 @@ last :data:`KEPT_VERDICTS` of them.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -23,6 +24,7 @@ import msgspec
 from replicas import errors
 from replicas.core.base.membership import PUBLISH, PublishState
 from replicas.core.members.member_state import Life
+from replicas.core.members.roster import Roster
 from replicas.core.moving.attempt import Payload
 from replicas.core.moving.transfer import Transfer
 from replicas.core.versions.steps import number_in
@@ -124,6 +126,28 @@ class Publish:
         if self.transfer is not None:
             for member in self.transfer.verified - self.held.keys():
                 self.held[member] = now - self.began_at
+
+    def receipt_of(
+        self, members: Iterable[Member], lost: dict[str, str], roster: Roster, digest: str, now: float
+    ) -> ReceiptData:
+        """Return the receipt of the committed publish.
+
+        :param members: those that hold it. :param digest: of the version.
+        """
+        return ReceiptData(
+            epoch=roster.epoch,
+            members=tuple(sorted(members)),
+            lost=tuple(lost),
+            reasons=texts_of(lost),
+            nbytes=self.payload.nbytes if self.payload is not None else 0,
+            wire_nbytes=sum(self.transfer.moved_to.values()) if self.transfer is not None else 0,
+            seconds=now - self.began_at,
+            phases=self.phases(now),
+            version=self.version,
+            staging=roster.config.staging,
+            digest=digest,
+            not_loaded=texts_of(roster.history.take_unloaded()),
+        )
 
     def record(self, outcome: str, now: float, *, moved: bool) -> SyncRecord:
         """Return the record of the publish's end.
@@ -237,6 +261,11 @@ class Publishes:
     def without_verdict(self) -> list[Publish]:
         """Return the publishes without a verdict."""
         return [publish for publish in self._known.values() if not publish.over]
+
+    def take_number(self) -> int:
+        """Return the next version number, which no publish gets."""
+        self.numbered += 1
+        return self.numbered
 
     def begin_publish(self, member: Member, message: PublishBegin, now: float) -> Publish:
         """Begin a publish, or join the one that another rank has begun.

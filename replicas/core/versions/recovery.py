@@ -40,7 +40,8 @@ import msgspec
 
 from replicas import errors
 from replicas import messages as wire
-from replicas.core.base.effects import CommitDecision, MemberLost
+from replicas.core.base.effects import MemberLost
+from replicas.core.base.ledger import Decision, Ledger
 from replicas.core.members.member_state import MemberState
 from replicas.core.moving.attempt import Payload
 from replicas.core.moving.channel_context import ChannelContext
@@ -60,22 +61,29 @@ class RecordedState:
     of effects. Answers outside that order (a newcomer's Welcome, a status page, a
     metric, readiness) come from here.
 
-    :ivar latest: number of the newest recorded commit.
-    :ivar digest: its digest; empty if it was unknown at the commit.
+    :ivar ledger: the decisions that are on disk.
     :ivar last: the publish that ended last.
     :ivar disk_problem: why a decision cannot be written to disk; empty if it can.
     """
 
-    def __init__(self, latest: int, digest: str) -> None:
-        self.latest = latest
-        self.digest = digest
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
         self.last: SyncRecord | None = None
         self.disk_problem = ""
 
-    def recorded(self, decision: CommitDecision) -> None:
+    @property
+    def latest(self) -> int:
+        """Number of the newest recorded commit."""
+        return self.ledger.newest
+
+    @property
+    def digest(self) -> str:
+        """The digest of that version; empty if it was unknown at the commit."""
+        return self.ledger.digest
+
+    def recorded(self, decision: Decision) -> None:
         """Note that the decision is on disk."""
-        if decision.kind == "commit":
-            self.latest, self.digest = decision.version, decision.digest
+        self.ledger.apply(decision)
 
 
 class Recovery:
@@ -89,10 +97,12 @@ class Recovery:
         self._awaited: set[Member] = set()
         """Expected members that have not said Hello."""
         self._described: MemberState | None = None
-        """The holder that was asked to describe the newest committed version."""
+        """The holder that was asked to describe a version."""
+        self._asked = 0
+        """That version."""
         self._answer: wire.Described | None = None
         self._deferred: list[tuple[MemberState, wire.PublishBegin | wire.Packed | wire.PackFailed, float]] = []
-        self._done = not context.past.decided[0]  # [0]: the newest decided version
+        self._done = self._without_log = not context.past.decided[0]  # [0]: the newest decided version
         """True while no member of an earlier coordinator has come."""
 
     @property
@@ -165,14 +175,16 @@ class Recovery:
             self._done = False
             self._started = now
         commits.told |= set() if self._told else {hello.latest}  # the events say it better
-        commits.adopt_commit(hello.latest, hello.latest_digest)
-        digest = state.held.get(commits.latest, "")
-        # the member's bytes differ from the committed ones
-        if digest and commits.decided and digest != commits.decided:
-            state.drop_version(commits.latest)
-            self._context.send(state.member, wire.Discard(commits.latest))
-        if commits.latest > hello.latest:
-            self._context.send(state.member, commits.commit_message())
+        ledger = self._context.ledger
+        commits.adopt_commit(hello.latest, hello.latest_digest, hello.latest_content, served=state.is_target)
+        if self._without_log and state.is_target and hello.latest > ledger.current():  # it may serve it
+            facts = {"digest": hello.latest_digest, "content": hello.latest_content}
+            self._context.decide("promote" if hello.latest in ledger.versions else "commit", hello.latest, **facts)
+        for known in list(ledger.versions.values()):  # the member's bytes may differ from the committed ones
+            digest = state.held.get(known.content, "")
+            if digest and known.digest and digest != known.digest:
+                state.drop_version(known.content)
+                self._context.send(state.member, wire.Discard(known.content))
 
     def defers(
         self, state: MemberState, message: wire.PublishBegin | wire.Packed | wire.PackFailed, now: float
@@ -246,7 +258,7 @@ class Recovery:
         if version not in self._aborted and not sources and len(digests) == 1 and digests != {""}:
             publishes = self._commits.publishes
             publishes.numbered = max(publishes.numbered, version)
-            self._commits.adopt_commit(version, digests.pop())
+            self._commits.adopt_commit(version, digests.pop(), served=False)
             return
         for state in self._roster.holders.of(version):
             state.drop_version(version)
@@ -255,18 +267,26 @@ class Recovery:
     # ----------------------------------------------- the bytes of the committed version
 
     def advance(self, now: float) -> None:
-        """Ask a holder to describe the committed version, if its payload is unknown."""
-        version = self._commits.latest
-        if self.active or not version or self._commits.committed is not None:
+        """Ask a holder to describe a version whose payload is needed and unknown."""
+        commits = self._commits
+        contents = commits.contents
+        wanted = [
+            *contents.wanted,
+            *contents.leased,
+            *([commits.recommits.waiting.content] if commits.recommits.waiting else ()),
+        ]
+        unknown = [one for one in wanted if contents.of(one) is None and self._roster.holders.of(one)]
+        if self.active or not unknown:
             return
+        version = unknown[0]
         asked, answer = self._described, self._answer
-        if asked is not None and asked.member in self._roster:
+        if asked is not None and asked.member in self._roster and self._asked in unknown:
             waits = answer is None or self._read(asked, answer, now)
             if waits:
                 return
         # min: the same history asks the same member
         holder = min(self._roster.holders.of(version), key=lambda state: state.member, default=None)
-        self._described, self._answer = holder, None
+        self._described, self._answer, self._asked = holder, None, version
         if holder is not None:
             self._context.send(holder.member, wire.Describe(version))
 
@@ -278,8 +298,8 @@ class Recovery:
     def undescribed(self, state: MemberState) -> None:
         """Drop a holder's unusable copy, so that another holder is asked."""
         if state is self._described:
+            state.drop_version(self._asked)
             self._described = self._answer = None
-            state.drop_version(self._commits.latest)
 
     def _read(self, holder: MemberState, answer: wire.Described, now: float) -> bool:
         """Fetch and read the described manifest, then restore the payload.
@@ -288,10 +308,12 @@ class Recovery:
         is of no use.
         """
         commits, wanted = self._commits, answer.manifest_hash
-        if answer.version != commits.latest:  # a newer version was committed meanwhile
+        known = self._context.ledger.versions.get(answer.version)
+        decided = known.digest if known is not None else ""
+        if answer.version != self._asked or commits.contents.of(answer.version) is not None:
             return False
         try:
-            if not wanted or (answer.digest and commits.decided and answer.digest != commits.decided):
+            if not wanted or (answer.digest and decided and answer.digest != decided):
                 raise errors.ManifestMismatch(f"{holder.member} has no version {answer.version}, or another one")
             encoded = commits.manifests.get(holder.member, wanted, now)
             joined = commits.manifests.joined(wanted, [encoded], whole=True) if encoded is not None else None
@@ -308,7 +330,7 @@ class Recovery:
             nbytes=joined.manifest.data_nbytes,
             device=answer.device,
             meta=answer.meta,
-            digest=commits.decided or answer.digest,
+            digest=decided or answer.digest,
         )
         self._described = self._answer = None
         commits.restore(payload)

@@ -19,7 +19,8 @@ import msgspec
 
 from replicas.config.file import load
 from replicas.coordinator.decisions import DecisionLog
-from replicas.core.base.effects import CommitDecision, Event
+from replicas.core.base.effects import Event
+from replicas.core.base.ledger import Decision
 from replicas.supervisor import operator as command_line
 from replicas.supervisor.supervisor import Supervisor
 
@@ -38,7 +39,7 @@ def main() -> int:
             at = time.clock_gettime(time.CLOCK_REALTIME)
             members.write(json.dumps({"at": at, "event": type(event).__name__, **msgspec.to_builtins(event)}) + "\n")
 
-        def appended(log: DecisionLog, decision: CommitDecision) -> None:
+        def appended(log: DecisionLog, decision: Decision) -> None:
             append(log, decision)
             decisions.write(msgspec.json.encode(decision) + b"\n")
 

@@ -22,7 +22,8 @@ lane is formed for weights, and bytes are only copied where a version comes in p
 
 from __future__ import annotations
 
-from replicas.core.base.effects import CommitDecision, Effect, Send
+from replicas.core.base.effects import Effect, Send
+from replicas.core.base.ledger import Decision
 from replicas.core.channel_state import ChannelState
 from replicas.messages import (
     FromMember,
@@ -87,7 +88,7 @@ class Moments:
             ):
                 self._transfer, self._done, self._expected = operation, 0, len(those)
                 return "moving"
-            case CommitDecision():
+            case Decision():
                 return "committing"
             case Send(message=ReceiveGrant(version=version)) if self._first("grant", version):
                 return "loading"

@@ -36,7 +36,8 @@ import msgspec
 
 from replicas.config.file import load
 from replicas.coordinator.decisions import DecisionLog
-from replicas.core.base.effects import CommitDecision, Effect
+from replicas.core.base.effects import Effect
+from replicas.core.base.ledger import Decision
 from replicas.core.channel_state import ChannelState
 from replicas.messages import FromMember
 from replicas.supervisor import operator as command_line
@@ -167,7 +168,7 @@ def main() -> int:
     append = DecisionLog.append
     with Path(sys.argv[2]).open("ab", buffering=0) as decisions:
 
-        def appended(log: DecisionLog, decision: CommitDecision) -> None:
+        def appended(log: DecisionLog, decision: Decision) -> None:
             append(log, decision)
             decisions.write(msgspec.json.encode(decision) + b"\n")
 

@@ -23,7 +23,8 @@ from replicas import errors
 from replicas import messages as wire
 from replicas.coordinator import Coordinator, GroupShape
 from replicas.coordinator.server import REFUSED_MAX
-from replicas.core.base.effects import CommitDecision, MemberLost
+from replicas.core.base.effects import MemberLost
+from replicas.core.base.ledger import Decision
 from replicas.core.base.manifest import PartManifest, TensorSpec
 from replicas.core.versions.fetching import pieces
 from replicas.linux.processes import command_line
@@ -424,7 +425,7 @@ async def test_nobody_hears_of_a_commit_that_is_not_on_disk(
     the commit goes out."""
     refused = asyncio.Event()
 
-    def full(decision: CommitDecision) -> None:
+    def full(decision: Decision) -> None:
         refused.set()
         raise OSError(28, "No space left on device")
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from replicas.coordinator import Coordinator
-from replicas.core.base.effects import CommitDecision
+from replicas.core.base.ledger import Decision
 from tests.support.channels import POLICY, ChannelWorld
 from tests.support.waits import wait_until
 
@@ -36,7 +36,7 @@ async def _refuse_and_take(world: ChannelWorld, coordinator: Coordinator, monkey
     watching = rollout.committed(after=1)
     refused: list[int] = []
 
-    def refuse(decision: CommitDecision) -> None:
+    def refuse(decision: Decision) -> None:
         refused.append(decision.version)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -20,7 +20,8 @@ from typing import Any
 
 from replicas import messages as wire
 from replicas.coordinator import Coordinator, GroupShape
-from replicas.core.base.effects import CommitDecision, Send
+from replicas.core.base.effects import Send
+from replicas.core.base.ledger import Decision
 from tests.support.root import ROOT
 
 __all__ = ["MOMENTS", "CoordinatorProcess"]
@@ -50,7 +51,7 @@ MOMENTS: dict[str, Callable[[object], bool]] = {
     "mapping": _offers("map"),
     "pulling": _offers("pull"),
     "first done": _hears(wire.TransferDone),
-    "decided": lambda what: isinstance(what, CommitDecision),
+    "decided": lambda what: isinstance(what, Decision),
     "telling": _sends(wire.Commit),
     "told": _sends(wire.PublishEnd),
     "granting": _sends(wire.ReceiveGrant),

@@ -10,12 +10,28 @@ from hypothesis import strategies as st
 
 from replicas import messages as wire
 from replicas.messages.identity import ProcessIdentity
+from replicas.messages.version_orders import VersionOrder
 from tests.support.channel_world import MANIFEST
 
 __all__ = ["any_hello", "any_message"]
 
 _TEXTS = st.sampled_from(
-    ["", "0f" * 32, "trainer/0", "rollout/0/0", "peer/1/0", "1.1", "2.1", "3.2", MANIFEST.hash, "digest-1", "cpu"]
+    [
+        "",
+        "1",
+        "candidate",
+        "previous",
+        "0f" * 32,
+        "trainer/0",
+        "rollout/0/0",
+        "peer/1/0",
+        "1.1",
+        "2.1",
+        "3.2",
+        MANIFEST.hash,
+        "digest-1",
+        "cpu",
+    ]
 )
 _ERRORS = st.builds(wire.WireError, kind=st.sampled_from(["SyncError", "Fenced", "no such"]), message=_TEXTS)
 _SEGMENTS = st.builds(wire.Segment, dtype=_TEXTS, shape=st.tuples(st.integers(0, 4)))
@@ -53,6 +69,7 @@ def _field(name: str, wild: bool) -> st.SearchStrategy[Any]:
         "applied": st.lists(_TEXTS, max_size=2).map(tuple),
         "unsettled": st.lists(_TEXTS, max_size=2).map(tuple),
         "outcome": st.sampled_from(["applied", "ready", "failed"]),
+        "scores": st.dictionaries(_TEXTS, st.floats(-9.0, 9.0), min_size=1, max_size=3),
         "step": st.none() | integers if name == "step" else integers,
     }
     return known.get(name, integers)
@@ -68,7 +85,9 @@ def _strategy(kind: type[msgspec.Struct], wild: bool) -> st.SearchStrategy[Any]:
     fields: dict[str, st.SearchStrategy[Any]] = {}
     for field in msgspec.structs.fields(kind):
         types = _types(field.type)
-        if float in types:
+        if field.name == "order":
+            fields["order"] = st.one_of([_strategy(order, wild=False) for order in get_args(VersionOrder)])
+        elif float in types:
             fields[field.name] = st.floats() if wild else _TAME_FLOATS
         elif bool in types:
             fields[field.name] = st.booleans()

@@ -15,11 +15,11 @@ import pytest
 from replicas import errors
 from replicas.coordinator import decisions
 from replicas.coordinator.decisions import DecisionLog
-from replicas.core.base.effects import CommitDecision
+from replicas.core.base.ledger import Decision
 
 
-def decision(version: int) -> CommitDecision:
-    return CommitDecision("commit", "policy", version, "digest", 1, 1)
+def decision(version: int) -> Decision:
+    return Decision("commit", "policy", version, "digest", 1, 1)
 
 
 def test_the_floor_is_read_back(tmp_path: Path) -> None:
@@ -57,8 +57,8 @@ def test_a_disk_that_takes_half_a_line_leaves_the_log_as_it_was(
 def test_aborted_numbers_are_not_used_again(tmp_path: Path) -> None:
     log = DecisionLog(tmp_path / "log")
     log.append(decision(1))
-    log.append(CommitDecision("abort", "policy", 2, "", 1, 1))
-    log.append(CommitDecision("abort", "policy", 3, "", 1, 1))
+    log.append(Decision("abort", "policy", 2, "", 1, 1))
+    log.append(Decision("abort", "policy", 3, "", 1, 1))
     log.close()
     again = DecisionLog(tmp_path / "log")
     assert again.past("policy").decided == (1, "digest")
@@ -78,12 +78,12 @@ def test_a_second_coordinator_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_long_log_is_written_anew_and_stays_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decisions, "COMPACT_NBYTES", 1000)
+    monkeypatch.setattr(decisions, "COMPACT_NBYTES", 4000)
     log = DecisionLog(tmp_path / "log")
     for version in range(1, 201):
         log.append(decision(version))
-        assert (tmp_path / "log").stat().st_size < 1200
-    log.append(CommitDecision("abort", "policy", 201, "", 1, 1))
+        assert (tmp_path / "log").stat().st_size < 4200
+    log.append(Decision("abort", "policy", 201, "", 1, 1))
     with pytest.raises(errors.WorldError):
         DecisionLog(tmp_path / "log")
     log.close()

@@ -13,15 +13,20 @@ decision).
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from replicas import messages as wire
+from replicas.config.canary import CanaryConfig
 from replicas.core.base.effects import SyncEnded
+from replicas.core.base.ledger import Ledger
 from replicas.core.members.roster import GroupShape
 from replicas.core.versions.recovery import RECOVERY_S
+from replicas.messages import version_orders as orders
+from replicas.messages.version_orders import VersionOrder
 from tests.support.channel.rosters import check_roster
 from tests.support.channel_world import SimMember, World, channel_config
 
@@ -34,6 +39,23 @@ CONFIGS: tuple[dict[str, object], ...] = (
     {"transport": "group"},
     {"adopt_together": True, "deadline_s": 20.0},
     {"adopt_together": True, "slots": 3},
+    {"slots": 4},
+    {"follow": "promoted", "slots": 4},
+    {"follow": "promoted", "slots": 5, "canary": CanaryConfig(group="rollout")},
+    {"follow": "promoted", "slots": 5, "canary": CanaryConfig(group="rollout", promote="healthy", soak_s=20.0)},
+    {"follow": "promoted", "slots": 3, "canary": CanaryConfig(group="rollout", promote="scored", metric="m", min=0.0)},
+)
+VERSIONS = st.sampled_from(("current", "candidate", "previous", "mine", "1", "2", "3", "5", "9"))
+ORDERS = st.one_of(
+    st.builds(orders.Promote, version=VERSIONS),
+    st.builds(orders.Reject, version=VERSIONS),
+    st.builds(orders.Rollback, to=VERSIONS),
+    st.builds(
+        orders.Hold, version=VERSIONS, seconds=st.sampled_from((None, 10.0, 60.0)), name=st.sampled_from(("", "a"))
+    ),
+    st.builds(orders.Release, name=st.sampled_from(("a", "lease-1"))),
+    st.builds(orders.Label, label=st.just("mine"), version=st.one_of(st.just(""), VERSIONS), move=st.booleans()),
+    st.builds(orders.Score, version=VERSIONS, scores=st.just({"m": 1.0}) | st.just({"m": -1.0})),
 )
 
 
@@ -48,6 +70,9 @@ class Channel(RuleBasedStateMachine):
         self.late = False
         """Somebody came later than a coordinator waits."""
         self.read: dict[SimMember, int] = {}
+        self.ordered = 0
+        self.rejected: set[int] = set()
+        self.was_current = 0
 
     @initialize(config=st.sampled_from(CONFIGS))
     def begin(self, config: dict[str, object]) -> None:
@@ -282,6 +307,16 @@ class Channel(RuleBasedStateMachine):
         self.world.bad_pairs.clear()
         self.world.cuts.clear()
 
+    @rule(order=ORDERS, member=st.none() | st.integers(0, 5))
+    def steer(self, order: VersionOrder, member: int | None) -> None:
+        """By a person, or by a member."""
+        sims = self._sims()
+        self.ordered += 1
+        sender = sims[member].member if member is not None and member < len(sims) else None
+        tell = partial(self.world.replies.__setitem__, self.ordered)
+        self.world.state.order(order, tell if sender is None else (sender, self.ordered), self.world.now)
+        self.world._collect()
+
     @rule(seconds=st.sampled_from([0.5, 4.0, 25.0, 70.0]))
     def time_passes(self, seconds: float) -> None:
         self.world.advance(seconds, frozen=tuple(self.frozen))
@@ -330,6 +365,40 @@ class Channel(RuleBasedStateMachine):
             assert sim.granted == sorted(set(sim.granted))
 
     @invariant()
+    def what_is_decided_stays(self) -> None:
+        """A rejected version is never served to all, and what is served only grows."""
+        ledger = self.world.ledger
+        if self.world.log_lost:
+            return
+        self.rejected |= {number for number, known in ledger.versions.items() if known.rejected}
+        assert ledger.current() not in self.rejected
+        assert ledger.current() >= self.was_current
+        self.was_current = ledger.current()
+
+    @invariant()
+    def a_label_points_to_a_committed_version(self) -> None:
+        committed = {decision.version for decision in self.world.decisions}
+        assert set(self.world.ledger.labels.values()) <= committed
+        assert {lease.version for lease in self.world.ledger.leases.values()} <= committed
+
+    @invariant()
+    def what_is_leased_is_kept_by_all_that_are_told(self) -> None:
+        state = self.world.state
+        leased = {state.context.ledger.content(one.version) for one in state.context.ledger.leases.values()}
+        newest = {state.context.ledger.content(state.commits.latest)}
+        assert state.recovery.active or all(
+            leased <= {*(one.labels.kept if one.labels is not None else ()), *newest} for one in state.roster
+        )
+
+    @invariant()
+    def the_file_that_is_written_anew_says_the_same(self) -> None:
+        again = Ledger()
+        for decision in self.world.ledger.decisions():
+            again.apply(decision)
+        again.changes = self.world.ledger.changes
+        assert vars(again) == vars(self.world.ledger)
+
+    @invariant()
     def a_version_is_decided_once(self) -> None:
         """For all targets alike, as long as no newer one has been decided."""
         sims = [*self.world.members.values(), *self.away]
@@ -362,6 +431,10 @@ class Channel(RuleBasedStateMachine):
                 self._join(name)
         self.world.advance(130.0)
         assert not self.world.state.commits.publishes.without_verdict()
+        assert self.world.state.commits.recommits.waiting is None
+        for name in list(self.world.ledger.leases):
+            self.steer(orders.Release(name=name), None)
+        self.steer(orders.Label(label="mine", version=""), None)
         trainer = next(s for s in self.world.members.values() if s.member.group == "trainer")
         if self.world.state.links:
             trainer.pack(trainer.publish())  # there was no version that could show that they work again
@@ -372,6 +445,9 @@ class Channel(RuleBasedStateMachine):
         verdict = trainer.verdicts[number]
         assert verdict.receipt is not None, verdict
         assert len(verdict.receipt.members) == 4, [(s.member.name, s.standing, s.note) for s in self.world.state.roster]
+        if self.world.config.follow == "promoted" and self.world.ledger.current() < verdict.receipt.version:
+            self.steer(orders.Promote(version=str(verdict.receipt.version)), None)
+        self.world.advance(1.0)
         for sim in self.world.members.values():
             if sim.member.group == "rollout":
                 assert verdict.receipt.version in sim.held

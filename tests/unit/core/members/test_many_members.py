@@ -247,7 +247,7 @@ WELCOME = wire.Welcome(1, wire.ChannelSettings("target", 5.0, 2, "leader", "lead
 async def test_what_is_sent_in_one_turn_is_written_at_once() -> None:
     session, connection = session_of("rollout"), Wire(room=100)
     session.attach(connection, 0, WELCOME)
-    session.send(wire.Commit(1, "d", "m"))
+    session.send(wire.Commit(1, "d"))
     session.send(wire.Ack())
     session.send(wire.Assigned(1))
     assert connection.writes == []
@@ -269,7 +269,7 @@ async def test_what_a_slow_connection_does_not_take_waits() -> None:
     session, connection = session_of("rollout"), Wire(room=1)
     session.attach(connection, 0, WELCOME)
     await asyncio.sleep(0)
-    session.send(wire.Commit(1, "d", "m"))
+    session.send(wire.Commit(1, "d"))
     await asyncio.sleep(0)
     assert len(connection.writes) == 1
     written = asyncio.create_task(session.written(connection))
@@ -278,7 +278,7 @@ async def test_what_a_slow_connection_does_not_take_waits() -> None:
     connection.room = 1
     connection.on_writable()
     await asyncio.wait_for(written, 10)
-    assert connection.writes[-1][0].body == wire.Commit(1, "d", "m")
+    assert connection.writes[-1][0].body == wire.Commit(1, "d")
 
 
 @pytest.mark.anyio
@@ -286,7 +286,7 @@ async def test_a_new_connection_gets_what_was_not_acknowledged() -> None:
     session, first, second = session_of("rollout"), Wire(room=9), Wire(room=9)
     session.attach(first, 0, WELCOME)
     for version in (1, 2):
-        session.send(wire.Commit(version, "d", "m"))
+        session.send(wire.Commit(version, "d"))
     await asyncio.sleep(0)
     session.attach(second, 1, WELCOME)
     session.detach(first)  # too late to matter
@@ -296,10 +296,10 @@ async def test_a_new_connection_gets_what_was_not_acknowledged() -> None:
 
 def test_what_is_sent_to_many_is_encoded_once() -> None:
     encoded = Encoded()
-    commit = wire.Commit(1, "d", "m")
+    commit = wire.Commit(1, "d")
     body = encoded.of(commit)
     assert encoded.of(commit) is body
-    assert encoded.of(wire.Commit(2, "d", "m")) != body
+    assert encoded.of(wire.Commit(2, "d")) != body
     frame = wire.decode_server_frame(wire.encode_frame(7, 3, body))
     assert frame == wire.ServerFrame(7, 3, commit)
     assert wire.encode_frame(7, 3, body) == wire.encode(frame)

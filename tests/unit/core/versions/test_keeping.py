@@ -121,7 +121,7 @@ def test_a_version_of_which_only_a_part_is_kept_is_lost_with_the_other() -> None
     world.run()
     state = world.state.roster.get(again.member)
     assert state is not None
-    assert not world.state.commits.obtainable([state])
+    assert not world.state.commits.contents.obtainable([state], world.state.commits.latest)
 
 
 @pytest.mark.parametrize("machine", ["a", ""])
@@ -135,7 +135,7 @@ def test_who_may_get_it_later_waits_for_it_to_be_ready(machine: str) -> None:
     world.run()
     state = world.state.roster.get(target.member)
     assert state is not None
-    assert world.state.commits.obtainable([state]) == bool(machine)
+    assert world.state.commits.contents.obtainable([state], world.state.commits.latest) == bool(machine)
 
 
 def test_a_coordinator_that_starts_again_keeps_what_members_still_have() -> None:

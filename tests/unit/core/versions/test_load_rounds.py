@@ -15,7 +15,7 @@ from replicas.common.table import InvalidStep
 from replicas.core.base.effects import Effect, ReplicaLoaded, Send
 from replicas.core.base.membership import ROUND
 from replicas.core.members.member_state import MemberState
-from replicas.core.versions.load_rounds import LoadRounds, Newest, ReplicaView
+from replicas.core.versions.load_rounds import LoadRounds, Newest, ReplicaView, Served
 from replicas.messages.identity import Member, ProcessIdentity
 
 HELLO = wire.Hello(1, "", "policy", "rollout", 0, 0, 2, "", 1, ProcessIdentity(1, 2, "b", 3))
@@ -414,11 +414,11 @@ def test_what_the_publisher_said_may_become_known_later() -> None:
     rounds = LoadRounds("policy", lambda group, replica: ReplicaView([], 0), [])
     newest = Newest(4)
     assert not newest.is_enough(wire.ReceiveAsk(1, 0, -5, "step"))
-    rounds.take_due(newest)
+    rounds.take_due(Served(newest))
     rounds.ask(Member("rollout", 0, 0, "a"), wire.ReceiveAsk(1, 0, 3, "step"))
-    assert rounds.take_due(newest) == [("rollout", 0)]
-    assert rounds.take_due(newest) == []
-    assert rounds.take_due(Newest(4, {"step": 3})) == [("rollout", 0)]
+    assert rounds.take_due(Served(newest)) == [("rollout", 0)]
+    assert rounds.take_due(Served(newest)) == []
+    assert rounds.take_due(Served(Newest(4, {"step": 3}))) == [("rollout", 0)]
 
 
 def test_without_ranks_it_is_over_and_the_next_ones_begin_anew(replica: Replica) -> None:

@@ -146,7 +146,7 @@ def test_the_write_of_the_decision_is_the_commit_alone() -> None:
     )
     ended = SyncRecord(version=4, outcome="committed", seconds=1.0, nbytes=1, phases=phases)
     others: list[Effect] = [
-        Send(members[0], wire.Commit(4, "d", "")),
+        Send(members[0], wire.Commit(4, "d")),
         SyncEnded("policy", SyncRecord(version=5, outcome="committed", seconds=1.0, nbytes=1, phases=phases)),
         SyncEnded("policy", SyncRecord(version=4, outcome="busy", seconds=1.0, nbytes=1, phases=phases)),
         Send(members[0], wire.PublishEnd(1, error=wire.WireError("Busy", "x"))),

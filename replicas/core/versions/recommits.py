@@ -1,0 +1,82 @@
+"""Recommits: commit an older version's content again, under a new number.
+
+Theory of operation
+===================
+
+Version numbers only grow on a target (I2). To go back, the coordinator commits a new
+version whose content is that of an older one. No source publishes it, and no bytes
+move to hosts that hold the content; the others are caught up
+(:mod:`replicas.core.versions.catch_up`).
+
+A recommit takes its number when it is asked for. Publishes with lower numbers end
+first, by their own deadlines; those with higher numbers begin to move after it. So a
+trainer that publishes all the time does not delay it, and it overtakes no publish.
+There is at most one at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from replicas import errors
+from replicas.core.moving.channel_context import ChannelContext
+from replicas.core.versions.publishes import Publishes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recommit:
+    """A version that waits for its turn.
+
+    ``number``: its own. ``version``: the one whose content it gets. ``on_end`` is
+    called with None when it is committed, or with the error.
+    """
+
+    number: int
+    version: int
+    content: int
+    on_end: Callable[[errors.ReplicasError | None], None]
+
+
+class Recommits:
+    """The recommit of one channel, if one is under way.
+
+    :param commit: commits it; returns False while the manifest is not known here.
+    """
+
+    def __init__(self, context: ChannelContext, publishes: Publishes, commit: Callable[[Recommit], bool]) -> None:
+        self._context, self._publishes, self._commit = context, publishes, commit
+        self.waiting: Recommit | None = None
+
+    def begin(self, version: int, on_end: Callable[[errors.ReplicasError | None], None]) -> int:
+        """Give a recommit of the version a number, and return it.
+
+        :raises errors.Busy: another one is under way.
+        :raises errors.Gone: no member holds its content.
+        """
+        if self.waiting is not None:
+            text = f"version {self.waiting.number} is about to be committed with the content of {self.waiting.version}"
+            raise errors.Busy(text, hint="try again when it is")
+        content = self._context.ledger.content(version)
+        if not self._context.roster.holders.of(content):
+            raise errors.Gone(f"no replica holds version {version} now", version=version, hint="")
+        number = self._publishes.take_number()
+        self.waiting = Recommit(number, version, content, on_end)
+        return number
+
+    def blocks(self, number: int) -> bool:
+        """Return True if a publish with this number must wait."""
+        return self.waiting is not None and number > self.waiting.number
+
+    def advance(self) -> None:
+        """Commit it if its turn has come; give it up if its content is lost."""
+        one = self.waiting
+        if one is None or any(publish.version < one.number for publish in self._publishes.without_verdict()):
+            return
+        error: errors.ReplicasError | None = None
+        if not self._context.roster.holders.of(one.content):
+            error = errors.Gone(f"no replica holds version {one.version} now", version=one.version, hint="")
+        elif not self._commit(one):
+            return
+        self.waiting = None
+        one.on_end(error)

@@ -1,0 +1,343 @@
+"""Steering: check orders about versions, and carry them out.
+
+Promote, reject and roll back change what targets load; labels and leases change what is
+kept; scores are recorded, and may decide about a candidate. Each order is checked
+against the ledger first: an error names what is there, and nothing has changed. The
+answer follows the decision, which is on disk then.
+
+*Kept.* Each member is told which contents it must not evict: those of labels and
+leases, and of ``previous`` if there is room. One slot is left for the version that
+comes next, and with ``follow = "promoted"`` one for a candidate. What does not fit is
+refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from replicas import errors
+from replicas import messages as wire
+from replicas.common.sizes import list_text, size_text
+from replicas.core.base.effects import Reply, What
+from replicas.core.base.ledger import OWN_LABELS, PREVIOUS, Ledger, Score
+from replicas.core.members.member_state import MemberState
+from replicas.core.moving.channel_context import ChannelContext
+from replicas.core.versions.recommits import Recommits
+from replicas.core.versions.serving import Serving
+from replicas.messages import version_orders as orders
+from replicas.messages.identity import Member
+from replicas.messages.version_orders import SCORES_MAX, Steered, VersionOrder
+
+SHOWN = 6
+"""The newest versions that an error names."""
+_LABEL = re.compile(r"[A-Za-z][A-Za-z0-9._-]*\Z")
+LABELS_MAX = LEASES_MAX = 64
+_NOTHING = wire.Labels({}, ())
+Tell = Callable[[Steered | errors.ReplicasError], None]
+Sender = tuple[Member, int] | Tell
+"""Who sent an order: a member, with its number of it; or whom to tell the outcome."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """An order, its sender (None: a person), the time since 1970, and the reply."""
+
+    order: VersionOrder
+    member: Member | None
+    wall: float
+    reply: Tell
+
+
+class Steering:
+    """Carries out orders about the versions of one channel."""
+
+    def __init__(self, context: ChannelContext, serving: Serving, recommits: Recommits) -> None:
+        self._context, self._serving, self._recommits = context, serving, recommits
+        self._ledger, self._name = context.ledger, context.config.name
+        self._seen = (-1, 0)
+        self._told = _NOTHING
+        self._newcomers = False
+
+    # ------------------------------------------------------------ orders
+
+    def order(self, order: VersionOrder, sender: Sender, wall: float) -> None:
+        """Carry out an order; its sender is told the outcome, now or later.
+
+        :param wall: seconds since 1970.
+        """
+        member = sender[0] if isinstance(sender, tuple) else None
+
+        def reply(outcome: Steered | errors.ReplicasError) -> None:
+            if not isinstance(sender, tuple):
+                self._context.out.append(Reply(sender, outcome))
+            elif isinstance(outcome, Steered):
+                self._context.send(sender[0], wire.VersionAnswer(sender[1], outcome))
+            else:
+                self._context.send(sender[0], wire.VersionAnswer(sender[1], error=wire.WireError.of(outcome)))
+
+        try:
+            self._carry_out(_Asked(order, member, wall, reply))
+        except errors.ReplicasError as error:
+            error.channel = error.channel or self._name
+            reply(error)
+
+    def _carry_out(self, asked: _Asked) -> None:
+        match asked.order:
+            case orders.Promote(version=text):
+                self._promote(asked, self._find(text))
+            case orders.Rollback(to=text):
+                self._roll_back(asked, self._find(text))
+            case orders.Reject(version=text, why=why):
+                version = self._find(text)
+                if version != self._ledger.candidate():
+                    text = f"version {version} is not the candidate: {self._state_of(version)}"
+                    raise errors.UsageError(text, hint="only a candidate can be rejected; roll back what is served")
+                self._serving.reject(version, why or "by an order")
+                asked.reply(Steered(channel=self._name, version=version))
+            case orders.Hold():
+                self._hold(asked, asked.order)
+            case orders.Release(name=name):
+                self._release(asked, name)
+            case orders.Label():
+                self._label(asked, asked.order)
+            case orders.Score():
+                self._score(asked, asked.order)
+
+    def _promote(self, asked: _Asked, version: int) -> None:
+        """Serve a version: by its own number, or by a new one if a newer was served."""
+        if self._context.config.follow == "newest":
+            text = f"{self._name} serves each committed version: there is nothing to promote"
+            raise errors.UsageError(text, hint=f'set channels.{self._name}.follow = "promoted"')
+        self._check_servable(version)
+        if version >= self._serving.exposed:
+            self._serving.promote(version, "by an order")
+            asked.reply(Steered(channel=self._name, version=version))
+        else:
+            self._recommit(asked, version, "promoted")
+
+    def _roll_back(self, asked: _Asked, version: int) -> None:
+        """Serve an older version's content again; a candidate is rejected."""
+        self._check_servable(version)
+        self._recommit(asked, version, "rolled_back", self._ledger.candidate())
+
+    def _recommit(self, asked: _Asked, version: int, what: What, candidate: int = 0) -> None:
+        """Commit the version's content again; then ``candidate``, if any, is rejected,
+        unless it was promoted meanwhile."""
+
+        def ended(error: errors.ReplicasError | None) -> None:
+            if error is None:
+                self._serving.report(what, number, value=version)
+                if candidate and self._ledger.labels.get(PREVIOUS) != candidate:
+                    self._serving.reject(candidate, f"rolled back to version {version}")
+                asked.reply(Steered(channel=self._name, version=number, content_of=version))
+            else:
+                asked.reply(error)
+
+        number = self._recommits.begin(version, ended)
+
+    def _check_servable(self, version: int) -> None:
+        """Raise UsageError for a version that is served now, or was rejected."""
+        if self._ledger.content(version) == self._ledger.content(self._ledger.current()):
+            raise errors.UsageError(f"{self._name} serves version {version} already", hint=self._there())
+        if why := self._ledger.why_rejected(version):
+            raise errors.UsageError(
+                f"version {version} was rejected: {why}", hint="publish it again, or choose another"
+            )
+
+    def _hold(self, asked: _Asked, order: orders.Hold) -> None:
+        """Make or renew a lease."""
+        version, ledger = self._find(order.version), self._ledger
+        name = order.name or next(name for n in range(1, LEASES_MAX + 2) if (name := f"lease-{n}") not in ledger.leases)
+        known = ledger.leases.get(name)
+        holder = str(asked.member) if asked.member is not None else ""
+        if known is not None and (known.version, known.holder) != (version, holder):
+            text = f"lease {name} holds version {known.version}, for {known.holder or 'a person'}"
+            raise errors.UsageError(text, hint="release it first, or choose another name")
+        if known is None and len(ledger.leases) >= LEASES_MAX:
+            raise errors.NoCapacity(f"{self._name} has {LEASES_MAX} leases", hint="release some")
+        self._check_room(version)
+        seconds = order.seconds or 0.0
+        self._context.decide("hold", version, name=name, value=seconds, why=holder, at=asked.wall)
+        self._serving.report("held", version, name=name, value=seconds)
+        until = asked.wall + seconds if seconds else None
+        asked.reply(Steered(channel=self._name, version=version, name=name, until=until))
+
+    def _release(self, asked: _Asked, name: str) -> None:
+        lease = self._ledger.leases.get(name)
+        if lease is None:
+            there = f"its leases are {list_text(sorted(self._ledger.leases))}" if self._ledger.leases else "it has none"
+            raise errors.UsageError(f"{self._name} has no lease {name!r}: {there}", hint="")
+        self._end_lease(name, "by an order")
+        asked.reply(Steered(channel=self._name, version=lease.version, name=name))
+
+    def _end_lease(self, name: str, why: str) -> None:
+        version = self._ledger.leases[name].version
+        self._context.decide("release", version, name=name)
+        self._serving.report("released", version, name=name, why=why)
+
+    def _label(self, asked: _Asked, order: orders.Label) -> None:
+        """Set, move or remove a label of the user's."""
+        label, ledger = order.label, self._ledger
+        if label in OWN_LABELS or not _LABEL.match(label):
+            text = f"{label!r} cannot be a label of yours"
+            hint = (
+                f"a letter, then letters, digits, '.', '_' and '-'; {list_text(OWN_LABELS)} are set by what is served"
+            )
+            raise errors.UsageError(text, hint=hint)
+        known = ledger.labels.get(label, 0)
+        version = self._find(order.version) if order.version else 0
+        if not version and not known:
+            raise errors.UsageError(f"{self._name} has no label {label!r}", hint=self._there())
+        if version and known not in (0, version) and not order.move:
+            raise errors.UsageError(f"label {label!r} points to version {known}", hint="say that it may move (--move)")
+        if version and not known and len(ledger.labels) >= LABELS_MAX:
+            raise errors.NoCapacity(f"{self._name} has {LABELS_MAX} labels", hint="remove some")
+        if version:
+            self._check_room(version, without=label)
+        self._context.decide("label", version, name=label)
+        self._serving.report("labelled", version or known, name=label, value=float(bool(version)))
+        asked.reply(Steered(channel=self._name, version=version or known, name=label))
+
+    def _score(self, asked: _Asked, order: orders.Score) -> None:
+        """Record scores, and take the decision that they make due."""
+        version = self._find(order.version, held=False)
+        scores = self._ledger.versions[version].scores
+        if len(scores.keys() | order.scores.keys()) > SCORES_MAX:
+            raise errors.NoCapacity(f"version {version} has {len(scores)} scores, of {SCORES_MAX}", hint="reuse a name")
+        for name, value in order.scores.items():
+            mean = scores[name].with_report(value) if name in scores else Score(value)
+            self._context.decide("score", version, name=name, value=mean.value, count=mean.count)
+            self._serving.report("scored", version, name=name, value=value)
+        for name in order.scores:
+            self._serving.scored(version, name)
+        asked.reply(Steered(channel=self._name, version=version))
+
+    # ------------------------------------------------------------ what is there
+
+    def _find(self, text: str, *, held: bool = True) -> int:
+        """Return the version that a number or a label names.
+
+        :param held: a member must hold its content.
+        :raises errors.UsageError: there is no such label or version.
+        :raises errors.Gone: its content is gone.
+        """
+        ledger, number = self._ledger, int(text) if text.isascii() and text.isdigit() else 0
+        if not number:
+            number = ledger.labels.get(text, 0)
+            if not number and text == PREVIOUS:
+                raise errors.UsageError(
+                    f"{self._name} has served one version at most: there is none before it", hint=""
+                )
+            if not number:
+                raise errors.UsageError(f"{self._name} has no label {text!r}", hint=self._there())
+        if number not in ledger.versions:
+            raise errors.UsageError(f"{self._name} has no version {number}", hint=self._there())
+        if held and not self._context.roster.holders.of(ledger.content(number)):
+            raise errors.Gone(f"version {number} of {self._name} is gone", version=number, hint=self._there())
+        return number
+
+    def _there(self) -> str:
+        """Return which versions members hold, with their labels."""
+        holders = self._context.roster.holders
+        held = [number for number, known in sorted(self._ledger.versions.items()) if holders.of(known.content)]
+        words = [f"{number}{self._labels_text(number)}" for number in held]
+        return (
+            f"{self._name} has version{'' if len(words) == 1 else 's'} {', '.join(words[-SHOWN:])}"
+            if words
+            else "it has none"
+        )
+
+    def _labels_text(self, version: int) -> str:
+        labels = self._ledger.labels_of(version)
+        return f" ({', '.join(labels)})" if labels else ""
+
+    def _state_of(self, version: int) -> str:
+        """Return the state of a version that is not the candidate, as text."""
+        why = self._ledger.why_rejected(version)
+        return f"it was rejected: {why}" if why else f"it is{self._labels_text(version) or ' none'}"
+
+    def _fixed(self, ledger: Ledger, without: str = "") -> dict[int, str]:
+        """Return the contents that stay until a person says otherwise, and why."""
+        fixed = {ledger.content(version): label for label, version in ledger.labels.items()
+                 if label not in (without, *OWN_LABELS[1:])}  # fmt: skip
+        return {ledger.content(lease.version): f"lease {name}" for name, lease in ledger.leases.items()} | fixed
+
+    @property
+    def _room(self) -> int:
+        """How many contents may stay: a slot is left for the next version, and for a
+        candidate one more."""
+        config = self._context.config
+        return config.slots - (2 if config.follow == "promoted" else 1)
+
+    def _check_room(self, version: int, without: str = "") -> None:
+        """Raise NoCapacity if a version's content does not fit beside the others."""
+        ledger, content = self._ledger, self._ledger.content(version)
+        fixed = self._fixed(ledger, without)
+        if content in fixed or len(fixed) < self._room:
+            return
+        kept = list_text([f"version {number} ({why})" for number, why in sorted(fixed.items())])
+        size = size_text(ledger.versions[version].commit.nbytes)
+        text = f"{self._name} can keep {self._room} versions, and keeps {kept}: version {version} needs {size} more"
+        raise errors.NoCapacity(text, hint=f"release one, or raise channels.{self._name}.slots", version=version)
+
+    # ------------------------------------------------------------ what members keep
+
+    def joined(self) -> None:
+        """Note that a member has joined, which must be told what to keep."""
+        self._newcomers = True
+
+    def _message(self) -> wire.Labels:
+        """Return what members are to know of labels, and to keep."""
+        ledger, config = self._ledger, self._context.config
+        fixed, waiting = self._fixed(ledger), self._recommits.waiting
+        # a slot is left for the publish that the recommit waits for
+        kept = {*fixed, ledger.content(ledger.candidate()) if waiting is None else waiting.content} - {0}
+        if config.follow == "newest" and ledger.labels.keys() <= {*OWN_LABELS} and not (ledger.leases or waiting):
+            return _NOTHING  # nothing is steered: newest versions are kept anyway
+        if previous := ledger.labels.get(PREVIOUS):
+            kept |= {ledger.content(previous)} if len(kept) < config.slots - 1 else set()
+        return wire.Labels(dict(ledger.labels), tuple(sorted(kept)))
+
+    def tick(self, wall: float, *, recovering: bool) -> None:
+        """End leases that are over."""
+        for name, lease in list(self._ledger.leases.items()):
+            if lease.until and wall >= lease.until:
+                self._end_lease(name, "its time is over")
+            elif lease.holder and not recovering and lease.holder not in map(str, self._members()):
+                self._end_lease(name, "its holder is lost")
+
+    def advance(self) -> None:
+        """Go back from a rejected version if needed; tell members what to keep."""
+        if self._serving.must_go_back and self._recommits.waiting is None and self._ledger.current():
+            self._go_back()
+        waiting = self._recommits.waiting
+        seen = self._ledger.changes, waiting.number if waiting is not None else 0
+        if self._seen != seen:
+            self._seen, message = seen, self._message()
+            self._newcomers = self._newcomers or message != self._told
+            self._told = message
+        if self._newcomers:
+            self._newcomers = False
+            for state in self._context.roster:
+                self._tell(state)
+
+    def _members(self) -> list[Member]:
+        return [state.member for state in self._context.roster]
+
+    def _tell(self, state: MemberState) -> None:
+        if (state.labels or _NOTHING) != self._told:
+            state.labels = self._told
+            self._context.send(state.member, self._told)
+
+    def _go_back(self) -> None:
+        """Commit the current content again: a target may serve a rejected version."""
+        current = self._ledger.current()
+        if self._context.roster.holders.of(self._ledger.content(current)):
+
+            def ended(error: errors.ReplicasError | None) -> None:
+                if error is None:
+                    self._serving.report("rolled_back", number, value=current)
+
+            number = self._recommits.begin(current, ended)
