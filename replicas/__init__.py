@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from replicas import sources as sources
     from replicas import status as status
     from replicas import testing as testing
-    from replicas.channel import Change, Channel, Pending, Receipt, Shard, Update, join
+    from replicas.channel import Change, Channel, Lease, Pending, Receipt, Shard, Update, Versions, join
     from replicas.coordinator import Coordinator
     from replicas.messages.identity import Member
     from replicas.supervisor import Supervisor
@@ -27,18 +27,21 @@ __all__ = [
     "Change",
     "Channel",
     "Coordinator",
+    "Lease",
     "Member",
     "Pending",
     "Receipt",
     "Shard",
     "Supervisor",
     "Update",
+    "Versions",
     "__version__",
     "errors",
     "join",
 ]
 
-_HOMES = dict.fromkeys(("Change", "Channel", "Pending", "Receipt", "Shard", "Update", "join"), "replicas.channel") | {
+_OF_A_RANK = ("Change", "Channel", "Lease", "Pending", "Receipt", "Shard", "Update", "Versions", "join")
+_HOMES = dict.fromkeys(_OF_A_RANK, "replicas.channel") | {
     "Coordinator": "replicas.coordinator",
     "Member": "replicas.messages.identity",
     "Supervisor": "replicas.supervisor",

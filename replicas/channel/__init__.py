@@ -15,8 +15,9 @@ linux.require()  # before imports that fail on other systems
 from replicas.channel.channel import Channel  # noqa: E402
 from replicas.channel.joining import join  # noqa: E402
 from replicas.channel.session.pending import Pending, Receipt  # noqa: E402
+from replicas.channel.versions.orders import Lease, Versions  # noqa: E402
 from replicas.channel.versions.update import Update  # noqa: E402
 from replicas.weights.changes import Change  # noqa: E402
 from replicas.weights.feed import Shard  # noqa: E402
 
-__all__ = ["Change", "Channel", "Pending", "Receipt", "Shard", "Update", "join"]
+__all__ = ["Change", "Channel", "Lease", "Pending", "Receipt", "Shard", "Update", "Versions", "join"]

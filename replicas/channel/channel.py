@@ -24,6 +24,7 @@ from replicas.channel.session.session import Session
 from replicas.channel.session.sidecar_lanes import SidecarLanes
 from replicas.channel.versions.filling import PublishJob, arena_like, reserve
 from replicas.channel.versions.manifest_exchange import ManifestExchange
+from replicas.channel.versions.orders import VersionOrders, Versions
 from replicas.channel.versions.publish import Publisher
 from replicas.channel.versions.receive import Bound, Receiver, Watches
 from replicas.channel.versions.transfers import Transfers
@@ -47,7 +48,8 @@ class Channel(Collectives):
     """This process's membership of a channel, made by :func:`replicas.join`.
 
     End it with :meth:`close` or a ``with`` block. All methods may be called from any
-    thread, but only one thread at a time may publish. Attributes never block.
+    thread, but only one thread at a time may publish. Attributes never block. Orders to
+    serve and to keep versions, and their labels: ``versions``.
     """
 
     def __init__(self, hub: Hub, session: Session) -> None:
@@ -60,12 +62,12 @@ class Channel(Collectives):
         self._manifests = ManifestExchange(hub, self._publisher.manifest_of)
         self._carriers = Carriers(hub, self._lanes.prepare)
         self._transfers = Transfers(hub, self._lanes, self._carriers, self._manifests)
-        self._receiver = Receiver(hub)
+        self.versions = Versions(hub, orders := VersionOrders(hub))
+        self._receiver = Receiver(hub, self.versions.score)
         self._watches = Watches(hub)
         self._operations = RankOperations(hub, self._lanes, self._transfers.broadcast)
-
         weights = (self._publisher, self._receiver, self._watches, self._transfers, self._manifests)
-        hub.start(session, (*weights, self._operations, self._lanes, self._carriers))
+        hub.start(session, (*weights, orders, self._operations, self._lanes, self._carriers))
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"version={self.version} latest={self.latest} epoch={self.epoch}"
@@ -83,10 +85,7 @@ class Channel(Collectives):
 
     @property
     def version(self) -> int:
-        """The version that this rank serves: loaded, or (on a source) published here.
-
-        0 before the first one, and while a version is only partly loaded.
-        """
+        """The version that this rank has loaded, or published; 0: none, or a part."""
         return self._hub.loaded
 
     @property

@@ -3,8 +3,9 @@
 Several threads use the arena; the rest here belongs to the session thread, which
 replaces (never changes in place) the values that others read. *Protected* versions are
 never evicted: the newest committed version, the version assigned to this replica and
-not yet loaded, versions being published, and versions received and not yet committed or
-discarded. Open updates and running transfers pin their slots.
+not yet loaded, versions being published, versions received and not yet committed or
+discarded, and those that the coordinator asks to keep. Open updates and running
+transfers pin their slots.
 
 A version that is released while its slot is being read is freed with the last pin, and
 counts as not held until then. Versions that are mapped from another member of this host
@@ -56,28 +57,59 @@ class _Facts(msgspec.Struct):
     device: str = "cpu"
 
 
-class HeldVersions:
-    """The versions of one channel in this process.
+class ToldVersions:
+    """The facts about versions that the coordinator has told this member.
 
-    :param call: runs a function on the session thread.
-    :param on_drop: called there with a version whose slot was reused for another.
-    :ivar changed: set at the next change of a slot; get it before looking for a slot.
+    :ivar latest: the newest version that it knows committed; 0 if there is none.
     :ivar latest_digest: of ``latest``; empty while only its number is known.
+    :ivar contents: by committed version, the older version whose bytes it has.
+    :ivar labels: the version of each label.
+    :ivar kept: contents that must not be evicted.
     :ivar assigned: the version that this replica was granted and this rank has yet to
         load, or 0.
     :ivar adopted: the newest version known here that all targets may load.
     :ivar unadopted: the newest version that was rejected, or refused here.
     """
 
-    arena: Arena
-
-    def __init__(self, name: str, call: Callable[..., None], on_drop: Callable[[int], None]) -> None:
-        self._name = name
-        self._call = call
-        self._on_drop = on_drop
+    def __init__(self) -> None:
         self.latest = 0
         self.latest_digest = ""
         self.assigned = self.adopted = self.unadopted = 0
+        self.contents: dict[int, int] = {}
+        self.labels: dict[str, int] = {}
+        self.kept: frozenset[int] = frozenset()
+
+    def decisions(self) -> dict[str, Any]:
+        """Return the coordinator's decisions, as fields of a Hello by name."""
+        names = ("latest", "latest_digest", "assigned", "adopted", "unadopted")
+        decided = {name: getattr(self, name) for name in names}
+        return decided | {"latest_content": self.contents.get(self.latest, 0)}
+
+    def content(self, version: int) -> int:
+        """Return the version whose bytes ``version`` has: that of its slot."""
+        return self.contents.get(version, version)
+
+    def forget_contents(self) -> None:
+        """Forget the contents of versions that nobody asks for."""
+        known = {self.latest, self.assigned, *self.labels.values()}
+        self.contents = {one: content for one, content in self.contents.items() if one in known or one > self.latest}
+
+
+class HeldVersions(ToldVersions):
+    """The versions of one channel in this process.
+
+    :param call: runs a function on the session thread.
+    :param on_drop: called there with a version whose slot was reused for another.
+    :ivar changed: set at the next change of a slot; get it before looking for a slot.
+    """
+
+    arena: Arena
+
+    def __init__(self, name: str, call: Callable[..., None], on_drop: Callable[[int], None]) -> None:
+        super().__init__()
+        self._name = name
+        self._call = call
+        self._on_drop = on_drop
         self.publishing: set[int] = set()
         self.prepared: set[int] = set()
         self.doubtful: set[int] = set()
@@ -126,18 +158,18 @@ class HeldVersions:
         """Return versions released here that other processes may still map."""
         return tuple(sorted(self.arena.lent())) if self.opened else ()
 
-    def decisions(self) -> dict[str, Any]:
-        """Return the coordinator's decisions, as fields of a Hello by name."""
-        names = ("latest", "latest_digest", "assigned", "adopted", "unadopted")
-        return {name: getattr(self, name) for name in names}
+    def find_pinned(self, version: int) -> Slot | None:
+        """Return the slot with the content of ``version``, pinned; the caller unpins
+        it. Or None."""
+        return self.arena.find_pinned(self.content(version))
 
     def digest(self, version: int) -> str:
         """Return the digest of ``version``, or "" while it is unknown here."""
-        return self._facts.get(version, _Facts()).digest
+        return self._facts.get(self.content(version), _Facts()).digest
 
     def meta(self, version: int) -> Meta:
         """Return the publisher's ``meta`` of ``version``, or {} while unknown."""
-        return self._facts.get(version, _Facts()).meta
+        return self._facts.get(self.content(version), _Facts()).meta
 
     def describe(self, version: int) -> Described:
         """Return digest, manifest hash, meta and device type of ``version``.
@@ -179,11 +211,14 @@ class HeldVersions:
         self.prepared = {known for known in self.prepared if known > version}
         self.protect()
 
-    def committed(self, version: int, digest: str) -> bool:
+    def committed(self, version: int, digest: str, content: int = 0) -> bool:
         """Record a commit and return True, or return False if a newer version is known.
 
         :param digest: digest of the version, or "" if unknown.
+        :param content: the older version whose bytes it has; 0: it has its own.
         """
+        if content:
+            self.contents[version] = content
         self.prepared.discard(version)
         newest = version > self.latest
         if newest:
@@ -225,10 +260,17 @@ class HeldVersions:
 
     def protect(self) -> None:
         """Set which versions to keep; free other slots; wake waits for a slot."""
-        self.arena.protected = {self.latest, self.assigned, *self.publishing, *self.prepared} - {0}
+        served = {self.content(self.latest), self.content(self.assigned)}
+        self.arena.protected = {*served, *self.kept, *self.publishing, *self.prepared} - {0}
         self.arena.trim()
         self._drop_old_facts()
         self._wake()
+
+    def set_labels(self, labels: dict[str, int], kept: tuple[int, ...]) -> None:
+        """Record the labels, and the contents that must not be evicted."""
+        self.labels, self.kept = labels, frozenset(kept)
+        self.forget_contents()
+        self.protect()
 
     def _wake(self) -> None:
         """Set :attr:`changed`, to wake all waits for a slot, and replace the event."""

@@ -123,7 +123,7 @@ class Hub:
         self.session = session
         self._parts = parts
         self.loop.call(self.loop.users.add, self._loop_broken)  # changed on the session thread only
-        own = (wire.Ack, wire.Assigned, wire.Describe, wire.Discard, wire.Locate, wire.Released)
+        own = (wire.Ack, wire.Assigned, wire.Describe, wire.Discard, wire.Labels, wire.Locate, wire.Released)
         self._handlers = {**dict.fromkeys(own, self._handle), wire.View: self._view, wire.Commit: self._commit}
         for part in parts:
             self._handlers.update(part.handlers())
@@ -295,22 +295,22 @@ class Hub:
         self.members = tuple(sorted({*message.members, *kept}))
         self.epoch = message.epoch
 
-    def _record_commit(self, version: int, digest: str) -> None:
+    def _record_commit(self, version: int, digest: str, content: int = 0) -> None:
         """Record the committed ``version``; tell all parts if it is the newest."""
-        if self.held_versions.committed(version, digest):
+        if self.held_versions.committed(version, digest, content):
             self.tell(Part.versions_grown)
 
     def _commit(self, message: wire.Commit) -> None:
         """Record a commit; drop our copy of the version if its digest differs."""
-        version, digest = message.version, message.digest
-        if digest and version in self.arena.images():
-            if not (ours := self.held_versions.digest(version)) and version in self.held_versions.doubtful:
-                self.spawn(self._compare(version, digest), f"digest of version {version}")
+        version, digest, content = message.version, message.digest, message.content or message.version
+        if digest and content in self.arena.images():
+            if not (ours := self.held_versions.digest(content)) and content in self.held_versions.doubtful:
+                self.spawn(self._compare(content, digest), f"digest of version {content}")
             elif ours and ours != digest:
-                self._release_wrong_digest(version)
+                self._release_wrong_digest(content)
             else:
-                self.held_versions.record_facts(version, digest=digest)
-        self._record_commit(version, digest)
+                self.held_versions.record_facts(content, digest=digest)
+        self._record_commit(version, digest, message.content)
         self.tell(Part.settled, version, True)
 
     async def _compare(self, version: int, digest: str) -> None:
@@ -336,6 +336,8 @@ class Hub:
             case wire.Locate():
                 self._locates += 1
                 self.spawn(self._locate(message.beacons, self._locates), "host")
+            case wire.Labels():
+                self.held_versions.set_labels(message.labels, message.kept)
             case wire.Released():
                 self.arena.released(message.version)
 

@@ -15,20 +15,26 @@ from typing import NamedTuple
 from replicas import errors
 from replicas.channel.session.held_versions import Holder
 from replicas.channel.session.hub import Hub
-from replicas.channel.session.pending import Promise
+from replicas.channel.session.pending import Pending, Promise
 from replicas.core.base.manifest import Manifest
 from replicas.messages import CanLoad, LoadDecided, Loaded, LoadFailed, SlotPlace, WireError
 from replicas.messages.bounds import text_of
+from replicas.messages.version_orders import Steered
 from replicas.weights.memory.arena import Slot
 from replicas.weights.memory.buffers import Buffer
 
 Tell = Callable[[errors.ReplicasError | None], None]
+Score = Callable[[int, dict[str, float]], Pending[Steered]]
 
 
 class Base(NamedTuple):
-    """The version that was loaded last; its memory may have been reused since."""
+    """The version that was loaded last; its memory may have been reused since.
+
+    ``content``: the version whose bytes it has.
+    """
 
     version: int
+    content: int
     manifest_hash: str
     place: SlotPlace
 
@@ -44,13 +50,14 @@ class _Wait(NamedTuple):
 class Loads:
     """The reports on the updates of this rank, one after another.
 
+    :ivar score: reports scores of a version, by name.
     :param on_touch: called when a caller begins to use an update: drop all references
         to it.
     :ivar refused: the version that was refused, if that was the last report; else 0.
     """
 
-    def __init__(self, hub: Hub, on_touch: Callable[[], None]) -> None:
-        self._hub = hub
+    def __init__(self, hub: Hub, score: Score, on_touch: Callable[[], None]) -> None:
+        self._hub, self.score = hub, score
         self._on_touch = on_touch
         self.refused = self._in_hand = 0
         self._base: Base | None = None
@@ -132,7 +139,7 @@ class Loads:
         if base is None or base.manifest_hash != manifest.hash or base.place.device:
             return None
         try:
-            buffer = self._hub.arena.borrow(base.place, base.version, lock=False)
+            buffer = self._hub.arena.borrow(base.place, base.content, lock=False)
             buffer.readable()
         except errors.ReplicasError:  # the memory is gone, or cannot be mapped
             return None

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from replicas import errors
 from replicas.channel.session.hub import Hub, Part, logger
 from replicas.channel.session.pending import Promise
-from replicas.channel.versions.loads import Loads
+from replicas.channel.versions.loads import Loads, Score
 from replicas.channel.versions.update import Update
 from replicas.common.waits import locked
 from replicas.core.versions.load_rounds import is_enough
@@ -54,7 +54,7 @@ class _Wish:
 class Receiver(Part):
     """Gets committed versions for this rank, one :class:`Update` at a time."""
 
-    def __init__(self, hub: Hub) -> None:
+    def __init__(self, hub: Hub, score: Score) -> None:
         self._hub = hub
         self._lock = threading.Lock()
         self._pending: Promise[Update] | None = None
@@ -63,7 +63,7 @@ class Receiver(Part):
         self._asks, self._told = 0, False
         self._wish = _Wish(Bound())
         self._given_back = 0
-        self.loads = Loads(hub, self._forget_pending)
+        self.loads = Loads(hub, score, self._forget_pending)
 
     # ------------------------------------------------------------ caller's thread
 
@@ -179,7 +179,8 @@ class Receiver(Part):
         """Return True if the version served here is held and satisfies the bound."""
         hub, bound = self._hub, self._wish.bound
         loaded, meta = hub.loaded, hub.held_versions.meta(hub.loaded)
-        return bound != Bound() and loaded in hub.arena.images() and is_enough(*bound, loaded, meta)
+        held = hub.held_versions.content(loaded) in hub.arena.images()
+        return bound != Bound() and held and is_enough(*bound, loaded, meta)
 
     def _grant(self, message: ReceiveGrant) -> None:
         """Handle the coordinator's choice of a version: protect and deliver it."""
@@ -195,7 +196,7 @@ class Receiver(Part):
         if pending is None or not self._wish.granted:
             return
         hub, version = self._hub, self._wish.granted
-        slot = hub.arena.find_pinned(version)
+        slot = hub.held_versions.find_pinned(version)
         if slot is None:
             if max(hub.arena.images(), default=0) > version:  # a newer one came instead
                 self._wish.granted = 0
@@ -228,7 +229,8 @@ class Receiver(Part):
         pending, hub, update = self._pending, self._hub, self._delivered()
         if pending is None or update is None or pending is self._wish.pending:
             return
-        if hub.latest <= max(update.version, self._given_back) or hub.arena.find(hub.latest) is None:
+        newest = hub.held_versions.content(hub.latest)
+        if hub.latest <= max(update.version, self._given_back) or hub.arena.find(newest) is None:
             return
         if self._take_back(pending):
             self._given_back = hub.latest

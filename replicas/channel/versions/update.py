@@ -23,6 +23,7 @@ from replicas.common.waits import locked
 from replicas.core.base.manifest import Manifest
 from replicas.messages import Meta, arguments
 from replicas.messages.bounds import shown
+from replicas.messages.version_orders import Steered
 from replicas.weights.changes import Change, Difference, all_of
 from replicas.weights.copies.accelerator import Event, device_of
 from replicas.weights.loading import Model, each_name, load_image, views
@@ -42,13 +43,11 @@ class Update:
     :attr:`path` before the end of the block (or before that call). Tensors and mappings
     taken until then stay unchanged for as long as they are kept, and keep memory of
     their version. Only one thread may use it at a time: a second ``with`` block is
-    refused while the first is open, and a :meth:`load_into` under way in another thread
-    keeps the memory until it is done.
+    refused, and a :meth:`load_into` under way elsewhere keeps the memory until then.
 
-    If you read from an update and drop it without leaving its ``with`` block or calling
-    :meth:`loaded` or :meth:`failed`, the load counts as failed.
+    An update that you read from, and drop without a report, counts as a failed load.
 
-    :ivar version: its number.
+    :ivar version: its number. ``content_of``: an older version with its content, or 0.
     :ivar meta: the publisher's ``meta``.
     :ivar base: the version that this rank loaded last, before this one; 0 if there is
         none, or a later load failed.
@@ -61,6 +60,7 @@ class Update:
         if manifest is None:
             raise errors.InternalError(f"version {version} is not a whole image here", version=version)
         self.version = version
+        self.content_of: int = 0 if slot.version == version else slot.version
         self.meta: Meta = meta
         self.digest = digest
         self.manifest: Manifest = manifest
@@ -346,7 +346,7 @@ class Update:
             self.failed(error)
             raise error
         slot, load_s = self._slot, 0.0 if self._began is None else time.monotonic() - self._began
-        base = None if slot is None else Base(self.version, self.manifest.hash, slot.buffer.origin)
+        base = None if slot is None else Base(self.version, slot.version, self.manifest.hash, slot.buffer.origin)
         self._conclude("loaded", partial(self._owner.loaded, self.version, load_s, base))
 
     def failed(self, error: BaseException | str) -> None:
@@ -370,6 +370,10 @@ class Update:
         :raises replicas.errors.UsageError: as of :meth:`failed`, or after that call.
         """
         self._end_without("refused", error)
+
+    def report(self, **scores: float) -> Pending[Steered]:
+        """Report scores of this version, such as ``reward=0.82``, at any time."""
+        return self._owner.score(self.version, scores)
 
     def _end_without(self, outcome: str, error: BaseException | str) -> None:
         """Check ``error``, and report ``outcome`` with it."""

@@ -23,6 +23,7 @@ import replicas
 from replicas import errors
 from replicas.control.log_files import Selection
 from replicas.coordinator import GroupShape
+from replicas.messages.version_orders import Label, Promote
 
 __all__ = ["JUNK", "MOVING", "POOLS", "SLOW", "Drawn", "stir", "unknown"]
 
@@ -227,6 +228,7 @@ CHANNELS = [
 ]
 
 Pool = list[Any]
+_VERSIONS = [1, 2, "current", "previous", "best"]
 POOLS: dict[str, dict[str, Pool]] = {
     "join": {
         "channel": ["outer"],
@@ -295,6 +297,7 @@ POOLS: dict[str, dict[str, Pool]] = {
     "Pending.done": {},
     "Receipt.metrics": {"prefix": []},
     "Update.load_into": {"model": [*WEIGHTS, *({"w": one} for one in TENSORS)], "changed_only": [False, True]},
+    "Update.report": {"scores": [1.0, -2, float("nan"), "high", None]},
     "Update.adopt": {"whole": [False, True]},
     "Update.changes": {},
     "Update.failed": {"error": ERRORS},
@@ -327,6 +330,20 @@ POOLS: dict[str, dict[str, Pool]] = {
         "live": [7],
     },
     "Supervisor": {"config": [*CHANNELS, "no such file", "a\0b", {"schema_version": 1}], "report": []},
+    "Versions.promote": {"version": _VERSIONS, "deadline": [0.01]},
+    "Versions.label": {
+        "label": ["mine", "current", ""],
+        "version": ["", *_VERSIONS],
+        "move": [True],
+        "deadline": [0.01],
+    },
+    "Versions.score": {"version": _VERSIONS, "scores": [{"a": 1.0}, {"a": float("nan")}, {}], "deadline": [0.01]},
+    "Versions.reject": {"version": _VERSIONS, "why": ["", "it is bad"], "deadline": [0.01]},
+    "Versions.rollback": {"to": _VERSIONS, "deadline": [0.01]},
+    "Versions.hold": {"version": _VERSIONS, "seconds": [0.01, 60], "name": ["", "mine"], "deadline": [0.01]},
+    "Versions.release": {"name": ["mine", "lease-1"], "deadline": [0.01]},
+    "Versions.read": {"version": _VERSIONS},
+    "Supervisor.steer": {"order": [Promote(channel="policy"), Label(channel="policy", label="best", version="1")]},
     "Supervisor.scale": {"group": ["idle"], "replicas": [1, 2]},
     "Supervisor.restart": {"target": ["idle/0", "idle/7", "idle/" + "9" * 5000], "rolling": [True]},
     "Supervisor.drain": {"target": ["idle/7", "idle/x"], "hurry": [True]},
@@ -349,6 +366,9 @@ NOT_CALLED = {
     "Channel": "join makes it",
     "Pending": "a call makes it",
     "Update": "a receive makes it",
+    "Versions": "a channel has them",
+    "Lease": "an order makes it",
+    "Lease.wait": "as Pending.wait",
     "Receipt": "a publish makes it",
     "Change": "an update makes it",
     "Member": "a value, like a tuple",

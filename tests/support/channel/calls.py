@@ -38,6 +38,7 @@ from replicas.control.log_files import Selection
 from replicas.coordinator import Coordinator
 from replicas.linux.processes import die_with_parent
 from replicas.messages.bounds import shown
+from replicas.messages.version_orders import Promote
 from replicas.supervisor import Supervisor
 from replicas.weights.writable import WritableSlot
 from tests.support.channel.call_pools import JUNK, POOLS, SLOW, Drawn, stir
@@ -68,6 +69,13 @@ BASE: dict[str, dict[str, Any]] = {
     "Shard": {"tensor": torch.ones(2), "offsets": (0,), "shape": (4,)},
     "Coordinator": {"channels": CHANNELS},
     "Supervisor": {"config": {}},
+    "Versions.hold": {"version": "current", "seconds": 0.1},
+    "Versions.release": {"name": "mine"},
+    "Versions.label": {"label": "mine", "version": "current"},
+    "Versions.score": {"version": "current", "scores": {"reward": 1.0}},
+    "Versions.read": {"version": 1},
+    "Supervisor.steer": {"order": Promote(channel="nowhere")},
+    "Update.report": {"scores": 1.0},
     "Supervisor.scale": {"group": "idle", "replicas": 1},
     "Supervisor.restart": {"target": "nobody"},
     "Supervisor.drain": {"target": "nobody"},
@@ -219,6 +227,8 @@ class CallWorld:
                     self._collective(method, given)
                 case "Channel":
                     self._channel(method, given)
+                case "Versions":
+                    _use(getattr(self.members["trainer/0"].versions, method)(**given))
                 case "Update":
                     self._update(method, given)
                 case _:
@@ -319,7 +329,7 @@ class CallWorld:
 
 def _use(result: Any) -> None:
     """Read all of an iterator; wait for what is pending."""
-    if isinstance(result, Pending):
+    if isinstance(result, Pending | replicas.Lease):
         with contextlib.suppress(TimeoutError):
             result.wait(SHORT_S * 2)
     elif isinstance(result, Iterator):

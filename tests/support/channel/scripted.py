@@ -19,6 +19,7 @@ from replicas.channel.session.loop import SessionLoop
 from replicas.channel.session.pending import SessionEnd
 from replicas.channel.session.sidecar_lanes import SidecarLanes
 from replicas.channel.versions.manifest_exchange import ManifestExchange
+from replicas.channel.versions.orders import VersionOrders, Versions
 from replicas.channel.versions.publish import Publisher
 from replicas.channel.versions.receive import Receiver, Watches
 from replicas.channel.versions.transfers import Transfers
@@ -150,7 +151,7 @@ class ScriptedWorld:
         self.session = Session()
         self.session.on_ask = self._answer
         self.lanes = SidecarLanes(hub)
-        self.publisher, self.receiver = Publisher(hub), Receiver(hub)
+        self.publisher, self.receiver = Publisher(hub), Receiver(hub, Versions(hub, VersionOrders(hub)).score)
         self.manifests = ManifestExchange(hub, self.publisher.manifest_of)
         self.carriers = Carriers(hub, self.lanes.prepare)
         self.transfers = Transfers(hub, self.lanes, self.carriers, self.manifests)
@@ -204,7 +205,7 @@ class ScriptedWorld:
         self.go(version, f"lane {version}")
         assert (await self.session.next(wire.TransferDone)).image_digest == DIGEST
         if commit:
-            self.tell(wire.Commit(version, DIGEST, "hash"))
+            self.tell(wire.Commit(version, DIGEST))
 
     def go(self, transfer: int, lane: str, deadline_s: float = 5.0) -> None:
         """Have the slot of a transfer filled by a broadcast."""

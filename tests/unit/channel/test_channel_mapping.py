@@ -58,7 +58,7 @@ async def test_a_version_is_mapped_read_and_let_go_of(target: ScriptedWorld, len
     assert (done.transfer, done.image_digest) == (1, first.digest)
     assert done.place is not None
     assert done.place.inode == first.place.inode
-    target.tell(wire.Commit(1, first.digest, "hash"))
+    target.tell(wire.Commit(1, first.digest))
     pending = target.receiver.receive(None)
     target.tell(wire.ReceiveGrant((await target.session.next(wire.ReceiveAsk)).ask, 1))
     update = await pending
@@ -72,7 +72,7 @@ async def test_a_version_is_mapped_read_and_let_go_of(target: ScriptedWorld, len
     second = fill(lender, 2)
     assert second is not first, "the memory of an open update is not written to"
     await mapped(target, second, 2)
-    target.tell(wire.Commit(2, second.digest, "hash"))
+    target.tell(wire.Commit(2, second.digest))
     lender.released(1)
     update.loaded()
     assert (await target.session.next(wire.Dropped)).version == 1

@@ -20,6 +20,7 @@ from replicas.channel.session.held_versions import Holder
 from replicas.channel.session.pending import Promise, Receipt
 from replicas.channel.versions.filling import PublishJob
 from replicas.channel.versions.loads import Base, Loads
+from replicas.channel.versions.orders import VersionOrders, Versions
 from replicas.channel.versions.update import Update
 from replicas.core.base.manifest import PartManifest
 from replicas.messages import Segment
@@ -34,7 +35,7 @@ pytestmark = pytest.mark.anyio
 async def test_a_grant_before_the_slot_is_delivered_when_it_is_held(target: ScriptedWorld) -> None:
     pending = target.receiver.receive(None)
     ask = await target.session.next(wire.ReceiveAsk)
-    target.tell(wire.Commit(3, DIGEST, "hash"), wire.ReceiveGrant(ask.ask, 3))
+    target.tell(wire.Commit(3, DIGEST), wire.ReceiveGrant(ask.ask, 3))
     assert not pending.done()
     await target.hold(3, commit=False)
     update = await pending
@@ -74,7 +75,7 @@ async def test_a_prepared_version_waits_for_its_verdict(target: ScriptedWorld) -
     target.tell(wire.Discard(2))
     assert target.slots() == {1: "held"}
     await target.hold(3, commit=False)
-    target.tell(wire.Commit(3, "another digest", "hash"))
+    target.tell(wire.Commit(3, "another digest"))
     assert target.slots() == {1: "held"}
     assert (await target.session.next(wire.Dropped)).version == 3
 
@@ -328,9 +329,7 @@ async def test_publish_packs_pins_and_lets_go() -> None:
     assert PartManifest.decode(piece.data).tensors == MANIFEST.tensors
     pending = await publishing
     assert [(slot.version, slot.pins) for slot in world.hub.arena.slots if slot.state == "held"] == [(5, 1)]
-    world.tell(
-        wire.Commit(5, packed.digest, "h"), wire.PublishEnd(1, wire.ReceiptData(1, (), (), 16, 0.1, {}, version=5))
-    )
+    world.tell(wire.Commit(5, packed.digest), wire.PublishEnd(1, wire.ReceiptData(1, (), (), 16, 0.1, {}, version=5)))
     assert (await pending).version == 5
     assert [(slot.version, slot.pins) for slot in world.hub.arena.slots if slot.state == "held"] == [(5, 0)]
     assert world.hub.held_versions.held() == (wire.HeldVersion(5, packed.digest, packed.place),)
@@ -340,7 +339,7 @@ async def test_publish_packs_pins_and_lets_go() -> None:
 async def test_update_reports_what_its_block_did() -> None:
     class Owner(Loads):
         def __init__(self) -> None:
-            super().__init__(world.hub, lambda: None)
+            super().__init__(world.hub, Versions(world.hub, VersionOrders(world.hub)).score, lambda: None)
             self.log: list[tuple[str, object]] = []
 
         def loaded(self, version: int, load_s: float, base: Base | None) -> None:

@@ -178,7 +178,7 @@ async def test_a_late_verdict_settles_what_was_unknown(
         begun = await source.session.next(wire.PublishBegin)
         assert (begun.publish, begun.version, begun.resumed) == (1, 5, True)
         assert isinstance(source.session.sent[0], wire.Packed)
-    source.tell(wire.Commit(5, source.hub.held_versions.digest(5), "h"), wire.PublishEnd(1, receipt(5)))
+    source.tell(wire.Commit(5, source.hub.held_versions.digest(5)), wire.PublishEnd(1, receipt(5)))
     assert (await pending).nbytes == 16
     assert (source.hub.loaded, pins(source)) == (5, {5: 0})
     assert source.hub.failures.take_unreported() is None
@@ -198,7 +198,7 @@ async def test_a_commit_or_discard_settles_it_when_no_verdict_comes(
     source: ScriptedWorld, monkeypatch: pytest.MonkeyPatch, committed: bool
 ) -> None:
     pending = await unknown(source, 5, monkeypatch)
-    source.tell(wire.Commit(5, source.hub.held_versions.digest(5), "h") if committed else wire.Discard(5))
+    source.tell(wire.Commit(5, source.hub.held_versions.digest(5)) if committed else wire.Discard(5))
     assert isinstance(await outcome(pending), errors.OutcomeUnknown)
     await wait_until(lambda: not pending.unknown, "it is settled")
     found = await outcome(pending)
@@ -215,7 +215,7 @@ async def test_a_newer_commit_frees_the_slot_of_an_unknown_one(
     source: ScriptedWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pending = await unknown(source, 5, monkeypatch)
-    source.tell(wire.Commit(6, "d", "h"))
+    source.tell(wire.Commit(6, "d"))
     assert pins(source) == {}
     assert isinstance(await outcome(pending), errors.OutcomeUnknown)
     source.tell(wire.PublishEnd(1, receipt(5)))
@@ -306,7 +306,7 @@ async def test_hello_says_what_is_known(target: ScriptedWorld) -> None:
     assert target.hub.arena.protected == {3, 4}
     update.loaded()
     assert (await target.session.next(wire.Loaded)).version == 3
-    target.tell(wire.Commit(4, DIGEST, "hash"))
+    target.tell(wire.Commit(4, DIGEST))
     assert target.hub.latest == 4
     assert target.new_coordinator().assigned == 0
 
@@ -364,7 +364,7 @@ async def test_a_newer_version_in_the_welcome_counts_as_a_commit(target: Scripte
         target.new_coordinator(latest=4)
     assert await pending == target.hub.latest == 4
     assert target.hub.update_hello(target.hello).latest_digest == ""
-    target.tell(wire.Commit(4, DIGEST, "hash"))
+    target.tell(wire.Commit(4, DIGEST))
     assert target.hub.update_hello(target.hello).latest_digest == DIGEST
     assert target.hub.arena.protected == {4}
 
@@ -379,7 +379,7 @@ async def test_a_slot_without_a_digest_is_compared_with_the_new_coordinators_ver
     right = digest_of(slot.data)
     source.new_coordinator()
     source.session.sent.clear()
-    source.tell(wire.Commit(5, right if same else "another", "hash"))
+    source.tell(wire.Commit(5, right if same else "another"))
     if same:
         await wait_until(lambda: source.hub.held_versions.digest(5), "the digest is known")
     else:
@@ -493,8 +493,7 @@ async def test_nothing_piles_up_over_many_publishes(leader: bool, monkeypatch: p
         await task
         if number % 3:
             world.tell(
-                wire.Commit(number, world.hub.held_versions.digest(number), "h"),
-                wire.PublishEnd(number, receipt(number)),
+                wire.Commit(number, world.hub.held_versions.digest(number)), wire.PublishEnd(number, receipt(number))
             )
             await job.pending
         else:

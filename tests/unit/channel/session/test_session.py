@@ -222,8 +222,8 @@ async def test_heartbeats_come_as_often_as_the_coordinator_says(world: SessionWo
 async def test_resumes_after_a_broken_connection(world: SessionWorld) -> None:
     await world.session.open(5)
     first = await world.coordinator.connection()
-    await world.coordinator.send(first, Commit(4, "x", "m"))
-    assert await world.handler.messages.get() == Commit(4, "x", "m")
+    await world.coordinator.send(first, Commit(4, "x"))
+    assert await world.handler.messages.get() == Commit(4, "x")
     for name in "abc":
         world.session.send(LaneFormed(name))
     for _ in range(3):
@@ -235,9 +235,9 @@ async def test_resumes_after_a_broken_connection(world: SessionWorld) -> None:
     assert (hello.resume_term, hello.received) == (7, 1)
     frames = [await world.coordinator.frame() for _ in range(2)]
     assert _bodies(frames) == [(2, LaneFormed("b")), (3, LaneFormed("c"))]
-    await second.send(encode(ServerFrame(1, 3, Commit(4, "x", "m"))))  # resent: must not be handled again
-    await world.coordinator.send(second, Commit(5, "y", "m"))
-    assert await world.handler.messages.get() == Commit(5, "y", "m")
+    await second.send(encode(ServerFrame(1, 3, Commit(4, "x"))))  # resent: must not be handled again
+    await world.coordinator.send(second, Commit(5, "y"))
+    assert await world.handler.messages.get() == Commit(5, "y")
     assert world.handler.welcomes == [False, True]
     assert len(world.handler.reasons) == 1
 
@@ -323,8 +323,8 @@ async def test_a_spoiled_frame_costs_a_connection_and_no_more(world: SessionWorl
     connection = await world.coordinator.connection()
     await connection.send(garbage)
     again = await world.coordinator.connection()
-    await again.send(encode(ServerFrame(1, 0, Commit(9, "x", "m"))))
-    assert await asyncio.wait_for(world.handler.messages.get(), 30) == Commit(9, "x", "m")
+    await again.send(encode(ServerFrame(1, 0, Commit(9, "x"))))
+    assert await asyncio.wait_for(world.handler.messages.get(), 30) == Commit(9, "x")
     assert not world.handler.over.done()
 
 
@@ -343,7 +343,7 @@ async def test_nothing_but_garbage_ends_the_session_with_a_clear_error(world: Se
 async def test_a_gap_makes_a_new_connection(world: SessionWorld) -> None:
     await world.session.open(5)
     connection = await world.coordinator.connection()
-    await connection.send(encode(ServerFrame(5, 0, Commit(9, "x", "m"))))
+    await connection.send(encode(ServerFrame(5, 0, Commit(9, "x"))))
     await world.coordinator.connection()
     assert world.handler.messages.empty()
     assert world.coordinator.hellos[1].received == 0
@@ -365,10 +365,10 @@ async def test_a_silent_coordinator_is_dialled_again_after_three_missed_acks(wor
 async def test_a_pause_is_told_before_the_messages_that_came_meanwhile(world: SessionWorld) -> None:
     await world.session.open(5)
     connection = await world.coordinator.connection()
-    await world.coordinator.send(connection, Commit(8, "digest", "hash"))
+    await world.coordinator.send(connection, Commit(8, "digest"))
     assert isinstance(await asyncio.wait_for(world.handler.messages.get(), 30), Commit)
     assert not world.handler.pauses
-    await world.coordinator.send(connection, Commit(9, "digest", "hash"))
+    await world.coordinator.send(connection, Commit(9, "digest"))
     time.sleep(PAUSE_S + 0.3)  # noqa: ASYNC251  # all of this process stands still
     assert world.handler.messages.empty()
     assert isinstance(await asyncio.wait_for(world.handler.messages.get(), 30), Commit)
@@ -384,7 +384,7 @@ async def test_a_message_that_comes_in_slowly_is_no_silence(
     world.coordinator.silent = True
     await world.session.open(5)
     connection = await world.coordinator.connection()
-    sent = Commit(9, "x" * 3000, "m")
+    sent = Commit(9, "x" * 3000)
     data = Frame(Opcode.BINARY, encode(ServerFrame(1, 0, sent))).serialize(mask=False)
     began = time.monotonic()
     for at in range(0, len(data), 100):  # for twice as long as a silent one is waited for

@@ -49,7 +49,7 @@ async def test_an_update_that_nobody_has_looked_at_is_given_back_for_a_newer_one
     target.session.sent.clear()
     await target.hold(4, commit=False)
     assert pending.done(), "nothing newer is committed"
-    target.tell(wire.Commit(4, DIGEST, "hash"))
+    target.tell(wire.Commit(4, DIGEST))
     assert not pending.done()
     ask = await target.session.next(wire.ReceiveAsk)
     await asyncio.sleep(0)
@@ -65,7 +65,7 @@ async def test_it_is_asked_for_once_when_the_other_ranks_have_begun_with_the_old
     await target.hold(4)
     target.tell(wire.ReceiveGrant((await target.session.next(wire.ReceiveAsk)).ask, 3))
     assert pending.done()
-    target.tell(wire.Commit(4, DIGEST, "hash"))
+    target.tell(wire.Commit(4, DIGEST))
     target.hub.tell(Part.versions_grown)
     assert pending.done(), "it would be granted the same once more"
     assert (await pending).version == 3
@@ -89,7 +89,7 @@ async def test_a_wait_that_is_woken_too_late_waits_for_the_newer_one(target: Scr
     waiter = asyncio.ensure_future(pending)
     ask = await target.session.next(wire.ReceiveAsk)
     await asyncio.sleep(0)
-    target.tell(wire.ReceiveGrant(ask.ask, 3), wire.Commit(4, DIGEST, "hash"))
+    target.tell(wire.ReceiveGrant(ask.ask, 3), wire.Commit(4, DIGEST))
     target.tell(wire.ReceiveGrant((await target.session.next(wire.ReceiveAsk)).ask, 4))
     assert (await waiter).version == 4
 

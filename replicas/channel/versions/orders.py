@@ -1,0 +1,271 @@
+"""Orders about versions from a rank: promote, roll back, keep, name and score them.
+
+An order is one message (:class:`~replicas.messages.VersionAsk`) with one answer, which
+comes when the decision is on disk. An order whose answer was lost with its coordinator
+ends with :class:`~replicas.errors.OutcomeUnknown`: it may have been decided.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from replicas import errors
+from replicas.channel.session.hub import Hub, Part
+from replicas.channel.session.pending import Pending, Promise
+from replicas.channel.versions.loads import Base, Loads
+from replicas.channel.versions.update import Update
+from replicas.messages import VersionAnswer, VersionAsk, arguments
+from replicas.messages import version_orders as orders
+from replicas.messages.bounds import shown
+from replicas.messages.version_orders import Steered, VersionOrder
+
+
+class VersionOrders(Part):
+    """Sends this rank's orders, and ends their waits."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._numbers = itertools.count(1)
+        self._open: dict[int, tuple[Promise[Steered], asyncio.TimerHandle]] = {}
+
+    def ask(self, kind: type[VersionOrder], deadline: float | None, **fields: Any) -> Pending[Steered]:
+        """Send an order; return its Pending. Raises UsageError for wrong fields."""
+        what = kind.__name__.lower()
+        limit_s = (
+            self._hub.settings.deadline_s if deadline is None else arguments.seconds(f"{what}: deadline", deadline)
+        )
+        try:
+            order = msgspec.convert({"type": kind.__name__, **fields}, kind)
+        except msgspec.ValidationError as error:
+            given = ", ".join(f"{name}={shown(value)}" for name, value in fields.items())
+            raise self._hub.error(errors.UsageError, f"{what}({given}): {error}", hint="") from error
+        pending: Promise[Steered] = self._hub.pending(what)
+        self._hub.call(self._send, order, pending, limit_s)
+        return pending
+
+    # ------------------------------------------------------------ session thread
+
+    def handlers(self) -> dict[type, Callable[[Any], None]]:
+        return {VersionAnswer: self._answered}
+
+    def new_term(self) -> None:
+        self.fail_all(self._unknown("its coordinator was replaced"))
+
+    def fail_all(self, error: errors.ReplicasError) -> None:
+        for pending, timer in self._open.values():
+            timer.cancel()
+            pending.fail(error)
+        self._open.clear()
+
+    session_down = fail_all
+
+    def _send(self, order: VersionOrder, pending: Promise[Steered], limit_s: float) -> None:
+        if self._hub.over is not None:
+            pending.fail(self._hub.over)
+            return
+        number = next(self._numbers)
+        self._open[number] = pending, self._hub.after(limit_s, self._overdue, number, limit_s)
+        self._hub.send(VersionAsk(number, order))
+
+    def _unknown(self, why: str) -> errors.ReplicasError:
+        text = f"the order may have been carried out: {why}"
+        return self._hub.error(errors.OutcomeUnknown, text, hint="see `replicas versions`")
+
+    def read(self, version: int, pending: Promise[Update]) -> None:
+        """Resolve ``pending`` with an update of a version held here, or fail it."""
+        hub, held = self._hub, self._hub.held_versions
+        slot = None if hub.over is not None else held.find_pinned(version)
+        if slot is None:
+            text = f"{hub.member} does not hold version {version}"
+            pending.fail(hub.over or hub.error(errors.Gone, text, version=version, hint="hold a version to keep it"))
+            return
+        reader = _Reader(hub, Versions(hub, self).score, lambda: None)
+        update = Update(reader, slot, version, held.meta(version), held.digest(version))
+        hub.loans.lend(update.holder, partial(hub.arena.unpin, slot))
+        if not pending.resolve(update):
+            reader.unpin(update.holder, slot)
+
+    def _overdue(self, number: int, limit_s: float) -> None:
+        pending, _ = self._open.pop(number)
+        pending.fail(self._unknown(f"no answer within {limit_s:g} s"))
+
+    def _answered(self, message: VersionAnswer) -> None:
+        pending, timer = self._open.pop(message.ask, (None, None))
+        if pending is None or timer is None:
+            return
+        timer.cancel()
+        if message.decided is not None:
+            pending.resolve(message.decided)
+        elif message.error is not None:
+            pending.fail(message.error.exception())
+
+
+class _Reader(Loads):
+    """The owner of updates that are read, and not served: they report nothing."""
+
+    @property
+    def together(self) -> bool:
+        return False
+
+    def touched(self, version: int) -> None: ...
+
+    def loaded(self, version: int, load_s: float, base: Base | None) -> None: ...
+
+    def failed(self, version: int, error: BaseException, *, kept: bool = False) -> None: ...
+
+
+class Lease:
+    """A version that is kept: from the order on, until the block ends.
+
+    ``with channel.versions.hold(7): ...``, or ``async with``; or call :meth:`wait`, and
+    release it by name. The lease also ends when this process leaves the channel.
+    """
+
+    def __init__(self, order: Pending[Steered], release: Callable[[str], Pending[Steered]]) -> None:
+        self._order, self._release = order, release
+
+    def wait(self, timeout: float | None = None) -> Steered:
+        """Wait until the lease is recorded; return its name, version and end.
+
+        :param timeout: seconds; None (the default): until the order's deadline.
+        :raises replicas.errors.ReplicasError: the order was refused.
+        """
+        return self._order.wait(timeout)
+
+    def __enter__(self) -> Steered:
+        """Wait as :meth:`wait`."""
+        return self.wait()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Release it, unless it is over already."""
+        try:
+            self._release(self._order.wait().name).wait()
+        except errors.ReplicasError:
+            if error is None and self._order.wait().until is None:
+                raise
+
+    async def __aenter__(self) -> Steered:
+        """Do as ``__enter__``, without blocking the event loop."""
+        return await self._order
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Release it, unless it is over already."""
+        decided = await self._order
+        try:
+            await self._release(decided.name)
+        except errors.ReplicasError:
+            if error is None and decided.until is None:
+                raise
+
+
+@arguments.refuse_unknown_keywords
+class Versions:
+    """The versions of one channel: orders to serve and to keep them, and labels.
+
+    Each order returns a Pending that ends when the decision is on disk; it raises
+    UsageError or Gone, which name what is there, or NoCapacity, or OutcomeUnknown after
+    ``deadline`` seconds (default: the channel's). A version is a number or a label:
+    ``current``, ``candidate``, ``previous``, or one of yours.
+    """
+
+    def __init__(self, hub: Hub, sent: VersionOrders) -> None:
+        self._hub, self._sent = hub, sent
+
+    def __repr__(self) -> str:
+        return f"<Versions {self._hub.name} {self.labels}>"
+
+    @property
+    def labels(self) -> dict[str, int]:
+        """The version of each label, as far as this process has been told.
+
+        Empty while a channel serves each newest version and has no labels of yours.
+        """
+        return dict(self._hub.held_versions.labels)
+
+    def promote(self, version: int | str = "candidate", *, deadline: float | None = None) -> Pending[Steered]:
+        """Serve a committed version: all targets load it.
+
+        Its number is served, or, when a target has seen a newer one, its content as a
+        new version.
+        """
+        return self._sent.ask(orders.Promote, deadline, version=_text("promote", version))
+
+    def reject(
+        self, version: int | str = "candidate", *, why: str = "", deadline: float | None = None
+    ) -> Pending[Steered]:
+        """Never serve the candidate; ``why`` is recorded. Its canary goes back."""
+        return self._sent.ask(orders.Reject, deadline, version=_text("reject", version), why=why)
+
+    def rollback(self, to: int | str = "previous", *, deadline: float | None = None) -> Pending[Steered]:
+        """Serve the content of an older version again, as a new version.
+
+        No bytes move to hosts that hold it. Publishes that have begun end first.
+        """
+        return self._sent.ask(orders.Rollback, deadline, to=_text("rollback", to))
+
+    def hold(
+        self, version: int | str, *, seconds: float | None = None, name: str = "", deadline: float | None = None
+    ) -> Lease:
+        """Keep a version's content: make a lease, which a ``with`` block releases.
+
+        :param seconds: end it after this time; None (the default): when it is released,
+            or this process leaves the channel.
+        :param name: of the lease; empty: the coordinator names it.
+        """
+        fields = {"version": _text("hold", version), "seconds": seconds, "name": name}
+        return Lease(self._sent.ask(orders.Hold, deadline, **fields), self.release)
+
+    def read(self, version: int | str) -> Pending[Update]:
+        """Open a version that this process holds, to read it beside what it serves.
+
+        Nothing is reported as loaded. :meth:`hold` it first: it may be evicted
+        otherwise. The Pending raises Gone if it is not held here.
+
+        :param version: its number, or a label of :attr:`labels`.
+        """
+        number = self.labels.get(version) if isinstance(version, str) else arguments.integer("read: version", version)
+        if number is None:
+            raise errors.UsageError(f"read: no label {version!r} is known here", hint=f"known: {self.labels}")
+        pending: Promise[Update] = self._hub.pending("read")
+        self._hub.call(self._sent.read, number, pending)
+        return pending
+
+    def release(self, name: str, *, deadline: float | None = None) -> Pending[Steered]:
+        """End a lease."""
+        return self._sent.ask(orders.Release, deadline, name=name)
+
+    def label(
+        self, label: str, version: int | str, *, move: bool = False, deadline: float | None = None
+    ) -> Pending[Steered]:
+        """Point a label of yours to a version, which is kept; "" removes the label.
+
+        :param move: it may point to another version now; otherwise that is an error.
+        """
+        text = _text("label", version) if version != "" else ""
+        return self._sent.ask(orders.Label, deadline, label=label, version=text, move=move)
+
+    def score(self, version: int | str, scores: dict[str, float], *, deadline: float | None = None) -> Pending[Steered]:
+        """Report scores of a version by name; the mean of all reports counts."""
+        found = {
+            arguments.text("score: a name", name): arguments.finite(f"score: {name}", value)
+            for name, value in scores.items()
+        }
+        return self._sent.ask(orders.Score, deadline, version=_text("score", version), scores=found)
+
+
+def _text(what: str, version: int | str) -> str:
+    """Return a version's number or label as text; refuse anything else."""
+    if isinstance(version, str):
+        return arguments.text(f"{what}: version", version)
+    return str(arguments.integer(f"{what}: version", version, least=1))
