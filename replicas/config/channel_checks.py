@@ -8,6 +8,17 @@ from replicas.config.structs import ChannelConfig, Config
 from replicas.config.values import Place
 
 _FEWEST_SLOTS = 2
+_PROMOTED_SLOTS = 3
+
+
+def check(place: Place, channel: ChannelConfig) -> None:
+    """Refuse a channel whose keys do not fit each other."""
+    roles(place, channel)
+    steering(place, channel)
+    if channel.encrypt:
+        encryption(place.at("encrypt"), channel)
+    if channel.adopt_together:
+        together(place.at("adopt_together"), channel)
 
 
 def roles(place: Place, channel: ChannelConfig) -> None:
@@ -35,6 +46,31 @@ def together(place: Place, channel: ChannelConfig) -> None:
         place.problem("is for targets, which load versions, and peers run collectives; remove it")
 
 
+def steering(place: Place, channel: ChannelConfig) -> None:
+    """Refuse ``follow = "promoted"`` and a canary where they cannot work."""
+    canary, here = channel.canary, place.at("canary")
+    if channel.follow == "promoted" and channel.peers:
+        place.at("follow").problem("is for targets, which load versions, and peers run collectives; remove it")
+    if channel.follow == "promoted" and channel.slots < _PROMOTED_SLOTS:
+        place.at("slots").problem(
+            f'{channel.slots} is too few with follow = "promoted": the version that is served, the candidate and the '
+            f"next one need a slot each; use at least {_PROMOTED_SLOTS}, and one more for each version to keep"
+        )
+    if canary is None:
+        return
+    if channel.follow != "promoted":
+        here.problem('is for channels with follow = "promoted"; set it, or remove the canary')
+    if channel.adopt_together:
+        here.problem("lets a few replicas load a version before the others, and adopt_together none; remove one")
+    if canary.group not in {party.group for party in channel.targets}:
+        here.at("group").problem(f'"{canary.group}" is no target of the channel')
+    scored = canary.promote == "scored"
+    if scored and (not canary.metric or (canary.min is None and canary.not_below_current_by is None)):
+        here.at("promote").problem('"scored" needs metric, and min or not_below_current_by')
+    if not scored and (canary.metric or canary.min is not None or canary.not_below_current_by is not None):
+        here.at("promote").problem('metric, min and not_below_current_by are for promote = "scored"')
+
+
 def encryption(place: Place, channel: ChannelConfig) -> None:
     """Refuse settings with which weights would be sent over a process group."""
     if channel.peers:
@@ -54,6 +90,10 @@ def slots(place: Place, channel: ChannelConfig, replicas: Mapping[str, int]) -> 
     count = sum(number for number in targets if number is not None)
     if channel.min_targets > count and None not in targets:
         place.at("min_targets").problem(f"{channel.min_targets} is more than the {count} replicas of the target groups")
+    canary = channel.canary
+    if canary is not None and (most := replicas.get(canary.group)) is not None and canary.replicas > most:
+        text = f"{canary.replicas} is more than the {most} replicas of {canary.group}"
+        place.at("canary").at("replicas").problem(text)
     if channel.sources and channel.slots < _FEWEST_SLOTS:
         place.at("slots").problem(
             f"{channel.slots} is too few: the newest version stays in one while the next is received into another; "

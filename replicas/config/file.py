@@ -1,10 +1,9 @@
 """Read a run's config, strictly: :func:`load` a TOML file, :func:`parse` a mapping.
 
 Every problem is found in one pass and reported at once, in the order of the file, as
-one :class:`replicas.errors.BadConfig`. An unknown key is an error that names the
-nearest known one. The structs in :mod:`replicas.config.structs` define the keys and
-their defaults. Programs, folders and environment files that a group names are checked
-too, so that ``replicas check`` finds missing ones before anything is started.
+one :class:`replicas.errors.BadConfig`, which names the nearest known key for an unknown
+one. The structs in :mod:`replicas.config.structs` define the keys and their defaults.
+Programs, folders and files that a group names are checked before anything is started.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from msgspec import UNSET
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from replicas.common.foreign import visible
 from replicas.config import channel_checks
@@ -143,6 +142,9 @@ def _as_table(channel: ChannelConfig) -> Mapping[str, Any]:
     table = {name: getattr(channel, name) for name in channel.__struct_fields__ if name not in ("name", "deadline_s")}
     for role in ("sources", "targets", "peers"):
         table[role] = [{"group": party.group, "ranks": party.ranks} for party in table[role]]
+    if (canary := table.pop("canary")) is not None:
+        keys = {name: value for name, value in asdict(canary).items() if value not in (None, "")}
+        table["canary"] = {name.removesuffix("_s"): value for name, value in keys.items()}
     return table | {"deadline": channel.deadline_s}
 
 
@@ -320,11 +322,7 @@ def _build_channel(place: Place, fields: dict[str, Any]) -> ChannelConfig:
     if ranks is not None and not fields["peers"]:
         place.at("ranks").problem('is for channels with peers; write sources = [{ group = "...", ranks = "all" }]')
     channel = ChannelConfig(**fields, name=place.path[-1])
-    channel_checks.roles(place, channel)
-    if channel.encrypt:
-        channel_checks.encryption(place.at("encrypt"), channel)
-    if channel.adopt_together:
-        channel_checks.together(place.at("adopt_together"), channel)
+    channel_checks.check(place, channel)
     return channel
 
 

@@ -11,15 +11,16 @@ mapping.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
-from msgspec import UNSET
 
 from replicas.config import values as forms
+from replicas.config.canary import CanaryConfig
+from replicas.config.dependency import Dependency, dependencies
 from replicas.config.job import SlurmConfig
 from replicas.config.tables import AsKey
-from replicas.config.values import Form, Place, form, names, show
+from replicas.config.values import Form
 from replicas.messages.bounds import LEASE_MIN_S, REPLICAS_MAX
 from replicas.status import OnFailure
 
@@ -233,31 +234,6 @@ class PlacementConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
 
 
-class Dependency(msgspec.Struct, frozen=True):
-    """A group to wait for: each replica ready or finished, or each one finished."""
-
-    group: str
-    condition: Literal["ready", "finished"] = "ready"
-
-    def __str__(self) -> str:
-        return self.group if self.condition == "ready" else f"{self.group}:{self.condition}"
-
-
-@form('list of "GROUP", "GROUP:ready" or "GROUP:finished"', names.range)
-def _dependencies(place: Place, value: object) -> Any:
-    words = names.read(place, value)
-    if words is UNSET:
-        return words
-    dependencies = []
-    for word in words:
-        group, colon, condition = word.partition(":")
-        if colon and condition not in ("ready", "finished"):
-            place.problem(f'expected "{group}:ready" or "{group}:finished", got {show(word)}')
-        else:
-            dependencies.append(Dependency(group, condition or "ready"))
-    return tuple(dependencies)
-
-
 class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A group; ``env`` includes the variables of ``env_file``."""
 
@@ -283,7 +259,7 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
     a script starts and restarts the programs, which are then only counted, shown and
     made ready when they join.
     """
-    depends_on: Annotated[tuple[Dependency, ...], _dependencies] = ()
+    depends_on: Annotated[tuple[Dependency, ...], dependencies] = ()
     """The group starts when each replica of these groups is ready or finished, or with
     :finished has finished. Set "GROUP:finished" for a group that prepares data or
     weights.
@@ -408,6 +384,13 @@ class ChannelConfig(msgspec.Struct, frozen=True, kw_only=True):
     not waited for, and not ready until it has loaded it. Set it when requests must not
     be answered by two versions for longer than a load takes.
     """
+    follow: Literal["newest", "promoted"] = "newest"
+    """Targets load each committed version, or those that are promoted: by an order, or
+    by the rules of canary. Set "promoted" when somebody should decide what is served;
+    with slots of at least 3.
+    """
+    canary: CanaryConfig | None = None
+    """The replicas that load a candidate first, with follow = "promoted"."""
     encrypt: Annotated[bool, forms.flag] = False
     """Weights are sent between hosts by TLS 1.3, never over a process group; within a
     host other users cannot read them. Set it when others can listen on the network.

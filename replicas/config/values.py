@@ -265,6 +265,13 @@ def flag(place: Place, value: object) -> Any:
     return value if isinstance(value, bool) else place.problem(f"expected true or false, got {show(value)}")
 
 
+@form("number")
+def number(place: Place, value: object) -> Any:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+        return float(value)
+    return place.problem(f"expected a number, got {show(value)}")
+
+
 def in_units(text: object, units: Mapping[str, float]) -> float | None:
     """Return the number of a text such as ``1.5h`` in base units; None for other texts.
 

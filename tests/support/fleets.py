@@ -22,7 +22,8 @@ from typing import Any, cast
 import anyio
 import pytest
 
-from replicas.config.structs import Config, Dependency, GroupConfig, RestartConfig, RunConfig
+from replicas.config.dependency import Dependency
+from replicas.config.structs import Config, GroupConfig, RestartConfig, RunConfig
 from replicas.coordinator import Coordinator, GroupShape, Readiness
 from replicas.core.lives.lifecycle import Transition
 from replicas.core.lives.restarts import Restarts

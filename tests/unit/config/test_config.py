@@ -2,7 +2,7 @@
 them at once.
 
 Covers: config/file.py, config/channel_checks.py, config/structs.py, config/job.py,
-config/tables.py.
+config/tables.py, config/dependency.py.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from replicas.config.dependency import Dependency
 from replicas.config.file import channels_from, load, parse
 from replicas.config.structs import (
     ChannelConfig,
     ChannelRole,
     ControlConfig,
-    Dependency,
     LogsConfig,
     ResourcesConfig,
     RestartConfig,

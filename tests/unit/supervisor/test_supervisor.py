@@ -19,7 +19,8 @@ import msgspec
 import pytest
 
 from replicas import errors
-from replicas.config.structs import Dependency, GroupConfig
+from replicas.config.dependency import Dependency
+from replicas.config.structs import GroupConfig
 from replicas.coordinator import Coordinator
 from replicas.core.lives.lifecycle import Lifecycle, ReplicaEvent, Transition
 from replicas.core.lives.ordering import start_levels
