@@ -190,6 +190,42 @@ class PublishStatus(msgspec.Struct, frozen=True, kw_only=True):
         return f"for {self.waits_for[0]}{more}{kept}" if self.waits_for else ""
 
 
+class LeaseStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A lease, which keeps a version.
+
+    ``until``: its end in seconds since 1970; 0: it has none. ``holder``: the member
+    that asked for it, with whose loss it ends; empty: a person did.
+    """
+
+    name: str
+    version: int
+    until: float = 0.0
+    holder: str = ""
+
+
+class VersionStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One committed version.
+
+    ``step``: its ``meta["step"]``. ``at``: when it was committed, in seconds since
+    1970; 0: unknown. ``content_of``: the older version whose bytes it has; 0: its own.
+    ``rejected``: why it is never served. ``scores``: means of the reports. ``held``:
+    number of members that have its bytes; ``serving``: replicas that serve it.
+    """
+
+    number: int
+    step: float | None = None
+    at: float = 0.0
+    nbytes: int = 0
+    digest: str = ""
+    content_of: int = 0
+    labels: tuple[str, ...] = ()
+    leases: tuple[LeaseStatus, ...] = ()
+    rejected: str = ""
+    scores: dict[str, float] = {}
+    held: int = 0
+    serving: tuple[str, ...] = ()
+
+
 class ChannelStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One channel.
 
@@ -204,6 +240,9 @@ class ChannelStatus(msgspec.Struct, frozen=True, kw_only=True):
     different ones, as ``committed_at``; None if they serve one, or none.
     ``adopt_together``: as in the config. ``sources``, ``targets``, ``peers``: groups
     that have these roles. ``under_way``: publishes that have not ended.
+    ``follow``: as in the config; ``current``: the version that targets load;
+    ``versions``: those that are known, the newest first;
+    ``canary``: replicas that load the candidate.
     ``disk_problem``: why a decision cannot be written to disk, and waits. ``waits``:
     the text after "waits ..." for all its publishes and joins; ``left_s``: for at most
     so many seconds.
@@ -232,6 +271,10 @@ class ChannelStatus(msgspec.Struct, frozen=True, kw_only=True):
     targets: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()
     under_way: tuple[PublishStatus, ...] = ()
+    follow: str = "newest"
+    current: int = 0
+    versions: tuple[VersionStatus, ...] = ()
+    canary: tuple[str, ...] = ()
     disk_problem: str = ""
     waits: str = ""
     left_s: float | None = None

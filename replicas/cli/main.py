@@ -30,6 +30,7 @@ from replicas.cli.order_commands import detach, drain, reload, reset_failed, res
 from replicas.cli.ray_command import ray
 from replicas.cli.report_command import report
 from replicas.cli.slurm import slurm
+from replicas.cli.steering_commands import hold, label, promote, reject, release, rollback, score, versions
 from replicas.cli.token_command import token
 from replicas.cli.top import top
 from replicas.cli.version_commands import get, put, verify
@@ -147,7 +148,7 @@ def _nodes(path: Path, config: Config) -> tuple[NodeStatus, ...] | None:
 _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Run": (run, check, agent, slurm, ray),
     "Look": (status, top, logs, events, report, stacks, wait, doctor),
-    "Versions": (get, put, verify, mirror),
+    "Versions": (versions, promote, reject, rollback, hold, release, label, score, get, put, verify, mirror),
     "Change": (scale, restart, drain, detach, reset_failed, reload, token),
 }
 """The commands, in the order of ``--help``."""

@@ -62,11 +62,11 @@ def scale(
     """
     if ready and no_wait:
         raise UsageError("give --ready or --no-wait, not both")
-    answer = _send(place, Scale(group=group, replicas=replicas), f"scaling {group}", wait=not no_wait)
+    answer = send(place, Scale(group=group, replicas=replicas), f"scaling {group}", wait=not no_wait)
     if ready:
         _until_ready(place, group, time.monotonic() + _SCALED_S, "10m")
     words = f"{count_text(replicas, 'replica')} {'wanted, and ready' if ready else 'wanted'}"
-    _print_answer(answer, f"{group}: {words}", as_json=as_json)
+    print_answer(answer, f"{group}: {words}", as_json=as_json)
 
 
 @command(failed=FAILED)
@@ -85,9 +85,9 @@ def restart(
     Returns when the next generation has begun, with --rolling when all replicas are
     ready; see also the command wait.
     """
-    answer = _send(place, Restart(target=target, rolling=rolling), f"restarting {target}", wait=not no_wait)
+    answer = send(place, Restart(target=target, rolling=rolling), f"restarting {target}", wait=not no_wait)
     done = f"{target}: restarted, and ready" if rolling else f"{target}: starting again"
-    _print_answer(answer, done, as_json=as_json)
+    print_answer(answer, done, as_json=as_json)
 
 
 @command(failed=FAILED)
@@ -115,7 +115,7 @@ def drain(
     order = Drain(target=target, hurry=hurry, node=node or None, undo=undo)
     if node or target is not None:
         what = f"node {node}" if node else target
-        answer = _send(place, order, f"draining {what}", wait=not no_wait)
+        answer = send(place, order, f"draining {what}", wait=not no_wait)
         done = f"{what} {'takes replicas again' if undo else 'is drained'}" if node else f"{what}: drained"
     else:
         states, done = place.poll_status(_LOOK_AGAIN_S), "the run is over"
@@ -123,7 +123,7 @@ def drain(
         if not no_wait:
             _until_gone(states)
             answer = Answer(done=True)
-    _print_answer(answer, done, as_json=as_json)
+    print_answer(answer, done, as_json=as_json)
 
 
 @command(failed=FAILED)
@@ -136,15 +136,15 @@ def detach(*, place: ThisRun, as_json: Json = False) -> None:
     states = place.poll_status(_LOOK_AGAIN_S)
     answer = place.client().order(Detach())
     _until_gone(states)
-    _print_answer(answer, "the supervisor has left; start the next one with: replicas run CONFIG", as_json=as_json)
+    print_answer(answer, "the supervisor has left; start the next one with: replicas run CONFIG", as_json=as_json)
 
 
 @command(failed=FAILED)
 def reset_failed(*, target: OptionalTarget = None, place: ThisRun, as_json: Json = False) -> None:
     """Start failed replicas again, with a full restart budget."""
-    answer = _send(place, ResetFailed(target=target), "resetting")
+    answer = send(place, ResetFailed(target=target), "resetting")
     again = f"starting again: {', '.join(answer.result)}" if answer.result else ""
-    _print_answer(answer, again or "nothing had failed; restart budgets are full", as_json=as_json)
+    print_answer(answer, again or "nothing had failed; restart budgets are full", as_json=as_json)
 
 
 @command(failed=FAILED)
@@ -153,10 +153,10 @@ def reload(*, place: ThisRun, as_json: Json = False) -> None:
 
     A config with problems changes nothing: they are printed, with exit code 78.
     """
-    answer = _send(place, Reload(), "reloading")
+    answer = send(place, Reload(), "reloading")
     result = answer.result if isinstance(answer.result, dict) else {}
     parts = [f"{name}: {', '.join(result[name])}" for name in ("changed", "added", "removed") if result.get(name)]
-    _print_answer(answer, f"reloaded; {'; '.join(parts) or 'nothing has changed'}", as_json=as_json)
+    print_answer(answer, f"reloaded; {'; '.join(parts) or 'nothing has changed'}", as_json=as_json)
 
 
 @command(failed=FAILED)
@@ -165,7 +165,7 @@ def stacks(*, target: OptionalRanks = None, place: ThisRun, as_json: Json = Fals
     replica, rank = target, None
     if target is not None and target.count("/") == 2:
         replica, _, rank = target.rpartition("/")
-    found: dict[str, str] = _send(place, StacksOrder(target=replica), "asking").result or {}
+    found: dict[str, str] = send(place, StacksOrder(target=replica), "asking").result or {}
     if rank is not None:  # texts of the whole replica say why a rank is missing
         found = {name: text for name, text in found.items() if name == target or not name.startswith(f"{replica}/")}
         if not found:
@@ -179,7 +179,7 @@ def stacks(*, target: OptionalRanks = None, place: ThisRun, as_json: Json = Fals
         console.print(text.rstrip("\n"))
 
 
-def _send(place: RunAddress, order: Order, doing: str, *, wait: bool = True) -> Answer:
+def send(place: RunAddress, order: Order, doing: str, *, wait: bool = True) -> Answer:
     """Send an order; on a terminal show progress."""
     with patience(doing):
         return place.client().order(order, wait=wait)
@@ -205,7 +205,7 @@ def _until_gone(states: Iterator[RunStatus | None]) -> None:
                 show_doing(f"draining: {', '.join(left) if 0 < len(left) <= 4 else f'{len(left)} replicas'} left")
 
 
-def _print_answer(answer: Answer, words: str, *, as_json: bool) -> None:
+def print_answer(answer: Answer, words: str, *, as_json: bool) -> None:
     """Print the answer as JSON, or ``words`` if the order is done."""
     if as_json:
         print(json_text({"done": answer.done, "result": answer.result}))

@@ -18,7 +18,15 @@ from replicas.common.sizes import count_text, list_text, size_text
 from replicas.config.structs import ChannelConfig, ChannelRole, Config, GroupConfig, ResourcesConfig
 from replicas.core.lives.ordering import least_left, needed_replicas
 from replicas.messages.bounds import CONTROL_PORT
-from replicas.status import ChannelStatus, GroupStatus, NodeStatus, PublishStatus, ReplicaStatus, RunStatus
+from replicas.status import (
+    ChannelStatus,
+    GroupStatus,
+    NodeStatus,
+    PublishStatus,
+    ReplicaStatus,
+    RunStatus,
+    VersionStatus,
+)
 from replicas.telemetry.events import Record
 from replicas.telemetry.verdict import OPEN_S, ill_first, verdict
 from replicas.telemetry.words import duration_text, in_words
@@ -44,6 +52,7 @@ _REPLICA_STATE = ("replica", "state", "for", "restarts", "heartbeat", "loaded", 
 _CHANNEL_STATE = ("channel", "epoch", "version", "live ranks", "synced", "failed", "last sync", "sent")
 _TOP_REPLICA = ("replica", "state", "for", "heartbeat", "version", "behind", "reason")
 _TOP_CHANNEL = ("channel", "version", "age", "last sync", "behind", "under way")
+_VERSIONS = ("version", "labels", "step", "age", "size", "held", "served by", "what is said of it")
 _BROKEN = 14
 """Width of a column in which words are broken."""
 _BETWEEN = 2
@@ -122,6 +131,33 @@ def fitted(columns: Sequence[Sequence[str]], room: int) -> list[int]:
             more = max(0, min(needs[column], left))
             widths[column], left = widths[column] + more, left - more
     return widths
+
+
+def versions_table(channel: ChannelStatus, now: float) -> RenderableType:
+    """Return the versions of a channel as a table; ``now``: seconds since 1970."""
+    rows = [_version_row(one, now) for one in channel.versions]
+    canary = f", canary {list_text(channel.canary)}" if channel.canary else ""
+    return _Table(f"{channel.name}: follows {channel.follow}{canary}", _VERSIONS, rows)
+
+
+def _version_row(version: VersionStatus, now: float) -> tuple[str | Text, ...]:
+    """Return a row of the table of versions."""
+    said = [f"content of {version.content_of}"] if version.content_of else []
+    said += [f"{name} {value:g}" for name, value in version.scores.items()]
+    said += [f"rejected: {version.rejected}"] if version.rejected else []
+    for lease in version.leases:
+        left = f", {duration_text(max(0.0, lease.until - now))} left" if lease.until else ""
+        said.append(f"kept by {lease.name}{f' of {lease.holder}' if lease.holder else ''}{left}")
+    return (
+        Text(str(version.number), style="dim" if not version.held else ""),
+        Text(", ".join(version.labels), style="bold"),
+        "" if version.step is None else f"{version.step:g}",
+        duration_text(now - version.at) if version.at else "",
+        size_text(version.nbytes) if version.nbytes else "",
+        str(version.held) if version.held else "gone",
+        list_text(version.serving, 2),
+        "; ".join(said),
+    )
 
 
 class _Table:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import msgspec
 from msgspec import Meta
 
 from replicas import errors
+from replicas.messages.version_orders import VersionOrder
 from replicas.trust.tokens import Role
 
 RUN_HEADER = "Replicas-Run"
@@ -89,7 +90,7 @@ class TokensOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     force: bool = False
 
 
-Order = Scale | Restart | Drain | Detach | ResetFailed | Reload | StacksOrder | DoctorOrder | TokensOrder
+Order = Scale | Restart | Drain | Detach | ResetFailed | Reload | StacksOrder | DoctorOrder | TokensOrder | VersionOrder
 
 ORDERS: dict[str, type[Order]] = {
     "/scale": Scale,
@@ -101,12 +102,13 @@ ORDERS: dict[str, type[Order]] = {
     "/stacks": StacksOrder,
     "/doctor": DoctorOrder,
     "/tokens": TokensOrder,
+    **{f"/{kind.__name__.lower()}": kind for kind in get_args(VersionOrder)},
 }
 """The type of the body of each ``POST``.
 
 A run carries it out by a coroutine method with the name of the path, and its fields as
-keywords (``/drain`` with a node: ``drain_node``), which returns the result and raises
-:class:`replicas.errors.ReplicasError`.
+keywords (``/drain`` with a node: ``drain_node``; orders about versions: ``steer``, with
+the order), which returns the result and raises :class:`replicas.errors.ReplicasError`.
 """
 
 

@@ -36,6 +36,7 @@ from replicas.common.logs import Log
 from replicas.control import commands as orders
 from replicas.control.access import Access, Lasting, everyone
 from replicas.control.commands import ORDERS, RUN_HEADER, Answer, Drain, Order, Problem
+from replicas.messages.version_orders import VersionOrder
 
 log = Log("replicas.control")
 
@@ -102,6 +103,8 @@ def order_routes(source: object, access: Access, run: Callable[[], str]) -> list
 
 async def _carry_out(source: object, path: str, order: Order) -> object:
     """Call the method for the order's path, and return its result."""
+    if isinstance(order, VersionOrder):
+        return await source.steer(order)  # type: ignore[attr-defined]  # as all methods of orders
     name, given = path[1:].replace("-", "_"), msgspec.structs.asdict(order)
     if isinstance(order, Drain):
         name, fields = ("drain", ("target", "hurry")) if order.node is None else ("drain_node", ("node", "undo"))

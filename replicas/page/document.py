@@ -32,7 +32,7 @@ _JITTER = frozenset({*_MOMENTS.values(), *_MOMENTS_BY_CHANNEL.values(), "lag_s",
 _ELSEWHERE: dict[type, frozenset[str]] = {
     RunStatus: frozenset({"groups", "channels", "nodes", "store", "event_loop_lag_s", "newest_event"}),
     GroupStatus: frozenset({"replicas"}),
-    ChannelStatus: frozenset({"members", "under_way"}),
+    ChannelStatus: frozenset({"members", "under_way", "versions"}),
 }
 """Fields of a status that the document has in another place."""
 _PLAIN = frozenset({str, int, float, bool})
@@ -58,6 +58,7 @@ def document(status: RunStatus, now: float) -> Tree:
             one.name: {
                 **_own(one, now),
                 "members": {member.name: _member(member, now) for member in one.members},
+                "versions": {str(version.number): _own(version, now) for version in one.versions},
                 "under_way": {str(publish.version): _own(publish, now) for publish in one.under_way},
             }
             for one in status.channels

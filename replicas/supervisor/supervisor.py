@@ -3,14 +3,10 @@
 One asyncio loop. :class:`Supervisor` takes the state folder's lock, opens the events,
 the coordinator (store, sessions, control port) and the control socket, and passes the
 groups to a :class:`~replicas.supervisor.fleet.fleet.Fleet`. All commands arrive here,
-from an embedding program, the control port, the socket or a signal.
-
-Every event goes through :meth:`Supervisor.emit`. State that must survive a kill is
-written before it takes effect. At the end of the run the replicas end first, then the
-events close, then the agents end, and the coordinator and its port last, so that ranks
-can leave in order. This process never imports torch.
-
-The class has many methods: an embedding program calls each order and query.
+from an embedding program, the control port, the socket or a signal. Every event goes
+through :meth:`Supervisor.emit`. State that must survive a kill is written before it
+takes effect. At the end the replicas end first, then the events close, then the agents
+end, and the coordinator and its port last. This process never imports torch.
 """
 
 from __future__ import annotations
@@ -43,11 +39,13 @@ from replicas.control.log_files import LogReader, Selection
 from replicas.control.socket import ControlSocket
 from replicas.coordinator import Coordinator
 from replicas.coordinator import Event as ChannelEvent
+from replicas.coordinator.orders import carry_out
 from replicas.core.base.effects import MemberLost, ReplicaIdle
 from replicas.core.lives.ordering import start_levels
 from replicas.linux import inherited, needs
 from replicas.messages import Hello, arguments
 from replicas.messages.bounds import REPLICAS_MAX
+from replicas.messages.version_orders import Steered, VersionOrder
 from replicas.status import RunStatus
 from replicas.supervisor.agent.checks import Finding
 from replicas.supervisor.agent.machine import Machine, node_name
@@ -375,6 +373,10 @@ class Supervisor:
             sizes = {name: one.size for name, one in fleet.groups.items()} | {group: replicas}
             refuse_unfit(with_sizes(self.config, sizes), self.resources.machine)
         await fleet.scale(scaled, replicas)
+
+    async def steer(self, order: VersionOrder) -> Steered:
+        """Carry out an order about versions: :func:`replicas.coordinator.orders`."""
+        return await carry_out(self.coordinator.engine, order)
 
     async def restart(self, target: str, *, rolling: bool = False) -> None:
         """Restart a replica (``group/index``) or all of a ``group`` after their sync.

@@ -34,6 +34,7 @@ from prometheus_client.utils import floatToGoString
 import replicas
 from replicas import errors
 from replicas.common.sizes import snake_case
+from replicas.core.base.effects import What
 from replicas.core.lives.lifecycle import RestartReason
 from replicas.core.lives.ordering import is_good, needed_replicas
 from replicas.messages.carried import OperationKind
@@ -192,7 +193,7 @@ def _behind(replica: ReplicaStatus, channel: ChannelStatus) -> int | None:
     """Return how many versions the replica is behind; None if it has loaded no
     version."""
     loaded = replica.versions.get(channel.name)
-    return None if loaded is None else max(0, channel.committed_version - loaded)
+    return None if loaded is None else max(0, channel.current - loaded)
 
 
 def _prefers_openmetrics(accept: str) -> bool:
@@ -300,6 +301,28 @@ class Metrics(Collector):
         failed = ((one.name, tally.failed_loads.get(one.name, {})) for one in channels)
         series = [pair for name, counts in failed for pair in _by_key((name,), counts, ("failed", "refused"))]
         yield self._metric("failed_loads_total", text, ("channel", "outcome"), series)
+        text = "Decisions about versions: promoted, rejected, rolled back, held, released, labelled, scored."
+        decided = ((one.name, tally.decided.get(one.name, {})) for one in channels if one.targets)
+        series = [pair for name, counts in decided for pair in _by_key((name,), counts, get_args(What))]
+        yield self._metric("version_decisions_total", text, ("channel", "decision"), series)
+        text = "The version of a label: current is what targets load."
+        labels = [
+            (one.name, label, version.number)
+            for one in channels
+            for version in one.versions
+            for label in version.labels
+        ]
+        series = [((name, label), number) for name, label, number in labels]
+        yield self._metric("label_version", text, ("channel", "label"), series)
+        text = "The mean of a score of the version with a label."
+        scores = [
+            ((one.name, label, name), score)
+            for one in channels
+            for version in one.versions
+            for label in version.labels
+            for name, score in version.scores.items()
+        ]
+        yield self._metric("version_score", text, ("channel", "label", "score"), scores)
         text = "Transfers that were made again, by reason."
         series = [pair for one in channels for pair in _by_key((one.name,), one.retries, _RETRIES)]
         yield self._metric("sync_retries_total", text, ("channel", "reason"), series)

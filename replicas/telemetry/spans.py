@@ -70,6 +70,7 @@ _MARKS: dict[type, str] = {
     effects.SidecarReplaced: "retry",
     effects.StepFell: "step",
     effects.StoreChanged: "store",
+    effects.VersionDecided: "decision",
     effects.WrongBytes: "wrong_bytes",
     events.ConnectionsRefused: "refused",
     events.Draining: "drain",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 import msgspec
@@ -28,6 +28,7 @@ from replicas.core.base.effects import (
     Retried,
     SidecarReplaced,
     SyncEnded,
+    VersionDecided,
     WrongBytes,
 )
 from replicas.core.lives.lifecycle import Transition
@@ -50,6 +51,7 @@ _COMMITS = 256
 """Commits of a channel whose times are kept: a replica is rarely further behind."""
 
 Counts = dict[str, int]
+Times = Mapping[str, Sequence[tuple[int, float]]]
 
 
 class Histogram(msgspec.Struct):
@@ -83,7 +85,9 @@ class Tally(msgspec.Struct):
     ``received``: bytes by channel and replica. ``loads``: by channel and group.
     ``operations`` and ``operation_times``: by channel and kind. ``ready``: names of
     replicas. ``serving``: the version of each replica, by channel. ``mixed``: since
-    when ready replicas have served different versions of a channel.
+    when ready replicas have served different versions of a channel. ``promotions``:
+    as ``commits``, of the versions that were promoted. ``decided``: decisions about
+    versions, by channel.
     """
 
     restarts: dict[str, Counts] = {}
@@ -112,6 +116,8 @@ class Tally(msgspec.Struct):
     ready: set[str] = set()
     serving: dict[str, Counts] = {}
     mixed: dict[str, float] = {}
+    promotions: dict[str, list[tuple[int, float]]] = {}
+    decided: dict[str, Counts] = {}
 
     def count(self, event: Event, at: float = 0.0) -> None:
         """Count one event, if it has a counter; a new run's start first resets all
@@ -135,6 +141,8 @@ class Tally(msgspec.Struct):
                 if event.version and event.load_s:  # else another coordinator has reported it
                     spread = self.loads.setdefault(event.channel, {}).setdefault(event.group, Histogram())
                     spread.observe(event.load_s, SYNC_BUCKETS)
+            case VersionDecided():
+                self._decided(event, at)
             case OperationEnded(channel, kind):
                 _add(self.operations.setdefault(channel, {}).setdefault(kind, {}), event.outcome)
                 spread = self.operation_times.setdefault(channel, {}).setdefault(kind, Histogram())
@@ -219,14 +227,25 @@ class Tally(msgspec.Struct):
         for phase, seconds in {**record.phases, "total": record.seconds}.items():
             phases.setdefault(phase, Histogram()).observe(seconds, SYNC_BUCKETS)
 
+    def _decided(self, event: VersionDecided, at: float) -> None:
+        """Count a decision about a version; note when targets were to load it."""
+        _add(self.decided.setdefault(event.channel, {}), event.what)
+        lists = {"promoted": (self.promotions,), "rolled_back": (self.promotions, self.commits)}
+        for versions in lists.get(event.what, ()):
+            known = versions.setdefault(event.channel, [])
+            known.append((event.version, at))
+            del known[:-_COMMITS]
+
     def shown_in(self, status: RunStatus, now: float = 0.0) -> RunStatus:
         """Return a copy of the status with these counters. ``now``: in seconds since
         1970."""
+        promoted = {channel.name for channel in status.channels if channel.follow == "promoted"}
+        due = self.commits | {name: self.promotions.get(name, []) for name in promoted}
         groups = (
             replace(
                 group,
                 restarts=dict(self.restarts.get(group.name, {})),
-                replicas=tuple(self._replica(one, now) for one in group.replicas),
+                replicas=tuple(self._replica(one, due, now) for one in group.replicas),
             )
             for group in status.groups
         )
@@ -257,18 +276,21 @@ class Tally(msgspec.Struct):
             mixed_since=self.mixed.get(name),
         )
 
-    def _replica(self, status: ReplicaStatus, now: float) -> ReplicaStatus:
-        """Return a copy of a replica's status with received bytes and lags."""
+    def _replica(self, status: ReplicaStatus, due: Times, now: float) -> ReplicaStatus:
+        """Return a copy of a replica's status with received bytes and lags.
+
+        :param due: by channel, since when targets have been to load each version.
+        """
         received = {name: counts[status.name] for name, counts in self.received.items() if status.name in counts}
-        lag_s = {name: self._lag_s(name, version, now) for name, version in status.versions.items()}
+        lag_s = {name: _lag_s(due.get(name, ()), version, now) for name, version in status.versions.items()}
         lag_s = {name: min(seconds, status.lived_s) for name, seconds in lag_s.items()}  # no lag before it lived
         return replace(status, received_nbytes=received, lag_s=lag_s)
 
-    def _lag_s(self, channel: str, version: int, now: float) -> float:
-        """Return for how many seconds a version newer than this one has been committed;
-        0: none is."""
-        since = next((at for number, at in self.commits.get(channel, ()) if number > version), now)
-        return max(0.0, now - since)
+
+def _lag_s(due: Sequence[tuple[int, float]], version: int, now: float) -> float:
+    """Return for how many seconds a version newer than this one has been due; 0: none
+    is."""
+    return max(0.0, now - next((at for number, at in due if number > version), now))
 
 
 class CounterDeltas:

@@ -187,7 +187,11 @@ def _of_channel(channel: ChannelStatus, status: RunStatus, now: float) -> Iterat
             )
     name = channel.name
     replicas = [one for group in status.groups for one in group.replicas if one.state == "ready"]
-    if channel.mixed_since is not None and (channel.adopt_together or now - channel.mixed_since > BEHIND_S):
+    if (
+        channel.mixed_since is not None
+        and not channel.canary
+        and (channel.adopt_together or now - channel.mixed_since > BEHIND_S)
+    ):
         on = {v: list_text([one.name for one in replicas if one.versions.get(name) == v]) for v in channel.served}
         parts = (f"version {v} on {on[v] or n}" for v, n in sorted(channel.served.items(), reverse=True))
         late = next((one.name for one in replicas if one.versions.get(name) == min(channel.served)), "")

@@ -182,6 +182,8 @@ def _channel_words(who: str, event: events.Event) -> tuple[str, str, str]:
         case effects.CaughtUp():
             names = ", ".join(member.name for member in event.members)
             return event.channel, f"{names} caught up with version {event.version}", "quiet"
+        case effects.VersionDecided():
+            return event.channel, _decided(event), "warning" if event.what in ("rejected", "rolled_back") else ""
         case effects.WrongBytes():
             what = f"was served wrong bytes of version {event.version} by {event.holder}"
             return event.member.name, f"{what}{_because(event.reason)}", "error"
@@ -203,6 +205,24 @@ def _channel_words(who: str, event: events.Event) -> tuple[str, str, str]:
         case effects.StoreChanged():
             return event.channel, f"rendezvous store {'up' if event.up else 'down'}", "" if event.up else "alarm"
     return who or getattr(event, "channel", "run"), _plain(event), ""
+
+
+def _decided(event: effects.VersionDecided) -> str:
+    """Return a decision about a version as text."""
+    version, name, value = f"version {event.version}", event.name, event.value
+    match event.what:
+        case "promoted" | "rejected":
+            return f"{version} is {event.what}{_because(event.why)}"
+        case "rolled_back":
+            return f"{version} is served, with the content of version {value:g}"
+        case "held":
+            return f"{name} keeps {version}{f' for {duration_text(value)}' if value else ''}"
+        case "released":
+            return f"{name} no longer keeps {version}{_because(event.why)}"
+        case "labelled":
+            return f"{name} is {version}" if value else f"{name} is no label of {version} any more"
+        case "scored":
+            return f"{version} has {name} {value:g}"
 
 
 def _because(reason: str) -> str:

@@ -18,7 +18,7 @@ from replicas.core.base.effects import MemberJoined, ReplicaLoaded, SyncEnded
 from replicas.core.lives.lifecycle import ReplicaEvent, Transition
 from replicas.messages.identity import Member
 from replicas.page.report import recorded, report
-from replicas.status import RunStatus, SyncRecord
+from replicas.status import LeaseStatus, RunStatus, SyncRecord, VersionStatus
 from replicas.telemetry.events import RankEnd, ReplicaExited, RunStarted
 from tests.support.browser import Chromium, Tab
 from tests.support.browser.shown import TOKEN, ShownRun, served
@@ -202,6 +202,58 @@ async def test_each_order_is_given_as_it_says(
     run = a_run()
     async with served(run) as url, opened(chromium, f"{url}#{fragment}") as tab:
         await tab.click("#panel button", text=button)
+        await tab.until(f"document.querySelector('.says').innerText.includes({json.dumps(says)})")
+        await tab.click("dialog button.main")
+        await tab.until("document.querySelector('dialog input[type=password]')")
+        await tab.write(TOKEN)
+        await tab.press("Enter")
+        await tab.until("document.querySelector('dialog .good')")
+        assert run.orders == [order]
+
+
+def steered(status: RunStatus) -> RunStatus:
+    """With versions that somebody steers."""
+    versions = (
+        VersionStatus(number=7, labels=("candidate",), held=4, serving=("rollout/0",), scores={"reward": 0.25}),
+        VersionStatus(number=6, labels=("current",), content_of=3, held=4, serving=("rollout/1", "rollout/2")),
+        VersionStatus(number=5, rejected=f"reward 0.1 is below 0.5 {HOSTILE}", held=4),
+        VersionStatus(number=3, held=4, leases=(LeaseStatus(name="evaluation", version=3),)),
+        VersionStatus(number=2),
+    )
+    (policy,) = status.channels
+    policy = msgspec.structs.replace(policy, versions=versions, follow="promoted", canary=("rollout/0",))
+    return msgspec.structs.replace(status, channels=(policy,))
+
+
+@pytest.mark.parametrize(
+    ("version", "button", "says", "order"),
+    [
+        ("7", "promote", "load version 7", ("promote", {"channel": "policy", "version": "7"})),
+        ("7", "reject", "never served", ("reject", {"channel": "policy", "version": "7", "why": ""})),
+        ("3", "rollback", "served again", ("rollback", {"channel": "policy", "to": "3"})),
+        ("3", "hold", "10 minutes", ("hold", {"channel": "policy", "version": "3", "seconds": 600.0, "name": ""})),
+    ],
+)
+async def test_versions_are_steered_from_the_panel_of_their_channel(
+    chromium: Chromium, version: str, button: str, says: str, order: tuple[str, dict[str, Any]]
+) -> None:
+    run = a_run(change=steered)
+    async with served(run) as url, opened(chromium, f"{url}#channel/policy") as tab:
+        rows = "[...document.querySelectorAll('#panel [aria-label=Versions] tbody tr')]"
+        text = await tab.js(f"{rows}.map((one) => one.innerText).join('|')")
+        for said in (
+            "candidate",
+            "current",
+            "content of 3",
+            "reward 0.25",
+            "rejected: reward 0.1",
+            "gone",
+            "evaluation",
+        ):
+            assert said in text, said
+        assert await tab.js(f"{rows}.map((one) => one.querySelectorAll('button').length)") == [3, 1, 1, 2, 0]
+        row = f"{rows}.find((one) => one.cells[0].innerText === '{version}')"
+        await tab.js(f"[...{row}.querySelectorAll('button')].find((one) => one.innerText === '{button}').click()")
         await tab.until(f"document.querySelector('.says').innerText.includes({json.dumps(says)})")
         await tab.click("dialog button.main")
         await tab.until("document.querySelector('dialog input[type=password]')")

@@ -23,9 +23,10 @@ const GLYPHS = {
   restart: "M3.5,-2 A4,4 0 1 0 4,1 M4,-4.5 L3.5,-1.5 L0.5,-2",
   scale: "M-4,3 L0,-4 L4,3 Z",
   load_failed: "M-4,3.5 L0,-4 L4,3.5 Z M0,-1 L0,1",
+  decision: "M-3,4 L-3,-4 L4,-2 L-3,0", // a flag
   other: "M0,-3 L0,3",
 };
-const SHOWN = new Set(["exit", "loss", "restart", "scale", "load_failed", "drain", "reset", "reload", "wrong_bytes", "step", "held_up", "end", "start"]);
+const SHOWN = new Set(["exit", "loss", "restart", "scale", "load_failed", "drain", "reset", "reload", "wrong_bytes", "step", "decision", "held_up", "end", "start"]);
 
 export class Lanes {
   #inSight = new Set();

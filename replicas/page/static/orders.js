@@ -191,6 +191,23 @@ export function resetOrder(model, target) {
   };
 }
 
+const STEERING = {
+  promote: { verb: "Promote", does: (name, number) => `All targets of ${name} load version ${number}, which they hold already.` },
+  reject: { verb: "Reject", danger: true, does: (name, number) => `Version ${number} is never served. Replicas that have loaded it go back to what the others serve, as a new version.` },
+  rollback: { verb: "Roll back", danger: true, does: (name, number) => `The content of version ${number} is served again, as a new version of ${name}. Publishes that have begun end first; a candidate is rejected.` },
+  hold: { verb: "Hold", does: (name, number) => `The content of version ${number} is kept for 10 minutes while newer versions come.` },
+};
+
+export function versionOrder(kind, channel, number) {
+  const { verb, danger, does } = STEERING[kind];
+  const version = String(number);
+  return {
+    title: `${verb}: version ${number} of ${channel}`, verb, danger, path: `/${kind}`, says: () => does(channel, number),
+    body: () => ({ channel, ...(kind === "rollback" ? { to: version } : { version }), ...(kind === "hold" ? { seconds: 600 } : {}) }),
+    did: (result) => (kind === "hold" ? `Lease ${result.name} keeps it.` : kind === "reject" ? "It is rejected." : `Version ${result.version} is served.`),
+  };
+}
+
 export const reloadOrder = () => ({
   title: "Reload the config", verb: "Reload", path: "/reload", body: () => ({}),
   says: () => "The supervisor reads its config file again. New groups start, removed ones drain, groups whose processes would start differently restart, a few replicas at a time; all others continue. An invalid config changes nothing.",

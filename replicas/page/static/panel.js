@@ -5,7 +5,7 @@ import { age, bytes, clock, count, duration, some, words } from "./texts.js";
 import { to } from "./places.js";
 import { PHASES, bar, fact, holdUp } from "./syncs.js";
 import { drawnEvent } from "./tables.js";
-import { drainOrder, drainRunOrder, nodeOrder, reloadOrder, resetOrder, restartOrder, scaleOrder } from "./orders.js";
+import { drainOrder, drainRunOrder, nodeOrder, reloadOrder, resetOrder, restartOrder, scaleOrder, versionOrder } from "./orders.js";
 
 const LOG_LINES = 200;
 const LOG_KEPT_NCHARS = 200_000;
@@ -184,10 +184,26 @@ export class Panel {
     const counts = (found) => Object.entries(found ?? {}).filter(([, number]) => number).map(([key, number]) => `${number} ${words(key)}`).join(", ");
     const facts = [["newest version", String(channel.committed_version)], ["digest", channel.digest], ["epoch", String(channel.epoch)], ["slots", channel.slots ? String(channel.slots) : undefined], ["served", some(served, 5)], ["mixed since", channel.mixed_since ? clock(channel.mixed_since) : undefined],
       ["adopted", channel.adopt_together ? "together" : "one by one"], ["syncs", counts(channel.syncs)], ["retries", counts(channel.retries)], ["collectives", counts(channel.operations)]];
-    return [`channel ${name}`, [holdUp(this.model, channel), h("dl", { class: "facts", key: "facts" }, facts.map(([label, value]) => fact(label, value))),
+    return [`channel ${name}`, [holdUp(this.model, channel), h("dl", { class: "facts", key: "facts" }, facts.map(([label, value]) => fact(label, value))), this.#steering(name, channel),
       !members.length ? null : h("div", { class: "scroll", key: "members", tabindex: 0, role: "group", "aria-label": "Members" }, h("table", null, h("thead", null, h("tr", null, ["member", "role", "state", "host", "holds", "loaded", "note"].map((key) => h("th", { key }, key)))),
         h("tbody", null, members.slice(0, MEMBERS).map((one) => h("tr", { key: one.name }, h("td", null, h("a", { href: to("replica", one.name.split("/").slice(0, 2).join("/")) }, one.name)), h("td", null, one.role), h("td", null, one.state), h("td", null, one.host ? String(one.host) : "–"), h("td", null, (one.held ?? []).join(", ") || "–"), h("td", null, one.loaded ? String(one.loaded) : "–"), h("td", { class: "wide" }, one.note ?? "")))), members.length > MEMBERS ? h("p", { class: "muted" }, `${members.length - MEMBERS} more not listed`) : null)),
       this.#history(`channel ${name}`, "catch_up")]];
+  }
+
+  #steering(name, channel) {
+    const versions = Object.values(channel.versions ?? {}).sort((a, b) => b.number - a.number);
+    if (!versions.length) return null;
+    const said = (one) => [one.content_of ? `content of ${one.content_of}` : "", ...Object.entries(one.scores ?? {}).map(([key, value]) => `${key} ${Number(value.toPrecision(4))}`), one.rejected ? `rejected: ${one.rejected}` : "",
+      ...(one.leases ?? []).map((lease) => `kept by ${lease.name}${lease.until ? ` until ${clock(lease.until)}` : ""}`)].filter(Boolean).join("; ");
+    const may = (one) => {
+      const labels = one.labels ?? [];
+      if (!one.held) return [];
+      const served = labels.includes("current") ? [] : labels.includes("candidate") ? ["promote", "reject"] : one.rejected ? [] : ["rollback"];
+      return [...served, "hold"];
+    };
+    return h("div", { class: "scroll", key: "versions", tabindex: 0, role: "group", "aria-label": "Versions" }, h("table", null, h("thead", null, h("tr", null, ["version", "labels", "step", "held", "served by", "", ""].map((key, at) => h("th", { key: at }, key)))),
+      h("tbody", null, versions.map((one) => h("tr", { key: one.number, class: one.held ? undefined : "muted" }, h("td", null, this.model.sync(name, one.number) ? h("a", { href: to("sync", name, one.number) }, String(one.number)) : String(one.number)), h("td", null, (one.labels ?? []).map((label) => h("b", { key: label }, `${label} `))), h("td", null, one.step === undefined ? "" : String(one.step)), h("td", null, one.held ? String(one.held) : "gone"), h("td", null, some(one.serving ?? [], 2)), h("td", { class: "wide" }, said(one)),
+        h("td", { class: "buttons" }, may(one).map((kind) => this.#button(kind, () => versionOrder(kind, name, one.number)))))))));
   }
 
   _sync({ channel, version }) {

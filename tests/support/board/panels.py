@@ -155,6 +155,7 @@ def _weights() -> list[Panel]:
             "The version that each replica has loaded, beside the newest.",
             Query(f"replicas_weight_version{{{BOTH}}}", "{{group}}/{{replica}} {{channel}}"),
             Query(f"replicas_committed_version{{{CHANNEL}}} > 0", "committed on {{channel}}"),
+            Query(f"replicas_label_version{{{CHANNEL}}} > 0", "{{label}} of {{channel}}"),
             width=12,
         ),
         lines(
@@ -169,6 +170,20 @@ def _weights() -> list[Panel]:
 
 def _syncs() -> list[Panel]:
     return [
+        bars(
+            "Decisions about versions",
+            "Promoted, rejected, rolled back, kept, named, scored.",
+            Query(
+                f"sum by (decision) (increase(replicas_version_decisions_total{{{CHANNEL}}}{SPAN})) > 0", "{{decision}}"
+            ),
+            width=12,
+        ),
+        lines(
+            "Scores of versions",
+            "The mean of each score of the versions with labels.",
+            Query(f"replicas_version_score{{{CHANNEL}}}", "{{score}} of {{label}}"),
+            width=12,
+        ),
         bars(
             "Publishes by outcome",
             "committed, or the error that ended them. Alerts: ReplicasSyncsFailing, ReplicasSyncsStopped.",

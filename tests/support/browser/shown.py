@@ -12,12 +12,15 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from replicas.control.access import ByToken
 from replicas.control.app import control_routes
 from replicas.control.log_files import FolderReader, LogReader, Selection
 from replicas.coordinator.addresses import AllowedHosts
 from replicas.coordinator.port_connections import PortRules
 from replicas.coordinator.server import Server, bind_listener
+from replicas.messages.version_orders import Steered, VersionOrder
 from replicas.page.past import Past
 from replicas.status import RunStatus
 from replicas.telemetry.event_log import EventLog
@@ -94,8 +97,16 @@ class ShownRun:
             "stacks",
             "detach",
             "doctor",
+            "steer",
         ):
             raise AttributeError(name)
+
+        async def steer(order: VersionOrder) -> Steered:
+            self.orders.append((type(order).__name__.lower(), msgspec.structs.asdict(order)))
+            return Steered(channel=order.channel, version=8, name="lease-1")
+
+        if name == "steer":
+            return steer
 
         async def order(**given: Any) -> object:
             self.orders.append((name, given))

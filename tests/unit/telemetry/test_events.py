@@ -30,6 +30,7 @@ from replicas.core.base.effects import (
     StepFell,
     StoreChanged,
     SyncEnded,
+    VersionDecided,
     WrongBytes,
 )
 from replicas.core.lives.lifecycle import Lifecycle
@@ -90,6 +91,7 @@ EVERYTHING: list[Event] = [
     StepFell("p", 3, 0, 812),
     CaughtUp("p", 3, (RANK,), 10),
     WrongBytes("p", 3, RANK, "b/0/0", "block 1"),
+    VersionDecided("p", 3, "scored", "reward", 0.5, "by hand"),
     Retried("p", "lost"),
     LoadFailed("p", "g", 0, 3, "boom", kept=True),
     SidecarReplaced("p", "lost", 2),

@@ -138,7 +138,9 @@ def a_status(*, exit_code: int | None = None, rollouts: int = 2, nodes: tuple[No
         MemberStatus(name="rollout/0/0", state="live", role="target"),
         MemberStatus(name="rollout/1/0", state="joining", role="target"),
     )
-    policy = ChannelStatus(name="policy", epoch=3, committed_version=7, digest="ab", members=members, step=40, slots=2)
+    policy = ChannelStatus(
+        name="policy", epoch=3, committed_version=7, current=7, digest="ab", members=members, step=40, slots=2
+    )
     return RunStatus(
         run="grpo",
         version="0",

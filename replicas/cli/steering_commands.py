@@ -1,0 +1,181 @@
+"""Commands to serve, keep, name and score versions."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import msgspec
+import typer
+
+from replicas.cli import render
+from replicas.cli.base import Addressed, Json, Screen, command, json_text
+from replicas.cli.find_run import RunAddress
+from replicas.cli.order_commands import print_answer, send
+from replicas.config import values as config_values
+from replicas.control.exit_codes import FAILED
+from replicas.errors import UsageError
+from replicas.messages import version_orders as orders
+from replicas.messages.version_orders import Steered, VersionOrder
+from replicas.status import ChannelStatus
+
+Channel = Annotated[str, typer.Argument(metavar="CHANNEL", help="The name of a channel.")]
+_VERSION = typer.Argument(metavar="VERSION", help="The number of a version, or a label.")
+Version = Annotated[str, _VERSION]
+
+
+@command(failed=FAILED)
+def versions(
+    *,
+    channel: Annotated[str | None, typer.Argument(metavar="CHANNEL", help="Only this channel.")] = None,
+    place: Addressed,
+    as_json: Json = False,
+) -> None:
+    """Show the versions of CHANNEL: labels, scores, and replicas that serve them."""
+    status = place.status()
+    found = [one for one in status.channels if one.name == channel or (channel is None and one.versions)]
+    if channel is not None and not found:
+        raise _no_channel(channel, [one.name for one in status.channels])
+    if as_json:
+        print(json_text({one.name: _plain(one) for one in found}))
+    elif not found:
+        print("no version is committed yet")
+    else:
+        now = time.time()
+        for one in found:
+            Screen().print(render.versions_table(one, now))
+
+
+def _plain(channel: ChannelStatus) -> dict[str, object]:
+    keys = ("follow", "canary", "versions")
+    return {key: msgspec.to_builtins(getattr(channel, key)) for key in keys}
+
+
+def _no_channel(name: str, known: list[str]) -> UsageError:
+    hint = f"its channels are {', '.join(known)}" if known else "it has no channels"
+    return UsageError(f'the run has no channel "{name}"{config_values.nearest(name, known)}', hint=hint)
+
+
+def _carry_out(place: RunAddress, order: VersionOrder, doing: str, words: str, *, as_json: bool) -> None:
+    """Send an order, and print ``words``, with the version decided on as ``{}``."""
+    answer = send(place, order, doing)
+    decided = msgspec.convert(answer.result, Steered)
+    lasts = f", until {time.strftime('%H:%M:%S', time.localtime(decided.until))}" if decided.until else ""
+    text = words.format(version=decided.version, of=decided.content_of, name=decided.name)
+    print_answer(answer, f"{order.channel}: {text}{lasts}", as_json=as_json)
+
+
+@command(failed=FAILED)
+def promote(
+    *, channel: Channel, version: Annotated[str, _VERSION] = "candidate", place: Addressed, as_json: Json = False
+) -> None:
+    """Serve VERSION (default: the candidate): all targets of CHANNEL load it."""
+    order = orders.Promote(channel=channel, version=version)
+    _carry_out(place, order, f"promoting {version}", "version {version} is served", as_json=as_json)
+
+
+@command(failed=FAILED)
+def reject(
+    *,
+    channel: Channel,
+    version: Annotated[str, _VERSION] = "candidate",
+    why: Annotated[str, typer.Option("--why", help="The reason, which is recorded.")] = "",
+    place: Addressed,
+    as_json: Json = False,
+) -> None:
+    """Never serve the candidate; replicas that have loaded it go back."""
+    order = orders.Reject(channel=channel, version=version, why=why)
+    _carry_out(place, order, f"rejecting {version}", "version {version} is rejected", as_json=as_json)
+
+
+@command(failed=FAILED)
+def rollback(
+    *,
+    channel: Channel,
+    to: Annotated[str, typer.Option("--to", metavar="VERSION", help="The number of a version, or a label.")] = (
+        "previous"
+    ),
+    place: Addressed,
+    as_json: Json = False,
+) -> None:
+    """Serve an older version's content again, as a new version.
+
+    A candidate is rejected. Waits for publishes that have begun. No bytes move to hosts
+    that have the content.
+    """
+    order = orders.Rollback(channel=channel, to=to)
+    words = "version {version} is served, with the content of version {of}"
+    _carry_out(place, order, f"going back to {to}", words, as_json=as_json)
+
+
+@command(failed=FAILED)
+def hold(
+    *,
+    channel: Channel,
+    version: Version,
+    lasts: Annotated[
+        str, typer.Option("--for", metavar="TIME", help='How long, such as "10m". Default: until it is released.')
+    ] = "",
+    name: Annotated[str, typer.Option("--name", help="Name of the lease.")] = "",
+    place: Addressed,
+    as_json: Json = False,
+) -> None:
+    """Keep the content of VERSION while newer ones come; print the lease's name."""
+    seconds = config_values.in_units(lasts, config_values.UNITS_S) if lasts else None
+    if lasts and not seconds:
+        raise UsageError(f'"{lasts}" is not a duration', hint='write --for "90s", "10m" or "1h"')
+    order = orders.Hold(channel=channel, version=version, seconds=seconds, name=name)
+    _carry_out(place, order, f"holding {version}", "{name} keeps version {version}", as_json=as_json)
+
+
+@command(failed=FAILED)
+def release(
+    *,
+    channel: Channel,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the lease.")],
+    place: Addressed,
+    as_json: Json = False,
+) -> None:
+    """End the lease NAME, which a hold has made."""
+    order = orders.Release(channel=channel, name=name)
+    _carry_out(place, order, f"releasing {name}", "{name} no longer keeps version {version}", as_json=as_json)
+
+
+@command(failed=FAILED)
+def label(
+    *,
+    channel: Channel,
+    label: Annotated[str, typer.Argument(metavar="LABEL", help="A name of yours for a version.")],
+    version: Annotated[str, _VERSION] = "",
+    move: Annotated[bool, typer.Option("--move", help="It may point to another version now.")] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Remove the label, in place of VERSION.")] = False,
+    place: Addressed,
+    as_json: Json = False,
+) -> None:
+    """Point LABEL to VERSION, whose content is then kept."""
+    if bool(version) == remove:
+        raise UsageError("give VERSION or --remove")
+    order = orders.Label(channel=channel, label=label, version=version, move=move)
+    words = "{name} is removed" if remove else "{name} is version {version}"
+    _carry_out(place, order, f"labelling {version}", words, as_json=as_json)
+
+
+@command(failed=FAILED)
+def score(
+    *,
+    channel: Channel,
+    version: Version,
+    scores: Annotated[list[str], typer.Argument(metavar="NAME=VALUE...", help="Scores, such as reward=0.82.")],
+    place: Addressed,
+    as_json: Json = False,
+) -> None:
+    """Report scores of VERSION. The mean of all reports is shown, and may decide."""
+    found: dict[str, float] = {}
+    for one in scores:
+        name, _, value = one.partition("=")
+        try:
+            found[name] = float(value)
+        except ValueError:
+            raise UsageError(f'"{one}" is not NAME=VALUE with a number', hint="such as reward=0.82") from None
+    order = orders.Score(channel=channel, version=version, scores=found)
+    _carry_out(place, order, f"scoring {version}", "version {version} has the scores", as_json=as_json)
