@@ -3,6 +3,6 @@ verbs, and :func:`follow`, the loop that calls them: check -> pause -> load ->
 reset_caches -> resume. Nothing here knows a particular engine."""
 
 from replicas.engine.following import follow
-from replicas.engine.protocol import Engine, GateLike, Identity, PauseMode, Refused, VerifyLoad
+from replicas.engine.protocol import DemandGate, Engine, GateLike, Identity, PauseMode, Refused, VerifyLoad
 
-__all__ = ["Engine", "GateLike", "Identity", "PauseMode", "Refused", "VerifyLoad", "follow"]
+__all__ = ["DemandGate", "Engine", "GateLike", "Identity", "PauseMode", "Refused", "VerifyLoad", "follow"]

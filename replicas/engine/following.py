@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any, Self, get_args
 
 import replicas
 from replicas import errors
-from replicas.engine.protocol import Engine, GateLike, Identity, PauseMode, Refused, VerifyLoad
+from replicas.engine.protocol import DemandGate, Engine, GateLike, Identity, PauseMode, Refused, VerifyLoad
 
 if TYPE_CHECKING:
     from replicas.channel import Channel, Update
@@ -212,6 +212,8 @@ class Follower:
         pending = channel.receive(at_least=served + self._plan.every if served else 1)
         while not self._stop.is_set():
             self._raise_if_gone()
+            if isinstance(self._gate, DemandGate):
+                self._gate.set_labels(channel.versions.labels)
             with contextlib.suppress(TimeoutError):
                 return pending.wait(timeout=BEAT_S)
         return None
@@ -298,6 +300,8 @@ class Follower:
         """
         engine, gate, mode, began = self._engine, self._gate, self._plan.mode, time.monotonic()
         limit_s = self._load_timeout_s
+        if isinstance(gate, DemandGate):
+            gate.load(update.version)
         try:
             engine.pause(mode, LOAD_TIMEOUT_S if mode == "wait" else limit_s)
             paused = time.monotonic()
@@ -309,6 +313,8 @@ class Follower:
             engine.resume(limit_s)
         except Refused:
             engine.resume(limit_s)
+            if isinstance(gate, DemandGate):
+                gate.load(0)
             raise
         except BaseException:
             if gate is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from replicas import errors
 
@@ -60,6 +60,19 @@ class GateLike(Protocol):
     def paused(self, seconds: float) -> None:
         """Add to the gate's total the ``seconds`` for which one load has paused the
         server."""
+
+
+@runtime_checkable
+class DemandGate(GateLike, Protocol):
+    """A gate that knows of loads before they begin, and of labels: it can tell which
+    version answers a request."""
+
+    def load(self, version: int) -> None:
+        """Note that this version may answer from now on, until the next :meth:`open`:
+        its load begins."""
+
+    def set_labels(self, labels: Mapping[str, int]) -> None:
+        """Note the version of each label of the channel."""
 
 
 class Engine(Protocol):

@@ -11,6 +11,10 @@ offset bytes content
 8      8     the version that is served, little-endian; 0: none
 16     32    the secret that control requests carry
 48     8     seconds for which the server was paused for loads, a double
+56     8     the version that is being loaded, little-endian; 0: none
+64     8     number of changes of the labels; odd while they are written
+72     2     length of the labels
+74     ...   the labels and their versions, as JSON
 ====== ===== ======================================================
 
 The server finds the page by the path in ``REPLICAS_GATE``, ``/proc/PID/fd/N`` of the
@@ -35,14 +39,17 @@ from __future__ import annotations
 
 import functools
 import hmac
+import json
 import mmap
 import os
 import secrets
 import struct
-from collections.abc import Awaitable, Callable, Collection, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
 from typing import Any
 
 from starlette.routing import Match, Route
+
+from replicas.engine.demands import VERSION_HEADER, Answer, Send, demand_of
 
 __all__ = ["ALWAYS", "GATE", "HEADER", "READYZ", "SHUT", "Gate", "GatePage", "owner_of"]
 
@@ -59,13 +66,13 @@ SHUT = "no version has been loaded yet, or the last load failed"
 ALWAYS = ("/health", "/metrics")
 """Paths that are answered while the gate is shut, too."""
 
-_NBYTES = 56
+_NBYTES = 4096
+_LOADING, _LABELS = 56, 64
 _PATHS = 1024
 """Size of the cache of paths whose route is known."""
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 def owner_of(path: str) -> int:
@@ -122,6 +129,37 @@ class GatePage:
         number: int = struct.unpack_from("<Q", self._memory, 8)[0]
         return number
 
+    def possible(self) -> set[int]:
+        """The versions with which the server may answer now: two during a load."""
+        loading: int = struct.unpack_from("<Q", self._memory, _LOADING)[0]
+        return {self.version, loading or self.version}
+
+    @property
+    def labels(self) -> dict[str, int]:
+        """The version of each label, as the follower knows them."""
+        while True:
+            changes, nbytes = struct.unpack_from("<QH", self._memory, _LABELS)
+            data = self._memory[_LABELS + 10 : _LABELS + 10 + nbytes]
+            if changes % 2 == 0 and struct.unpack_from("<Q", self._memory, _LABELS)[0] == changes:
+                found: dict[str, int] = json.loads(data or b"{}")
+                return found
+
+    def set_labels(self, labels: Mapping[str, int]) -> None:
+        """Set the labels; those that do not fit on the page are left out."""
+        known = dict(labels)
+        while len(data := json.dumps(known).encode()) > _NBYTES - _LABELS - 10:
+            known.popitem()
+        if known == self.labels:
+            return
+        changes: int = struct.unpack_from("<Q", self._memory, _LABELS)[0]
+        struct.pack_into("<Q", self._memory, _LABELS, changes + 1)
+        self._memory[_LABELS + 10 : _LABELS + 10 + len(data)] = data
+        struct.pack_into("<QH", self._memory, _LABELS, changes + 2, len(data))
+
+    def load(self, version: int) -> None:
+        """Note that this version may answer from now on, as its load begins."""
+        struct.pack_into("<Q", self._memory, _LOADING, version)
+
     @property
     def paused_s(self) -> float:
         """Total seconds for which loads have paused the server."""
@@ -136,6 +174,7 @@ class GatePage:
         """Set the version that is served, and open the gate in all processes of the
         server."""
         struct.pack_into("<Q", self._memory, 8, version)
+        struct.pack_into("<Q", self._memory, _LOADING, 0)
         self._memory[0] = 1
 
     def shut(self) -> None:
@@ -195,10 +234,33 @@ class Gate:
             await _refuse(scope, send, 403, "this route is the follower's alone: publish a version instead")
         elif kind == "readyz" and self._page.is_open:
             await _answer(send, 200, b'{"version": %d}' % self._page.version)
-        elif self._page.is_open or kind in ("control", "always") or self._may_control(scope):
+        elif kind in ("control", "always") or self._may_control(scope):
             await self._app(scope, receive, send)
+        elif self._page.is_open:
+            await self._answer(scope, receive, send)
         else:
             await _refuse(scope, send, 503, SHUT)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request to the server if that may answer as it demands; name the
+        version in its answer."""
+        given = next((value for name, value in scope["headers"] if name == VERSION_HEADER.encode()), None)
+        try:
+            demand = None if given is None else demand_of(given.decode("latin-1"), self._page.labels)
+        except ValueError as error:
+            await _refuse(scope, send, 400, str(error))
+            return
+        answer = Answer(self._page.possible, demand)
+        if answer.refusal is None:
+            try:
+                await self._app(scope, receive, answer.to(send) if scope["type"] == "http" else send)
+            except Exception:  # the server's own frames may wrap the CutOff
+                if answer.began or not answer.cut:
+                    raise
+            else:
+                return
+        code, why = answer.refusal or (503, SHUT)
+        await _refuse(scope, send, code, why, (VERSION_HEADER.encode(), answer.text.encode()))
 
     def _find_kind(self, path: str, root_path: str) -> str:
         """Return "control", "readyz" or "always" by the route that Starlette finds for
@@ -224,13 +286,16 @@ def _route(path: str) -> Route:
     return Route(f"{path}{{below:path}}" if path.endswith("/") else path, _refuse)
 
 
-async def _refuse(scope: Scope, send: Send, status: int, why: str) -> None:
-    """Answer a request with this status and an error as JSON, or close a websocket."""
+async def _refuse(scope: Scope, send: Send, status: int, why: str, *more: tuple[bytes, bytes]) -> None:
+    """Answer a request with this status and an error as JSON, or close a websocket.
+
+    :param more: further headers.
+    """
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1013 if status == 503 else 1008, "reason": why})
         return
-    body = b'{"error": {"message": "replicas: %s", "code": %d}}' % (why.encode(), status)
-    await _answer(send, status, body, *([(b"retry-after", b"1")] if status == 503 else []))
+    body = json.dumps({"error": {"message": f"replicas: {why}", "code": status}}).encode()
+    await _answer(send, status, body, *([(b"retry-after", b"1")] if status == 503 else []), *more)
 
 
 async def _answer(send: Send, status: int, body: bytes, *more: tuple[bytes, bytes]) -> None:

@@ -18,7 +18,8 @@ from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from replicas.integrations.gate import ALWAYS, Gate, GatePage, Receive, Scope, Send
+from replicas.engine.demands import Send
+from replicas.integrations.gate import ALWAYS, Gate, GatePage, Receive, Scope
 
 __all__ = ["ServedVersion", "VllmGate"]
 

@@ -15,7 +15,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
 
-from replicas.integrations.gate import ALWAYS, HEADER, Gate, GatePage, Receive, Scope, Send
+from replicas.engine.demands import Send
+from replicas.integrations.gate import ALWAYS, HEADER, Gate, GatePage, Receive, Scope
 
 pytestmark = pytest.mark.anyio
 
