@@ -55,6 +55,7 @@ def test_every_example_is_run() -> None:
     elsewhere = (
         "tests/integration/house/test_handbook.py",
         "tests/unit/testing/test_whole_idea.py",
+        "tests/unit/testing/test_steering_examples.py",
         "tests/engines/frameworks/test_demo_llm.py",
     )
     told = "".join((ROOT / path).read_text() for path in elsewhere) + Path(__file__).read_text()

@@ -107,6 +107,26 @@ def test_a_fleet_without_a_trainer(tmp_path: Path) -> None:
     play((ROOT / "docs/howto/serve.md").read_text(), tmp_path, kill_one)
 
 
+@pytest.mark.timeout(240)
+def test_what_is_served_is_promoted_and_rolled_back(tmp_path: Path) -> None:
+    def lines(replica: int) -> list[str]:
+        found = tmp_path.glob(f".replicas/steered/logs/server/{replica}/gen-1/**/rank-0.log")
+        text = "\n".join(path.read_text() for path in found)
+        return [line for line in text.splitlines() if line.startswith("serving")]
+
+    served = [f"serving version {version}: every weight is {weight}" for version, weight in ((1, 10), (2, 20), (3, 10))]
+
+    def all_have_served(terminal: Terminal) -> None:
+        for replica in (0, 1):
+            eventually(lambda one=replica: lines(one) == served, "the three versions, in order")  # type: ignore[misc]
+        shown = terminal.type(Command("replicas versions policy", []), LIMIT_S)
+        assert "content of 1" in shown
+        terminal.type(Command("replicas drain", []), LIMIT_S)
+        assert terminal.wait(LIMIT_S) == 0
+
+    play((ROOT / "docs/howto/promote.md").read_text(), tmp_path, all_have_served)
+
+
 STUCK = {
     "trainer.py": """
 import time, torch, replicas
