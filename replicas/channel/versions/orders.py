@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -38,6 +38,8 @@ class VersionOrders(Part):
     def ask(self, kind: type[VersionOrder], deadline: float | None, **fields: Any) -> Pending[Steered]:
         """Send an order; return its Pending. Raises UsageError for wrong fields."""
         what = kind.__name__.lower()
+        texts = {name: arguments.text(f"{what}: {name}", one) for name, one in fields.items() if isinstance(one, str)}
+        fields |= texts
         limit_s = (
             self._hub.settings.deadline_s if deadline is None else arguments.seconds(f"{what}: deadline", deadline)
         )
@@ -255,12 +257,13 @@ class Versions:
         text = _text("label", version) if version != "" else ""
         return self._sent.ask(orders.Label, deadline, label=label, version=text, move=move)
 
-    def score(self, version: int | str, scores: dict[str, float], *, deadline: float | None = None) -> Pending[Steered]:
+    def score(
+        self, version: int | str, scores: Mapping[str, float], *, deadline: float | None = None
+    ) -> Pending[Steered]:
         """Report scores of a version by name; the mean of all reports counts."""
-        found = {
-            arguments.text("score: a name", name): arguments.finite(f"score: {name}", value)
-            for name, value in scores.items()
-        }
+        if not isinstance(scores, Mapping):
+            raise errors.UsageError(f"score: scores must be numbers by name, not {shown(scores)}")
+        found = {arguments.text("score: a name", name): arguments.finite("score", one) for name, one in scores.items()}
         return self._sent.ask(orders.Score, deadline, version=_text("score", version), scores=found)
 
 

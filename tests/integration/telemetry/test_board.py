@@ -30,6 +30,7 @@ with replicas.join("policy") as channel:
     for step in itertools.count(1):
         channel.publish({"w": torch.full((1000,), step)}, meta={"step": step}).wait(60)
         channel.progress(step)
+        channel.versions.score("current", {"reward": step}).wait(60)
         time.sleep(0.2)
 """
 
