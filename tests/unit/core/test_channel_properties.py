@@ -390,7 +390,6 @@ class Channel(RuleBasedStateMachine):
             leased <= {*(one.labels.kept if one.labels is not None else ()), *newest} for one in state.roster
         )
 
-    @invariant()
     def the_file_that_is_written_anew_says_the_same(self) -> None:
         again = Ledger()
         for decision in self.world.ledger.decisions():
@@ -421,6 +420,7 @@ class Channel(RuleBasedStateMachine):
         reach everybody."""
         self.frozen.clear()
         self.mend()
+        self.the_file_that_is_written_anew_says_the_same()
         for sim in (*self.world.members.values(), *self.away):
             sim.loads = True
             sim.look()
