@@ -62,7 +62,7 @@ class Channel(Collectives):
         self._manifests = ManifestExchange(hub, self._publisher.manifest_of)
         self._carriers = Carriers(hub, self._lanes.prepare)
         self._transfers = Transfers(hub, self._lanes, self._carriers, self._manifests)
-        self.versions = Versions(hub, orders := VersionOrders(hub))
+        self.versions: Versions = Versions(hub, orders := VersionOrders(hub))
         self._receiver = Receiver(hub, self.versions.score)
         self._watches = Watches(hub)
         self._operations = RankOperations(hub, self._lanes, self._transfers.broadcast)
