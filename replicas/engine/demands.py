@@ -4,7 +4,8 @@ A request may carry ``X-Replicas-Version: 7``, ``>=7`` or a label, such as ``cur
 each answer carries the header with the version that the server serves, or with two
 (``7-8``) if a load has begun before the answer did. What cannot be answered as demanded
 is refused: 409 with what is served, or 503 while a load decides it. No byte of another
-version is sent: an answer that a load interrupts is cut off, without its end.
+version is sent: an answer that a load interrupts is cut off, without its end. The
+demand of a websocket is checked once, as it opens.
 
 A load makes both versions possible from before the engine pauses until after it has
 resumed. So a version counts for an answer if it was possible at any time from the

@@ -8,14 +8,18 @@ into the server, share one page of memory, a memfd of the follower's:
 offset bytes content
 ====== ===== ======================================================
 0      1     1: the gate is open
-8      8     the version that is served, little-endian; 0: none
+8      8     the version that is served; 0: none
 16     32    the secret that control requests carry
 48     8     seconds for which the server was paused for loads, a double
-56     8     the version that is being loaded, little-endian; 0: none
-64     8     number of changes of the labels; odd while they are written
-72     2     length of the labels
-74     ...   the labels and their versions, as JSON
+56     8     the version that is being loaded; 0: none
+64     1     number of changes of the labels, modulo 256
+72     2012  the labels after an even number of changes: length and JSON
+2084   2012  the labels after an odd number of changes
 ====== ===== ======================================================
+
+Numbers are in the host's own format, which :mod:`struct` copies at once: a reader never
+sees half of a number. New labels are written beside the present ones and take their
+place with one byte, so a follower that is killed meanwhile leaves the old labels.
 
 The server finds the page by the path in ``REPLICAS_GATE``, ``/proc/PID/fd/N`` of the
 follower: nothing is on disk, and nothing outlives both processes. All API processes of
@@ -67,7 +71,8 @@ ALWAYS = ("/health", "/metrics")
 """Paths that are answered while the gate is shut, too."""
 
 _NBYTES = 4096
-_LOADING, _LABELS = 56, 64
+_LOADING, _CHANGES, _LABELS = 56, 64, 72
+_LABELS_NBYTES = (_NBYTES - _LABELS) // 2
 _PATHS = 1024
 """Size of the cache of paths whose route is known."""
 
@@ -126,55 +131,58 @@ class GatePage:
     @property
     def version(self) -> int:
         """The version that is served, also while the gate is shut; 0: none yet."""
-        number: int = struct.unpack_from("<Q", self._memory, 8)[0]
+        number: int = struct.unpack_from("Q", self._memory, 8)[0]
         return number
 
     def possible(self) -> set[int]:
         """The versions with which the server may answer now: two during a load."""
-        loading: int = struct.unpack_from("<Q", self._memory, _LOADING)[0]
+        loading: int = struct.unpack_from("Q", self._memory, _LOADING)[0]
         return {self.version, loading or self.version}
 
     @property
     def labels(self) -> dict[str, int]:
         """The version of each label, as the follower knows them."""
-        while True:
-            changes, nbytes = struct.unpack_from("<QH", self._memory, _LABELS)
-            data = self._memory[_LABELS + 10 : _LABELS + 10 + nbytes]
-            if changes % 2 == 0 and struct.unpack_from("<Q", self._memory, _LABELS)[0] == changes:
-                found: dict[str, int] = json.loads(data or b"{}")
-                return found
+        changes = None
+        while changes != self._memory[_CHANGES]:  # again if they were replaced meanwhile
+            changes = self._memory[_CHANGES]
+            at = _labels_at(changes)
+            (nbytes,) = struct.unpack_from("H", self._memory, at)
+            data = self._memory[at + 2 : at + 2 + nbytes]
+        found: dict[str, int] = json.loads(data or b"{}")
+        return found
 
     def set_labels(self, labels: Mapping[str, int]) -> None:
         """Set the labels; those that do not fit on the page are left out."""
         known = dict(labels)
-        while len(data := json.dumps(known).encode()) > _NBYTES - _LABELS - 10:
+        while len(data := json.dumps(known).encode()) > _LABELS_NBYTES - 2:
             known.popitem()
         if known == self.labels:
             return
-        changes: int = struct.unpack_from("<Q", self._memory, _LABELS)[0]
-        struct.pack_into("<Q", self._memory, _LABELS, changes + 1)
-        self._memory[_LABELS + 10 : _LABELS + 10 + len(data)] = data
-        struct.pack_into("<QH", self._memory, _LABELS, changes + 2, len(data))
+        changes = (self._memory[_CHANGES] + 1) % 256
+        at = _labels_at(changes)
+        struct.pack_into("H", self._memory, at, len(data))
+        self._memory[at + 2 : at + 2 + len(data)] = data
+        self._memory[_CHANGES] = changes
 
     def load(self, version: int) -> None:
         """Note that this version may answer from now on, as its load begins."""
-        struct.pack_into("<Q", self._memory, _LOADING, version)
+        struct.pack_into("Q", self._memory, _LOADING, version)
 
     @property
     def paused_s(self) -> float:
         """Total seconds for which loads have paused the server."""
-        seconds: float = struct.unpack_from("<d", self._memory, 48)[0]
+        seconds: float = struct.unpack_from("d", self._memory, 48)[0]
         return seconds
 
     def paused(self, seconds: float) -> None:
         """Add to the total of seconds for which loads have paused the server."""
-        struct.pack_into("<d", self._memory, 48, self.paused_s + seconds)
+        struct.pack_into("d", self._memory, 48, self.paused_s + seconds)
 
     def open(self, version: int) -> None:
         """Set the version that is served, and open the gate in all processes of the
         server."""
-        struct.pack_into("<Q", self._memory, 8, version)
-        struct.pack_into("<Q", self._memory, _LOADING, 0)
+        struct.pack_into("Q", self._memory, 8, version)
+        struct.pack_into("Q", self._memory, _LOADING, 0)
         self._memory[0] = 1
 
     def shut(self) -> None:
@@ -278,6 +286,11 @@ class Gate:
         """Return True if the request carries the page's secret."""
         given = next((value for name, value in scope["headers"] if name == HEADER.encode()), b"")
         return hmac.compare_digest(given, self._page.secret.encode())
+
+
+def _labels_at(changes: int) -> int:
+    """Return the offset of the labels after this number of changes."""
+    return _LABELS + changes % 2 * _LABELS_NBYTES
 
 
 def _route(path: str) -> Route:

@@ -203,12 +203,17 @@ async def test_each_order_is_given_as_it_says(
     async with served(run) as url, opened(chromium, f"{url}#{fragment}") as tab:
         await tab.click("#panel button", text=button)
         await tab.until(f"document.querySelector('.says').innerText.includes({json.dumps(says)})")
-        await tab.click("dialog button.main")
-        await tab.until("document.querySelector('dialog input[type=password]')")
-        await tab.write(TOKEN)
-        await tab.press("Enter")
-        await tab.until("document.querySelector('dialog .good')")
+        await give_order(tab)
         assert run.orders == [order]
+
+
+async def give_order(tab: Tab) -> None:
+    """Confirm the order of the open dialog with the token, and wait for success."""
+    await tab.click("dialog button.main")
+    await tab.until("document.querySelector('dialog input[type=password]')")
+    await tab.write(TOKEN)
+    await tab.press("Enter")
+    await tab.until("document.querySelector('dialog .good')")
 
 
 def steered(status: RunStatus) -> RunStatus:
@@ -255,11 +260,7 @@ async def test_versions_are_steered_from_the_panel_of_their_channel(
         row = f"{rows}.find((one) => one.cells[0].innerText === '{version}')"
         await tab.js(f"[...{row}.querySelectorAll('button')].find((one) => one.innerText === '{button}').click()")
         await tab.until(f"document.querySelector('.says').innerText.includes({json.dumps(says)})")
-        await tab.click("dialog button.main")
-        await tab.until("document.querySelector('dialog input[type=password]')")
-        await tab.write(TOKEN)
-        await tab.press("Enter")
-        await tab.until("document.querySelector('dialog .good')")
+        await give_order(tab)
         assert run.orders == [order]
 
 

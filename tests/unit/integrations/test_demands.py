@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import mmap
+import os
 from collections.abc import Iterator, MutableMapping
 from typing import Any
 
@@ -153,6 +155,39 @@ def test_the_labels_are_what_was_set_also_when_there_are_too_many(page: GatePage
     assert 10 < len(server_side.labels) < 100
     page.set_labels({})
     assert server_side.labels == {}
+
+
+class DyingMemory(mmap.mmap):
+    """The page's memory for a follower that is killed after ``allowed`` more writes."""
+
+    allowed = 10**6
+
+    def __setitem__(self, at: Any, data: Any) -> None:
+        if self.allowed == 0:
+            raise ProcessLookupError
+        self.allowed -= 1
+        super().__setitem__(at, data)
+
+
+@pytest.mark.parametrize("before", [0, 1, 255, 256])
+@pytest.mark.parametrize("allowed", [0, 1])
+def test_a_follower_that_dies_while_it_writes_labels_leaves_the_old_ones(before: int, allowed: int) -> None:
+    fd = os.memfd_create("page")
+    os.ftruncate(fd, mmap.PAGESIZE)
+    memory = DyingMemory(fd, mmap.PAGESIZE)
+    page = GatePage(memory, fd)
+    server_side = GatePage.attach(page.path)
+    for number in range(before):
+        page.set_labels({"current": number + 1})
+    memory.allowed = allowed
+    with pytest.raises(ProcessLookupError):
+        page.set_labels({"current": 1000, "best": 999})
+    assert server_side.labels == ({"current": before} if before else {})
+    memory.allowed = 2
+    page.set_labels({"current": 1000})
+    assert server_side.labels == {"current": 1000}
+    server_side.close()
+    page.close()
     server_side.close()
 
 

@@ -15,6 +15,7 @@ import torch
 from replicas import errors
 from replicas.channel import Channel
 from replicas.testing import FakeRun
+from tests.support.waits import eventually
 
 PROMOTED: dict[str, Any] = {"sources": ["trainer"], "targets": ["rollout"], "follow": "promoted", "slots": 4}
 
@@ -132,9 +133,7 @@ def test_a_lease_that_is_over_is_no_error_at_the_end_of_its_block(newest: FakeRu
     trainer = newest.join("trainer")
     publish(trainer, 1.0)
     with trainer.versions.hold(1, seconds=0.05, name="short"):
-        newest.status("policy")
-        while any(one.leases for one in newest.status("policy").versions):
-            pass
+        eventually(lambda: not any(one.leases for one in newest.status("policy").versions), "the lease is over")
 
 
 def test_scores_and_labels_are_in_the_status(run: FakeRun) -> None:
