@@ -242,7 +242,8 @@ class ChannelStatus(msgspec.Struct, frozen=True, kw_only=True):
     that have these roles. ``under_way``: publishes that have not ended.
     ``follow``: as in the config; ``current``: the version that targets load;
     ``versions``: those that are known, the newest first;
-    ``canary``: replicas that load the candidate.
+    ``canary``: replicas that load the candidate; ``canary_share``: the share of the
+    requests that they are to get, from 0 to 1; 0: as many as others.
     ``disk_problem``: why a decision cannot be written to disk, and waits. ``waits``:
     the text after "waits ..." for all its publishes and joins; ``left_s``: for at most
     so many seconds.
@@ -275,6 +276,7 @@ class ChannelStatus(msgspec.Struct, frozen=True, kw_only=True):
     current: int = 0
     versions: tuple[VersionStatus, ...] = ()
     canary: tuple[str, ...] = ()
+    canary_share: float = 0.0
     disk_problem: str = ""
     waits: str = ""
     left_s: float | None = None

@@ -4,6 +4,7 @@ and loads each version into it."""
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 from replicas import Update, errors
 from replicas.engine import Engine, PauseMode, follow
+from replicas.integrations.gate import GATE, HEADER, GatePage
 
 
 class MyEngine(Engine):
@@ -21,8 +23,8 @@ class MyEngine(Engine):
 
     name = "my server"
 
-    def __init__(self, url: str, process: subprocess.Popen[str]) -> None:
-        self.url, self._process = url, process
+    def __init__(self, url: str, process: subprocess.Popen[str], page: GatePage) -> None:
+        self.url, self._process, self._page = url, process, page
 
     def check(self, update: Update, timeout_s: float) -> str:
         shapes = {name: tuple(shape) for name, shape in self._ask("/shapes", timeout_s).items()}
@@ -43,7 +45,7 @@ class MyEngine(Engine):
 
     def resume(self, timeout_s: float) -> None:
         self._ask("/resume", timeout_s)
-        found = self._ask("/answer", timeout_s, x=2)
+        found = self._ask("/answer", timeout_s, x=2)  # with the secret: the gate is still shut for others
         print(f"RESULT server: version {found['version']} answers {found['answer']}", flush=True)
 
     def version(self) -> int | None:
@@ -55,16 +57,20 @@ class MyEngine(Engine):
 
     def _ask(self, route: str, timeout_s: float, **body: object) -> Any:
         try:
-            with urllib.request.urlopen(self.url + route, json.dumps(body).encode(), timeout=timeout_s) as answer:
+            request = urllib.request.Request(self.url + route, json.dumps(body).encode(), {HEADER: self._page.secret})
+            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
                 return json.load(answer)
         except OSError as error:
             raise errors.SyncError(f"{self.url}{route}: {error}", phase="load") from error
 
 
-def start() -> tuple[str, subprocess.Popen[str]]:
-    """Start a server on a free port; return its URL and process."""
+def start(page: GatePage) -> tuple[str, subprocess.Popen[str]]:
+    """Start a server on a free port, with the gate; return its URL and process."""
     process = subprocess.Popen(
-        [sys.executable, Path(__file__).parent / "server.py", "0"], stdout=subprocess.PIPE, text=True
+        [sys.executable, Path(__file__).parent / "server.py", "0"],
+        env={**os.environ, GATE: page.path},
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     return f"http://127.0.0.1:{process.stdout.readline().strip()}", process
@@ -73,9 +79,10 @@ def start() -> tuple[str, subprocess.Popen[str]]:
 def main() -> None:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    url, process = start()
+    page = GatePage.create()
+    url, process = start(page)
     try:
-        follow(MyEngine(url, process), "policy", verify_load="always", stop=stop)
+        follow(MyEngine(url, process, page), "policy", gate=page, verify_load="always", stop=stop)
     finally:
         process.kill()
         process.wait()

@@ -3,28 +3,36 @@ weight`` and caches its answers.
 
     /answer {x}   /shapes   /version
     /pause   /load {path, version}   /differs {path}   /reset   /resume
+
+What is new to it is the gate, around all of it: only the follower (my_engine.py) may
+use the second row, and no answer is of another version than its request demands.
 """
 
 from __future__ import annotations
 
-import json
+import socket
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import numpy as np
+import uvicorn
 from safetensors.numpy import load_file
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from replicas.integrations.gate import Gate
+
+CONTROL = ("/pause", "/load", "/differs", "/reset", "/resume")
 
 
-class Server(ThreadingHTTPServer):
-    def __init__(self, port: int) -> None:
-        super().__init__(("127.0.0.1", port), Handler)
+class Server:
+    def __init__(self) -> None:
         self.model = {"weight": np.zeros((8, 1), np.float32)}
         self.version = 0
         self.memory: dict[float, list[float]] = {}
         self.paused = True  # it has no version yet
-        self.lock = threading.Lock()
 
     def do(self, path: str, asked: dict[str, Any]) -> tuple[int, Any]:
         match path:
@@ -50,31 +58,21 @@ class Server(ThreadingHTTPServer):
                 return 200, [name for name, one in self.model.items() if not np.array_equal(one, given[name])]
             case "/reset":
                 self.memory.clear()
-            case _:
-                return 404, "no such route"
         return 200, {}
 
+    async def answer(self, request: Request) -> JSONResponse:
+        status, answer = self.do(request.url.path, await request.json() if await request.body() else {})
+        return JSONResponse(answer, status)
 
-class Handler(BaseHTTPRequestHandler):
-    server: Server
 
-    def do_POST(self) -> None:
-        content = self.rfile.read(int(self.headers.get("content-length") or 0))
-        with self.server.lock:
-            status, answer = self.server.do(self.path, json.loads(content or b"{}"))
-        body = json.dumps(answer).encode()
-        self.send_response(status)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    do_GET = do_POST
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+def serve(server: Server, port: int) -> None:
+    """Answer until the process ends; print the port, as 0 is any free one."""
+    paths = ("/answer", "/shapes", "/version", *CONTROL)
+    app = Starlette(routes=[Route(path, server.answer, methods=["GET", "POST"]) for path in paths])
+    listener = socket.create_server(("127.0.0.1", port))
+    print(listener.getsockname()[1], flush=True)
+    uvicorn.run(Gate(app, CONTROL, always=("/shapes", "/version")), fd=listener.fileno(), log_level="warning")
 
 
 if __name__ == "__main__":
-    server = Server(int(sys.argv[1]))
-    print(server.server_address[1], flush=True)  # where it serves; 0 is any free port
-    server.serve_forever()
+    serve(Server(), int(sys.argv[1]))

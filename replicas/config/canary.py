@@ -19,6 +19,10 @@ class CanaryConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The target group of which some replicas are the canary."""
     replicas: Annotated[int, forms.whole(1)] = 1
     """Number of replicas of the canary."""
+    share: Annotated[float | None, AsKey(default="none"), forms.share] = None
+    """Share of the group's replicas, rounded up, that are the canary if these are more
+    than replicas, and of the requests that HAProxy sends them.
+    """
     soak_s: Annotated[float, forms.duration(zero=True)] = 300.0
     """With promote = "healthy", a candidate is promoted when all replicas of the canary
     have served it for this time.

@@ -25,7 +25,7 @@ from replicas.common.foreign import one_line, visible
 from replicas.common.sizes import list_text
 from replicas.messages.bounds import RANKS_MAX, SECONDS_MAX, encodable, shown
 
-_QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
+_QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+|%)\s*")
 _BEYOND_S = 10**12
 UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _UNITS_NBYTES = {"B": 1, "kB": 10**3} | {
@@ -270,6 +270,17 @@ def number(place: Place, value: object) -> Any:
     if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
         return float(value)
     return place.problem(f"expected a number, got {show(value)}")
+
+
+@form("share", 'above 0 % and below 100 %, such as "10%" or 0.1')
+def share(place: Place, value: object) -> Any:
+    """Return the share from 0 to 1, or UNSET after adding a problem."""
+    found = in_units(value, {"%": 0.01})
+    if isinstance(value, float):
+        found = value
+    if found is None or not 0 < found < 1:
+        return place.problem(f'expected a share above 0 % and below 100 %, such as "10%" or 0.1, got {show(value)}')
+    return found
 
 
 def in_units(text: object, units: Mapping[str, float]) -> float | None:

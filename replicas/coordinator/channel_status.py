@@ -135,6 +135,7 @@ def channel_status(channel: ChannelState, now: float) -> ChannelStatus:
         current=told.ledger.current(),
         versions=tuple(_versions(channel)),
         canary=tuple(f"{group}/{replica}" for group, replica in sorted(channel.serving.canary)),
+        canary_share=0.0 if channel.config.canary is None else channel.config.canary.share or 0.0,
         waits=waits,
         left_s=left_s,
     )

@@ -39,9 +39,18 @@ from replicas.control.client import Client
 from replicas.integrations.engine_server import host_and_port
 from replicas.linux.processes import die_with_parent
 from replicas.linux.scarce import naming_limits
-from replicas.status import RunStatus
+from replicas.status import ChannelStatus, MemberStatus, RunStatus
 
-__all__ = ["WorkerList", "keep", "main", "ready_urls"]
+__all__ = [
+    "WorkerList",
+    "channel_of",
+    "command_line",
+    "keep",
+    "keep_in_step",
+    "main",
+    "ready_leaders",
+    "stop_by_signal",
+]
 
 logger = logging.getLogger("replicas.integrations.router")
 
@@ -51,24 +60,32 @@ STOP_TIMEOUT_S = 6.0
 """Shorter than a group's default ``stop_timeout``."""
 
 
-def ready_urls(status: RunStatus, channel: str) -> frozenset[str]:
-    """Return the URLs of the replicas that answer with a version of the channel, from
-    ``info["url"]`` of each target's live rank 0.
+def channel_of(status: RunStatus, channel: str) -> ChannelStatus:
+    """Return the status of a channel.
 
     :raises replicas.errors.UnknownChannel: the run has no such channel.
     """
     for found in status.channels:
         if found.name == channel:
-            leaders = (one for one in found.members if one.role == "target" and one.name.endswith("/0"))
-            return frozenset(
-                one.info["url"]
-                for one in leaders
-                if one.state in ("live", "behind") and one.loaded and "url" in one.info
-            )
+            return found
     raise errors.UnknownChannel(
         f"the run {status.run} has no channel {channel}",
         hint=f"name one of: {', '.join(sorted(one.name for one in status.channels)) or 'none'}",
     )
+
+
+def ready_leaders(channel: ChannelStatus) -> list[MemberStatus]:
+    """Return rank 0 of each target that answers with a version, and shows its address
+    as ``info["url"]``."""
+    return [
+        one
+        for one in channel.members
+        if one.role == "target"
+        and one.name.endswith("/0")
+        and one.state in ("live", "behind")
+        and one.loaded
+        and "url" in one.info
+    ]
 
 
 class WorkerList:
@@ -139,25 +156,63 @@ def keep(
         and ``REPLICAS_TOKEN_FILE`` does not identify it.
     :raises replicas.errors.UnknownChannel: the run has no such channel.
     """
+    workers = WorkerList(router_url)
+
+    def bring(status: RunStatus) -> None:
+        """Bring the list to the replicas that are ready."""
+        workers.bring_to(frozenset(one.info["url"] for one in ready_leaders(channel_of(status, channel))))
+
+    keep_in_step(bring, endpoint=endpoint, stop=stop, is_gone=is_gone)
+
+
+def keep_in_step(
+    bring: Callable[[RunStatus], None],
+    *,
+    endpoint: str | None,
+    stop: threading.Event | None,
+    is_gone: Callable[[], Reason | None],
+) -> None:
+    """Call ``bring`` with the run's status, twice a second, until ``stop`` is set.
+
+    :param bring: may raise OSError: it is called again. Others: as for :func:`keep`.
+    """
     found = environ.read()
     where = endpoint or found.endpoint
     if not where:
         raise errors.UsageError("no endpoint", hint="pass endpoint=..., or set REPLICAS_ENDPOINT")
     token = environ.read_token(found) if found.token_file is not None else ""
     client = Client(where, token=token, token_owners=environ.token_owners(found), timeout_s=TIMEOUT_S)
-    workers = WorkerList(router_url)
     ending = threading.Event() if stop is None else stop
     trouble = ""
     while not ending.wait(POLL_S):
         if gone := is_gone():
             raise errors.SyncError(gone, hint="see the router's own log")
         try:
-            workers.bring_to(ready_urls(client.status(), channel))
+            bring(client.status())
             trouble = ""
         except (OSError, errors.Disconnected) as error:
             if trouble != str(error):
                 logger.warning("keeping the router's list of workers: %s", error)
             trouble = str(error)
+
+
+def command_line(module: str) -> argparse.ArgumentParser:
+    """Return a parser of the options of all routers."""
+    parser = argparse.ArgumentParser(prog=f"python -m replicas.integrations.{module}", allow_abbrev=False)
+    parser.add_argument("--channel", default="policy", help="the channel whose targets are the workers")
+    parser.add_argument("--endpoint", help="host:port of the run (default: REPLICAS_ENDPOINT)")
+    parser.add_argument("--host", default="127.0.0.1", help="where the router listens (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="default: %(default)s")
+    return parser
+
+
+def stop_by_signal() -> threading.Event:
+    """Return an event that SIGTERM and SIGINT set, and begin to log."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    return stop
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -167,16 +222,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     :param arguments: of the command line; default: those of this process. Unknown ones
         are vllm-router's.
     """
-    parser = argparse.ArgumentParser(prog="python -m replicas.integrations.router", allow_abbrev=False)
-    parser.add_argument("--channel", default="policy", help="the channel whose targets are the workers")
-    parser.add_argument("--endpoint", help="host:port of the run (default: REPLICAS_ENDPOINT)")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
-    options, rest = parser.parse_known_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    options, rest = command_line("router").parse_known_args(arguments)
+    stop = stop_by_signal()
     parent = os.getpid()
     command = [sys.executable, "-m", "vllm_router.launch_router", "--host", options.host, "--port", str(options.port)]
     with naming_limits():

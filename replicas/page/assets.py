@@ -24,7 +24,20 @@ import msgspec
 from replicas.page.document import Tree
 
 STATIC = Path(__file__).parent / "static"
-MODULES = ("elements", "texts", "model", "places", "syncs", "lanes", "tables", "orders", "panel", "link", "main")
+MODULES = (
+    "elements",
+    "texts",
+    "model",
+    "places",
+    "syncs",
+    "served",
+    "lanes",
+    "tables",
+    "orders",
+    "panel",
+    "link",
+    "main",
+)
 """Modules of the script, in the order of their imports."""
 _NOTHING_ELSE = (
     "default-src 'none'; base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"

@@ -113,6 +113,8 @@ class Past:
                 known = replace(known, last_sync=record, sources=_with(known.sources, *groups), **about)
             case effects.EpochStarted(epoch=epoch):
                 known = replace(known, epoch=epoch)
+            case effects.VersionDecided(version=version, what="promoted" | "rolled_back"):
+                known = replace(known, current=version)
             case effects.StepFell(before=before):
                 known = replace(known, step_before=before)
             case effects.StoreChanged(up=up):

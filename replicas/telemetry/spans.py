@@ -8,7 +8,7 @@ Theory of operation
 from the file, and both show the same. A *span* lies on a *track*::
 
     run                  supervisor, unsupervised, drain
-    channel NAME         sync (its parts: phase, transfer), catch_up, operation
+    channel NAME         sync (its parts: phase, transfer), served, catch_up, operation
     group NAME           drain
     node NAME            node (its states), drain
     replica GROUP/INDEX  generation, state, version (its part: load), drain
@@ -55,7 +55,7 @@ from replicas.core.base import effects
 from replicas.core.lives.lifecycle import ALIVE, RUNNING, Transition
 from replicas.status import SyncRecord
 from replicas.telemetry import events
-from replicas.telemetry.tracks import Folded, Mark, Span, order, replica_of, track_of
+from replicas.telemetry.tracks import MARKS, Folded, Mark, Span, order, replica_of, track_of
 from replicas.telemetry.words import duration_text, in_words
 
 MOST = 100
@@ -63,36 +63,6 @@ MOST = 100
 _SYNCS = 3
 CLOCK_STEP_S = 1.0
 """A clock that goes back by less was only slewed."""
-_MARKS: dict[type, str] = {
-    effects.LoadFailed: "load_failed",
-    effects.MemberLost: "loss",
-    effects.Retried: "retry",
-    effects.SidecarReplaced: "retry",
-    effects.StepFell: "step",
-    effects.StoreChanged: "store",
-    effects.VersionDecided: "decision",
-    effects.WrongBytes: "wrong_bytes",
-    events.ConnectionsRefused: "refused",
-    events.Draining: "drain",
-    events.EventsLost: "lost_events",
-    events.FailedReset: "reset",
-    events.HeldUp: "held_up",
-    events.LeasesAwaited: "leases",
-    events.LeftoverFound: "leftover",
-    events.LogLinesDropped: "log",
-    events.NodeChanged: "node",
-    events.Reloaded: "reload",
-    events.ReloadRefused: "reload",
-    events.ReplicaExited: "exit",
-    events.RestartAsked: "restart",
-    events.RunEnded: "end",
-    events.RunStarted: "start",
-    events.Scaled: "scale",
-    events.StacksSaved: "stacks",
-    events.StateSetAside: "state",
-    events.TokenChanged: "token",
-}
-"""The kind of the mark of each event that has one."""
 
 
 class Spans:
@@ -189,6 +159,8 @@ class Spans:
                 self._add_ended_span(f"catch-up {event.version}", "catch_up", event.channel, event.seconds, facts)
             case effects.OperationEnded():
                 self._add_ended_span(event.kind, "operation", event.channel, event.seconds, {"outcome": event.outcome})
+            case effects.VersionDecided():
+                self._decided(track_of(event), event.version, event.what)
             case events.NodeChanged():
                 self._node_changed(event)
             case events.Draining():
@@ -197,7 +169,7 @@ class Spans:
                 self._finish(track_of(event), "drain")
             case events.RunEnded():
                 self._run_ended(event)
-        if (kind := _MARKS.get(type(event))) is not None:
+        if (kind := MARKS.get(type(event))) is not None:
             self._mark(track_of(event), kind, event)
 
     def _run_started(self, record: events.Record, event: events.RunStarted) -> None:
@@ -307,6 +279,12 @@ class Spans:
         span = self._add_ended_span(f"sync {sync.version}", "sync", channel, sync.seconds, facts)
         if sync.outcome == "committed":
             self._syncs[channel, sync.version] = span
+
+    def _decided(self, track: str, version: int, what: effects.What) -> None:
+        """Begin the span of a version that is served from now on. Without promotions
+        each commit is, which is not drawn."""
+        if what == "promoted" or (what == "rolled_back" and (track, "served", "") in self._open):
+            self._open_span(track, "served", f"version {version}", version=version)
 
     def _between(
         self, pulled: Mapping[str, Mapping[str, int]], moved_to: Mapping[str, int], publisher: str

@@ -16,6 +16,36 @@ from replicas.telemetry import events
 from replicas.telemetry.words import subject
 
 _LAST = ("acknowledge", "commit")
+MARKS: dict[type, str] = {
+    effects.LoadFailed: "load_failed",
+    effects.MemberLost: "loss",
+    effects.Retried: "retry",
+    effects.SidecarReplaced: "retry",
+    effects.StepFell: "step",
+    effects.StoreChanged: "store",
+    effects.VersionDecided: "decision",
+    effects.WrongBytes: "wrong_bytes",
+    events.ConnectionsRefused: "refused",
+    events.Draining: "drain",
+    events.EventsLost: "lost_events",
+    events.FailedReset: "reset",
+    events.HeldUp: "held_up",
+    events.LeasesAwaited: "leases",
+    events.LeftoverFound: "leftover",
+    events.LogLinesDropped: "log",
+    events.NodeChanged: "node",
+    events.Reloaded: "reload",
+    events.ReloadRefused: "reload",
+    events.ReplicaExited: "exit",
+    events.RestartAsked: "restart",
+    events.RunEnded: "end",
+    events.RunStarted: "start",
+    events.Scaled: "scale",
+    events.StacksSaved: "stacks",
+    events.StateSetAside: "state",
+    events.TokenChanged: "token",
+}
+"""The kind of the mark of each event that has one."""
 
 
 class Span(msgspec.Struct, kw_only=True):

@@ -3,16 +3,19 @@ what it says of what is not known or no longer kept."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from replicas.core.base.effects import LoadFailed, MemberJoined, ReplicaLoaded
+from replicas.core.base.effects import LoadFailed, MemberJoined, ReplicaLoaded, SyncEnded, VersionDecided
 from replicas.core.lives.lifecycle import ReplicaEvent
 from replicas.messages.identity import Member
 from replicas.page import live
 from replicas.page.report import report
+from replicas.status import RunStatus, SyncRecord, VersionStatus
 from replicas.telemetry.events import RunEnded
 from tests.browser.test_page import a_run, check, commit, kill, moved, opened
 from tests.support.browser import Chromium, Tab
@@ -39,6 +42,52 @@ def many(rollouts: int) -> ShownRun:
         run.tell(moved("judge", index, ReplicaEvent.READY, "starting", "ready", start_s=0.1))
     commit(run, 2, phases={"pack": 0.1, "map": 0.0002, "transfer": 0.3, "commit": 0.0001})
     return run
+
+
+def promoted(status: RunStatus) -> RunStatus:
+    """With version 2 served, and a candidate on its canary."""
+    (policy,) = status.channels
+    versions = (
+        VersionStatus(number=3, labels=("candidate",), at=time.time() - 5.0, held=4, serving=("rollout/1",)),
+        VersionStatus(number=2, labels=("current",), held=4, serving=("rollout/0", "rollout/2")),
+    )
+    steered = {"follow": "promoted", "current": 2, "canary": ("rollout/1",), "versions": versions}
+    return msgspec.structs.replace(status, channels=(msgspec.structs.replace(policy, **steered),))
+
+
+async def test_a_lane_has_which_version_is_served_and_the_candidate_while_it_lasts(
+    chromium: Chromium, tmp_path: Path
+) -> None:
+    """And nobody is behind a candidate that it is not to load."""
+    run = a_run(change=promoted)
+    run.tell(VersionDecided("policy", 1, "promoted"))
+    commit(run, 2)
+    run.tell(VersionDecided("policy", 2, "promoted"))
+    run.tell(
+        SyncEnded("policy", SyncRecord(version=3, outcome="committed", seconds=0.4, nbytes=8, publisher="trainer/0"))
+    )
+    titles = "[...document.querySelectorAll('[data-lane=\"served policy\"] title')].map((one) => one.textContent)"
+    meta = "document.querySelector('[data-lane=\"served policy\"]').parentElement.innerText"
+    async with served(run) as url, opened(chromium, url) as tab:
+        await tab.until(f"{titles}.length === 3")
+        found = "|".join(await tab.js(titles))
+        for said in (
+            "version 1 of policy is served",
+            "version 2 of policy",
+            "version 3 is the candidate, on rollout/1",
+        ):
+            assert said in found, found
+        assert "v2 v3 on rollout/1" in " ".join((await tab.js(meta)).split())
+        whole = await tab.text("body")
+        assert "is not loaded by" not in whole
+        assert "\u22121" not in whole
+        await check(tab)
+    run.tell(RunEnded(exit_code=0, reason="done"))
+    page = tmp_path / "report.html"
+    page.write_text(report(run.log.after(0)))
+    tab = await chromium.tab(1280, 800)
+    await tab.open(page.as_uri())
+    await tab.until(f"{titles}.length === 2")
 
 
 async def bottom(tab: Tab, selector: str) -> float:

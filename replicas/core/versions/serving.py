@@ -28,6 +28,8 @@ those that were told of the candidate come first.
 
 from __future__ import annotations
 
+import math
+
 from replicas import messages as wire
 from replicas.config.structs import ChannelConfig
 from replicas.core.base.effects import VersionDecided, What
@@ -107,7 +109,7 @@ class Serving:
             return
         views = {key: self._rounds.view(*key) for key in self._rounds.replicas if key[0] == config.group}
         whole = [key for key, view in views.items() if view.ranks and len(view.ranks) == view.expected]
-        wanted = config.replicas
+        wanted = max(config.replicas, math.ceil(round((config.share or 0.0) * len(views), 6)))
         kept = self.canary & views.keys() if self._chosen_for == candidate else frozenset[Key]()
         if self._chosen_for != candidate or len(kept) < wanted:
             told = {key for key in whole if any(state.told == candidate for state in views[key].ranks)}

@@ -7,6 +7,8 @@
 import { draw, h } from "./elements.js";
 import { age, bytes, clock, count, duration, states, tick, words } from "./texts.js";
 import { go, to, toTrack } from "./places.js";
+import { wantedVersion } from "./model.js";
+import { servedRow, servedStrips } from "./served.js";
 import { legend } from "./syncs.js";
 
 const WINDOWS = [["1m", 60], ["5m", 300], ["15m", 900], ["1h", 3600], ["6h", 21600], ["all", Infinity]];
@@ -179,7 +181,7 @@ export class Lanes {
     const rows = [];
     for (const channel of Object.values(doc.channels)) {
       if (this.#wanted(`channel ${channel.name}`, "", !this.#wrong(`channel ${channel.name}`)))
-        rows.push(this.#row(`channel ${channel.name}`, channel.name, "channel", this.#channelMeta(channel)));
+        rows.push(this.#row(`channel ${channel.name}`, channel.name, "channel", this.#channelMeta(channel)), servedRow(this.model, channel));
     }
     const groups = Object.values(doc.groups).map((group) => {
       const all = this.model.replicasOf(group.name).map((one) => ({ one, ill: illness(one), wrong: this.#wrong(`replica ${one.name}`) }));
@@ -255,7 +257,7 @@ export class Lanes {
     const parts = [];
     if (replica.state !== "ready") parts.push(h("b", { class: BAD.has(replica.state) ? "bad" : RESTS.has(replica.state) ? "" : "warn" }, replica.state === "silent" && !this.model.fixed ? `silent ${age(this.model.now - replica.since)}` : replica.state));
     for (const [channel, version] of versions) {
-      const behind = (this.model.doc.channels[channel]?.committed_version ?? version) - version;
+      const behind = wantedVersion(this.model.doc.channels[channel] ?? { current: version }) - version;
       parts.push(h("span", { class: "serves" }, `v${version}`), behind > 0 ? h("span", { class: "warn" }, `−${behind}`) : null);
     }
     if (!versions.length && replica.step !== undefined && replica.state === "ready") parts.push(`step ${replica.step}`);
@@ -271,6 +273,7 @@ export class Lanes {
     const kind = track.split(" ")[0];
     const older = (of, y, height, text) => this.#older(track, of, x, y, height, text);
     const parts = kind === HEALTHY ? this.#healthyStates(first, last, x)
+      : kind === "served" ? servedStrips(this.model, track.replace(/^served /, ""), first, last, x)
       : kind === "channel" ? [older("sync", 7, 15, "older version"), older("operation", 7, 15, "older collective"), ...this.#syncs(track, first, last, x)]
       : kind === "node" ? [older("node", 9, 11, "older state"), ...this.#states(track, "node", first, last, x, 9, 11)]
         : [older("version", 17, 9, "older version"), older("state", 4, 11, "older state"), ...this.#versions(track, first, last, x), ...this.#states(track, "state", first, last, x, 4, 11)];

@@ -13,6 +13,9 @@ function merge(tree, patch) {
   }
 }
 
+/** The version that targets are to serve: the newest one, or the one that was promoted last. */
+export const wantedVersion = (channel) => channel.current || channel.committed_version;
+
 export class Model {
   #offset = 0; // of the server's clock
   #oldest = Infinity;
@@ -115,20 +118,25 @@ export class Model {
     return Object.values(this.doc.replicas).filter((one) => one.group === group).sort((a, b) => a.replica - b.replica);
   }
 
-  /** Return the targets that have not loaded the newest version, their lag in versions and seconds, and the reason. */
+  /** Return the targets that have not loaded the version that they are to serve, their lag in versions and seconds, and the reason. */
   laggards(channel) {
     const found = [];
     for (const replica of Object.values(this.doc.replicas)) {
       if (!(channel.targets ?? []).includes(replica.group) || ["finished", "drained", "failed"].includes(replica.state)) continue;
       const version = replica.versions?.[channel.name] ?? 0;
-      if (version >= channel.committed_version) continue;
+      if (version >= wantedVersion(channel)) continue;
       const since = replica.behind_since?.[channel.name] ?? channel.committed_at;
       const open = replica.open_since?.[channel.name];
       const why = replica.state !== "ready" ? replica.reason || replica.state
         : open ? "has an update open" : "has not loaded it yet";
-      found.push({ replica, version, behind: channel.committed_version - version, since, why });
+      found.push({ replica, version, behind: wantedVersion(channel) - version, since, why });
     }
     return found.sort((a, b) => b.behind - a.behind || (a.since ?? 0) - (b.since ?? 0));
+  }
+
+  /** The version that is committed and neither served nor rejected, or undefined. */
+  candidate(channel) {
+    return Object.values(this.doc.channels[channel]?.versions ?? {}).find((one) => one.labels?.includes("candidate"));
   }
 
   sync(channel, version) {

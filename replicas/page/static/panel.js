@@ -2,6 +2,7 @@
 
 import { draw, h } from "./elements.js";
 import { age, bytes, clock, count, duration, some, words } from "./texts.js";
+import { wantedVersion } from "./model.js";
 import { to } from "./places.js";
 import { PHASES, bar, fact, holdUp } from "./syncs.js";
 import { drawnEvent } from "./tables.js";
@@ -86,7 +87,7 @@ export class Panel {
     return h("div", { class: "scroll", key: "versions", tabindex: 0, role: "group", "aria-label": "Versions" }, h("table", null, h("thead", null, h("tr", null, ["channel", "serves", "behind", "update open", "slots", "received"].map((name) => h("th", { key: name }, name)))),
       h("tbody", null, channels.map((channel) => {
         const version = one.versions[channel.name];
-        const behind = channel.committed_version - version;
+        const behind = wantedVersion(channel) - version;
         const since = one.behind_since?.[channel.name];
         const open = one.open_since?.[channel.name];
         return h("tr", { key: channel.name }, h("td", null, h("a", { href: to("channel", channel.name) }, channel.name)), h("td", null, version ? h("a", { href: to("sync", channel.name, version) }, String(version)) : "none"),

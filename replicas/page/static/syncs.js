@@ -2,6 +2,7 @@
 
 import { h } from "./elements.js";
 import { age, ago, bytes, clock, count, duration, some, words } from "./texts.js";
+import { wantedVersion } from "./model.js";
 import { to } from "./places.js";
 
 export const PHASES = {
@@ -65,7 +66,7 @@ export function holdUp(model, channel) {
     found.push(h("p", { key: `u${one.version}`, class: "hold" }, h("b", null, `Version ${one.version}`), ` of ${one.publisher} is ${one.state} for ${age(model.now - one.since)}.`, waits));
   }
   const behind = model.laggards(channel);
-  if (channel.committed_version && behind.length) {
+  if (wantedVersion(channel) && behind.length) {
     const alike = new Map(); // targets by version and reason
     for (const one of behind) {
       const key = `${one.version ? `at ${one.version}` : "none yet"}: ${one.why}`;
@@ -77,7 +78,7 @@ export function holdUp(model, channel) {
         ` (${key}${since < Infinity ? `, ${age(model.now - since)}` : ""})`];
     });
     const more = [...alike.values()].slice(shown.length).flat().length;
-    found.push(h("p", { key: "behind", class: "hold" }, h("b", null, `Version ${channel.committed_version}`), " is not loaded by ", shown, more ? `; and ${more} more` : "", "."));
+    found.push(h("p", { key: "behind", class: "hold" }, h("b", null, `Version ${wantedVersion(channel)}`), " is not loaded by ", shown, more ? `; and ${more} more` : "", "."));
   }
   return found.length ? found : channel.committed_version ? h("p", { key: "all", class: "muted hold" }, `All targets serve version ${channel.committed_version}.`) : null;
 }

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from replicas import errors
 from replicas.engine import PauseMode
-from replicas.integrations.router import WorkerList, ready_urls
+from replicas.integrations.router import WorkerList, channel_of, ready_leaders
 from replicas.linux.processes import die_with_parent
 from tests.engines.campaign.judge import Answer
 from tests.engines.programs.small_model import CONFIG
@@ -104,9 +104,8 @@ class CampaignWorld(EngineWorld):
 
     def served(self) -> dict[str, int]:
         """The versions that servers answer with, by their addresses."""
-        status = self.run.status()
-        ready, members = ready_urls(status, "policy"), status.channels[0].members
-        return {one.info["url"]: one.loaded for one in members if one.info.get("url") in ready}
+        leaders = ready_leaders(channel_of(self.run.status(), "policy"))
+        return {one.info["url"]: one.loaded for one in leaders}
 
     def wait_for_all(self) -> None:
         """Each server answers with the version that is the newest now, or with a newer

@@ -17,6 +17,7 @@ import torch
 
 from replicas import errors
 from replicas.engine import follow
+from replicas.integrations.gate import GatePage
 from replicas.testing import FakeRun
 from replicas.testing.engine_suite import SCENES, Trial, play
 from tests.support.root import ROOT
@@ -33,9 +34,17 @@ def glue(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     del sys.modules["my_engine"]
 
 
+def opened_page() -> GatePage:
+    """A gate that is open, as the scenes have one of their own."""
+    page = GatePage.create()
+    page.open(1)
+    return page
+
+
 @pytest.mark.parametrize("scene", SCENES)
 def test_the_example_survives(glue: Any, scene: str) -> None:
-    url, process = glue.start()
+    page = opened_page()
+    url, process = glue.start(page)
 
     def answer() -> float | None:
         try:
@@ -53,7 +62,7 @@ def test_the_example_survives(glue: Any, scene: str) -> None:
 
     try:
         trial = Trial(
-            connect=lambda: glue.MyEngine(url, process),
+            connect=lambda: glue.MyEngine(url, process, page),
             weights=lambda value: {"weight": torch.full((8, 1), value)},
             answer=answer,
             kill=kill,
@@ -74,13 +83,14 @@ def test_the_glue_is_short() -> None:
 @pytest.mark.slow
 def test_a_second_follower_of_the_server_is_refused(glue: Any) -> None:
     """The first one goes on, and a later life of it takes over."""
-    url, process = glue.start()
+    page = opened_page()
+    url, process = glue.start(page)
     stop = threading.Event()
     with FakeRun({"policy": {"sources": ["trainer"], "targets": ["rollout"]}}) as run:
         trainer = run.join("trainer")
 
         def follow_as(replica: int, spelling: str) -> None:
-            engine = glue.MyEngine(url, process)
+            engine = glue.MyEngine(url, process, page)
             engine.url = spelling
             where: dict[str, Any] = {"endpoint": run.endpoint, "token": run.token, "group": "rollout"}
             follow(engine, "policy", min_serving=0.0, stop=stop, replica=replica, **where)

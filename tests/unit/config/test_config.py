@@ -72,6 +72,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 POLICY: dict[str, Any] = {"sources": ["trainer"], "targets": ["rollout"]}
+STEERED: dict[str, Any] = {**POLICY, "follow": "promoted", "slots": 3}
 
 
 def a_config(**changes: Any) -> dict[str, Any]:
@@ -348,10 +349,69 @@ def test_a_command_is_looked_up_in_the_groups_own_folder_and_path(folder: Path) 
             "channels.policy.encrypt: is for slots in host memory, and these are on GPUs; "
             'set staging = "host", or remove it',
         ),
+        (
+            {"peers": ["trainer", "rollout"], "follow": "promoted", "slots": 3},
+            "channels.policy.follow: is for targets, which load versions, and peers run collectives; remove it",
+        ),
+        (
+            {**POLICY, "follow": "promoted"},
+            'channels.policy.slots: 2 is too few with follow = "promoted": the version that is served, the candidate '
+            "and the next one need a slot each; use at least 3, and one more for each version to keep",
+        ),
+        (
+            {**POLICY, "canary": {"group": "rollout"}},
+            'channels.policy.canary: is for channels with follow = "promoted"; set it, or remove the canary',
+        ),
+        (
+            {**STEERED, "adopt_together": True, "canary": {"group": "rollout"}},
+            "channels.policy.canary: lets a few replicas load a version before the others, and adopt_together none; "
+            "remove one",
+        ),
+        (
+            {**STEERED, "canary": {"group": "trainer"}},
+            'channels.policy.canary.group: "trainer" is no target of the channel',
+        ),
+        (
+            {**STEERED, "canary": {"group": "rollout", "replicas": 2}},
+            "channels.policy.canary.replicas: 2 is more than the 1 replicas of rollout",
+        ),
+        (
+            {**STEERED, "canary": {"group": "rollout", "promote": "scored", "metric": "reward"}},
+            'channels.policy.canary.promote: "scored" needs metric, and min or not_below_current_by',
+        ),
+        (
+            {**STEERED, "canary": {"group": "rollout", "min": 0.5}},
+            'channels.policy.canary.promote: metric, min and not_below_current_by are for promote = "scored"',
+        ),
+        *(
+            (
+                {**STEERED, "canary": {"group": "rollout", "share": share}},
+                f'channels.policy.canary.share: expected a share above 0 % and below 100 %, such as "10%" or 0.1, '
+                f"got {shown}",
+            )
+            for share, shown in [
+                ("0%", '"0%"'),
+                ("100%", '"100%"'),
+                ("10", '"10"'),
+                (1, "1"),
+                (True, "true"),
+                (1.0, "1.0"),
+                (float("nan"), "NaN"),
+                ("10s", '"10s"'),
+            ]
+        ),
     ],
 )
 def test_a_bad_channel(folder: Path, keys: dict[str, Any], problem: str) -> None:
     assert channel_problems(folder, **keys) == (problem,)
+
+
+@pytest.mark.parametrize(("share", "found"), [("10%", 0.1), ("0.5%", 0.005), (" 25 % ", 0.25), (0.1, 0.1)])
+def test_the_share_of_a_canary(folder: Path, share: str | float, found: float) -> None:
+    keys = {**STEERED, "canary": {"group": "rollout", "share": share}}
+    canary = parse(a_config(channels={"policy": keys}), base=folder).channels["policy"].canary
+    assert canary is not None
+    assert canary.share == pytest.approx(found)
 
 
 @pytest.mark.parametrize("transport", [{}, {"transport": "tcp"}])

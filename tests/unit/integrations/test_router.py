@@ -14,7 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from replicas import errors
-from replicas.integrations.router import WorkerList, ready_urls
+from replicas.integrations.router import WorkerList, channel_of, ready_leaders
 from replicas.status import ChannelStatus, MemberStatus, RunStatus, StoreStatus
 
 
@@ -33,8 +33,12 @@ def status(*members: MemberStatus) -> RunStatus:
     )
 
 
+def ready_urls(found: RunStatus) -> set[str]:
+    return {one.info["url"] for one in ready_leaders(channel_of(found, "policy"))}
+
+
 def test_a_live_leader_with_a_version_and_an_address_is_a_worker() -> None:
-    assert ready_urls(status(member("rollout/0/0")), "policy") == {"http://h:1"}
+    assert ready_urls(status(member("rollout/0/0"))) == {"http://h:1"}
 
 
 @pytest.mark.parametrize(
@@ -49,16 +53,16 @@ def test_a_live_leader_with_a_version_and_an_address_is_a_worker() -> None:
     ],
 )
 def test_others_are_not(other: MemberStatus) -> None:
-    assert ready_urls(status(other), "policy") == frozenset()
+    assert ready_urls(status(other)) == set()
 
 
 def test_a_replica_that_is_behind_answers_with_the_version_that_it_has() -> None:
-    assert ready_urls(status(member("rollout/0/0", "behind")), "policy") == {"http://h:1"}
+    assert ready_urls(status(member("rollout/0/0", "behind"))) == {"http://h:1"}
 
 
 def test_an_unknown_channel_is_named_with_those_that_there_are() -> None:
     with pytest.raises(errors.UnknownChannel, match="policy"):
-        ready_urls(status(), "polcy")
+        channel_of(status(), "polcy")
 
 
 class Router(ThreadingHTTPServer):

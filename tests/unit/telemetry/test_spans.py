@@ -9,7 +9,15 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from replicas.core.base.effects import CaughtUp, LoadFailed, MemberLost, OperationEnded, ReplicaLoaded, SyncEnded
+from replicas.core.base.effects import (
+    CaughtUp,
+    LoadFailed,
+    MemberLost,
+    OperationEnded,
+    ReplicaLoaded,
+    SyncEnded,
+    VersionDecided,
+)
 from replicas.core.lives.lifecycle import Lifecycle, Transition
 from replicas.core.lives.lifecycle import ReplicaEvent as Step
 from replicas.messages.identity import Member
@@ -142,6 +150,25 @@ def test_phases_that_overlap_end_before_the_commit() -> None:
 def test_bytes_without_a_node_go_between_replicas() -> None:
     run = History().start().tell(5, sync(1, moved_to={"rollout/0": 7}))
     assert run.of("channel policy", "sync")[0].attributes["between"] == {"trainer/0": {"rollout/0": 7}}
+
+
+def test_a_version_is_served_until_another_is_promoted() -> None:
+    history = History().start()
+    for at, version in enumerate((1, 2), 1):
+        history.tell(at, sync(version), VersionDecided("policy", version, "promoted"))
+    history.tell(3.0, sync(3), VersionDecided("policy", 3, "rejected", why="by hand"))
+    history.tell(4.0, VersionDecided("policy", 4, "rolled_back", value=1.0))
+    assert history.told("channel policy", "served") == [
+        ("version 1", 1.0, 2.0),
+        ("version 2", 2.0, 4.0),
+        ("version 4", 4.0, None),
+    ]
+
+
+def test_without_promotions_a_rollback_is_a_mark_alone() -> None:
+    history = History().start().tell(1.0, sync(1), sync(2), VersionDecided("policy", 3, "rolled_back", value=1.0))
+    assert history.told("channel policy", "served") == []
+    assert [mark.kind for mark in history.spans.marks() if mark.track == "channel policy"] == ["decision"]
 
 
 def test_a_failed_sync_brings_nothing() -> None:

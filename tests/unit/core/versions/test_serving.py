@@ -250,6 +250,17 @@ def test_the_canary_alone_loads_the_candidate_until_it_is_promoted() -> None:
     assert fleet.loaded == [2, 2, 2]
 
 
+@pytest.mark.parametrize(
+    ("replicas", "share", "count"),
+    [(1, 0.1, 1), (1, 0.34, 2), (2, 0.1, 2), (1, 0.9, 3), (1, 1 / 3, 1), (1, 2 / 3, 2), (1, None, 1)],
+)
+def test_a_canary_may_be_a_share_of_its_group(replicas: int, share: float | None, count: int) -> None:
+    fleet = canary(replicas=replicas, share=share)
+    served(fleet)
+    fleet.publish()
+    assert fleet.loaded == [2] * count + [1] * (3 - count)
+
+
 def test_a_rejected_candidate_is_left_by_a_new_version_of_what_is_served() -> None:
     fleet = canary()
     served(fleet)

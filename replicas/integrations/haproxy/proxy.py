@@ -1,0 +1,206 @@
+"""The process of HAProxy, and the commands of its runtime API."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import BinaryIO
+
+from replicas import errors
+from replicas.common.foreign import one_line
+from replicas.common.reason import Reason
+from replicas.integrations.engine_server import host_and_port
+from replicas.integrations.haproxy.configuration import BACKENDS, TABLES, Options, text_of
+from replicas.integrations.haproxy.routes import Routes
+from replicas.linux.processes import die_with_parent
+from replicas.linux.scarce import naming_limits
+
+logger = logging.getLogger("replicas.integrations.haproxy")
+
+_ASK_TIMEOUT_S = 5.0
+_PROMPT = b"\n> "
+
+
+class Haproxy:
+    """A child process ``haproxy``, kept in step with :class:`Routes`. A context
+    manager: it ends with it.
+
+    :param host: and :param port: where it listens; 0: any free port.
+    :ivar url: where it listens.
+    :raises replicas.errors.UsageError: there is no program ``haproxy``, it refuses the
+        options, or the address cannot be bound.
+    """
+
+    def __init__(self, host: str, port: int, options: Options = Options()) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.socket(family)
+        try:
+            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._listener.bind((host, port))
+        except OSError as error:
+            self._listener.close()
+            raise errors.UsageError(f"{host}:{port}: {error}", hint="name another --host or --port") from error
+        shown = f"[{host}]" if family == socket.AF_INET6 else host
+        self.url = f"http://{shown}:{self._listener.getsockname()[1]}"
+        self._options = options
+        self._places: dict[str, int] = {}
+        self._states: dict[tuple[str, int], int] = {}
+        self._backends: dict[int, int] = {}
+        self._tables: dict[str, Mapping[str, object]] = {}
+
+    def __enter__(self) -> Haproxy:
+        with ExitStack() as stack:
+            stack.enter_context(self._listener)
+            self._tables_at = {table: stack.enter_context(_memory(table)) for table in TABLES}
+            ours, theirs = (stack.enter_context(one) for one in socket.socketpair())
+            self._process = self._start(theirs)
+            stack.callback(self._process.wait)
+            stack.callback(self._process.kill)
+            self._socket, other = (stack.enter_context(one) for one in socket.socketpair())
+            socket.send_fds(ours, [b"-"], [other.fileno()])  # haproxy accepts this as a connection
+            other.close()
+            self._socket.settimeout(_ASK_TIMEOUT_S)
+            self._ask("prompt")
+            self.bring_to(Routes(frozenset()))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _start(self, connections: socket.socket) -> subprocess.Popen[bytes]:
+        """Start the process; all files that it reads are in memory.
+
+        :param connections: through which it gets those to its runtime API.
+        """
+        paths = {table: _path(file) for table, file in self._tables_at.items()}
+        text = text_of(self._options, paths, self._listener.fileno(), connections.fileno())
+        with _memory("haproxy.cfg") as config:
+            config.write(text.encode())
+            config.flush()
+            fds = [self._listener.fileno(), connections.fileno(), config.fileno()]
+            fds += [file.fileno() for file in self._tables_at.values()]
+            files, parent = ["-f", _path(config)], os.getpid()
+            try:
+                with naming_limits():
+                    checked = subprocess.run(
+                        ["haproxy", "-c", *files], pass_fds=fds, capture_output=True, text=True, timeout=60
+                    )
+                    if checked.returncode:
+                        raise errors.UsageError("haproxy refuses its options", hint=one_line(checked.stderr))
+                    return subprocess.Popen(  # -q: without a line for each server that changes
+                        ["haproxy", "-db", "-q", *files], pass_fds=fds, preexec_fn=lambda: die_with_parent(parent)
+                    )
+            except FileNotFoundError as error:
+                hint = "install it (Debian: apt-get install haproxy)"
+                raise errors.UsageError("there is no program haproxy", hint=hint) from error
+
+    def is_gone(self) -> Reason | None:
+        """Return why haproxy has ended, or None."""
+        code = self._process.poll()
+        return None if code is None else f"haproxy ended with {code}"
+
+    def bring_to(self, routes: Routes) -> None:
+        """Lead requests by these routes from now on.
+
+        :raises OSError: haproxy does not answer, or refuses a command.
+        """
+        self._ask("show version", silent=False)  # it notices a haproxy that hangs, and keeps the connection alive
+        servers = {server.url: server for server in sorted(routes.servers)}
+        for url in sorted(self._places.keys() - servers.keys()):
+            self._remove(url)
+        for url in sorted(servers.keys() - self._places.keys()):
+            self._add(url)
+        placed = {self._places[url]: server for url, server in servers.items() if url in self._places}
+        self._choose_backends({server.version for server in placed.values()})
+        wanted = {("any", place): routes.weights[server] for place, server in placed.items()}
+        for place, server in placed.items():
+            if server.version in self._backends:
+                wanted[f"version_{self._backends[server.version]}", place] = 256
+        self._set_states(wanted)
+        self._fill("versions", {version: f"version_{number}" for version, number in self._backends.items()})
+        self._fill("labels", routes.labels)
+        served = " and ".join(map(str, sorted(self._backends))) or "none"
+        self._fill("state", {"settled": routes.settled, "newest": routes.newest, "served": served})
+
+    def _remove(self, url: str) -> None:
+        """Free the place of a server; answers that it has begun go on."""
+        place = self._places.pop(url)
+        self._set_states({where: weight for where, weight in self._states.items() if where[1] != place})
+        logger.info("removed %s", url)
+
+    def _add(self, url: str) -> None:
+        """Give a server a free place in all backends, or log why not."""
+        free = set(range(1, self._options.servers + 1)) - set(self._places.values())
+        if not free:
+            logger.warning("not added: %s; there is no place for more than %s servers", url, self._options.servers)
+            return
+        host, port = host_and_port(url)
+        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
+        place = self._places[url] = min(free)
+        for backend in ("any", *(f"version_{number}" for number in range(BACKENDS))):
+            self._ask(f"set server {backend}/s{place} addr {address} port {port}", silent=False)
+        logger.info("added %s", url)
+
+    def _choose_backends(self, versions: set[int]) -> None:
+        """Give each of the newest versions a backend; those that have one keep it."""
+        newest = sorted(versions)[-BACKENDS:]
+        kept = {version: number for version, number in self._backends.items() if version in newest}
+        free = sorted(set(range(BACKENDS)) - set(kept.values()))
+        self._backends = kept | dict(zip([one for one in newest if one not in kept], free, strict=False))
+
+    def _set_states(self, wanted: dict[tuple[str, int], int]) -> None:
+        """Set the weights of these servers of backends, and disable all others."""
+        for backend, place in self._states.keys() - wanted.keys():
+            self._ask(f"set server {backend}/s{place} state maint")
+        for (backend, place), weight in wanted.items():
+            if self._states.get((backend, place)) != weight:
+                self._ask(f"set server {backend}/s{place} weight {weight}")
+                self._ask(f"set server {backend}/s{place} state ready")
+        self._states = wanted
+
+    def _fill(self, table: str, content: Mapping[int, object] | Mapping[str, object]) -> None:
+        """Replace the content of a table, at once."""
+        wanted = {str(key): value for key, value in content.items()}
+        if self._tables.get(table) == wanted:
+            return
+        path = _path(self._tables_at[table])
+        number = self._ask(f"prepare map {path}", silent=False).rpartition(" ")[2]
+        if wanted:
+            lines = "".join(f"{key} {value}\n" for key, value in wanted.items())
+            self._ask(f"add map @{number} {path} <<\n{lines}")
+        self._ask(f"commit map @{number} {path}")
+        self._tables[table] = wanted
+
+    def _ask(self, command: str, *, silent: bool = True) -> str:
+        """Send a command; return the answer.
+
+        :param silent: whether an answer means that it was refused.
+        :raises OSError: it was refused, or haproxy did not answer within 5 s.
+        """
+        self._socket.sendall(f"{command}\n".encode())
+        data = b""
+        while not data.endswith(_PROMPT):
+            more = self._socket.recv(65536)
+            if not more:
+                raise ConnectionError(f"{command!r}: haproxy closed its runtime API")
+            data += more
+        # It prompts for each further line of a command, too.
+        answer = data.removesuffix(_PROMPT).decode(errors="replace").lstrip("+ ").strip()
+        if silent and answer:
+            raise ConnectionError(f"{command!r}: haproxy answers {answer!r}")
+        return answer
+
+
+def _memory(name: str) -> BinaryIO:
+    """Return a file in memory, with nothing on disk."""
+    return os.fdopen(os.memfd_create(name), "r+b")
+
+
+def _path(file: BinaryIO) -> str:
+    """Return the path of an open file, for a process that has inherited it."""
+    return f"/dev/fd/{file.fileno()}"
