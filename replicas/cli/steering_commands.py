@@ -14,7 +14,7 @@ from replicas.cli.find_run import RunAddress
 from replicas.cli.order_commands import print_answer, send
 from replicas.config import values as config_values
 from replicas.control.exit_codes import FAILED
-from replicas.errors import UsageError
+from replicas.errors import SyncError, UsageError
 from replicas.messages import version_orders as orders
 from replicas.messages.version_orders import Steered, VersionOrder
 from replicas.status import ChannelStatus
@@ -22,6 +22,58 @@ from replicas.status import ChannelStatus
 Channel = Annotated[str, typer.Argument(metavar="CHANNEL", help="The name of a channel.")]
 _VERSION = typer.Argument(metavar="VERSION", help="The number of a version, or a label.")
 Version = Annotated[str, _VERSION]
+_LOOK_S = 0.5
+
+
+def seconds_of(option: str, text: str) -> float:
+    """Return the seconds of an option such as ``--for 10m``.
+
+    :raises UsageError: it is not a duration above 0.
+    """
+    if not (seconds := config_values.in_units(text, config_values.UNITS_S)):
+        raise UsageError(f'"{text}" is not a duration', hint=f'write {option} "90s", "10m" or "1h"')
+    return seconds
+
+
+def wait_until_served(place: RunAddress, channel: str, version: int, limit_s: float) -> None:
+    """Wait until all targets serve a version.
+
+    :raises SyncError: it was rejected, a newer version has taken its place, or it is
+        not served within ``limit_s``.
+    """
+    until = time.monotonic() + limit_s
+    while not is_served(found := _channel(place, channel), version):
+        if time.monotonic() > until:
+            waits = found.current < version
+            why = "it is the candidate" if waits else "a target has not loaded it"
+            hint = f"replicas promote {channel} serves it" if waits else "see replicas status"
+            raise SyncError(f"version {version} is not served within {limit_s:g} s: {why}", hint=hint)
+        time.sleep(_LOOK_S)
+
+
+def is_candidate(place: RunAddress, channel: str, version: int) -> bool:
+    """Return True if the version is committed and waits to be promoted."""
+    return _channel(place, channel).current < version
+
+
+def _channel(place: RunAddress, name: str) -> ChannelStatus:
+    return next(one for one in place.status().channels if one.name == name)
+
+
+def is_served(channel: ChannelStatus, version: int) -> bool:
+    """Return True if all ready targets serve the version or a later one.
+
+    :raises SyncError: it was rejected, or a newer candidate has taken its place.
+    """
+    rejected = {one.number: one.rejected for one in channel.versions if one.rejected}
+    if version in rejected:
+        raise SyncError(f"version {version} was rejected: {rejected[version]}", hint="")
+    if channel.current >= version:
+        return bool(channel.served) and min(channel.served) >= version
+    if channel.committed_version > version:
+        text = f"version {channel.committed_version} has taken the place of version {version}, which was not served"
+        raise SyncError(text, hint="promote the newer one, or put this one again")
+    return False
 
 
 @command(failed=FAILED)
@@ -121,9 +173,7 @@ def hold(
     as_json: Json = False,
 ) -> None:
     """Keep the content of VERSION while newer ones come; print the lease's name."""
-    seconds = config_values.in_units(lasts, config_values.UNITS_S) if lasts else None
-    if lasts and not seconds:
-        raise UsageError(f'"{lasts}" is not a duration', hint='write --for "90s", "10m" or "1h"')
+    seconds = seconds_of("--for", lasts) if lasts else None
     order = orders.Hold(channel=channel, version=version, seconds=seconds, name=name)
     _carry_out(place, order, f"holding {version}", "{name} keeps version {version}", as_json=as_json)
 

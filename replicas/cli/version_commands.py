@@ -19,6 +19,7 @@ import typer
 import replicas
 from replicas.cli.base import Addressed, Json, command, json_text, patience
 from replicas.cli.find_run import RunAddress
+from replicas.cli.steering_commands import is_candidate, seconds_of, wait_until_served
 from replicas.common.decoding import MALFORMED
 from replicas.common.sizes import size_text
 from replicas.config.values import nearest
@@ -80,6 +81,9 @@ def put(
     channel: ChannelName,
     place: Addressed,
     version: Annotated[int | None, typer.Option(metavar="N", min=1, help="Its number; default: the next.")] = None,
+    wait: Annotated[
+        str, typer.Option(metavar="TIME", help='Longest wait until all targets serve it, such as "10m".')
+    ] = "",
     deadline: Deadline = 60.0,
     group: Group = "",
     as_json: Json = False,
@@ -87,10 +91,12 @@ def put(
     """Publish a safetensors file, or a model's folder, as a version of CHANNEL.
 
     Joins as a source of an external group. The version lives on in the targets, so
-    there must be one. A file of ``replicas get`` is published with its ``meta``.
+    there must be one. A file of ``replicas get`` is published with its ``meta``. With
+    --wait, exit code 1 if the version is rejected, or not served in time.
     """
     from replicas.sources.checkpoint import checkpoint
 
+    limit_s = seconds_of("--wait", wait) if wait else 0.0
     weights = checkpoint(file)
     try:
         meta = msgspec.json.decode(weights.metadata.get("replicas.meta", "{}"), type=dict[str, Any])
@@ -105,6 +111,11 @@ def put(
     if not took:
         hint = "start a target before the next one, or set min_targets = 1 for the channel, which waits for one"
         raise SyncError("no target took the version, which is gone with this command", hint=hint)
+    if limit_s:
+        with patience(f"waiting until version {receipt.version} is served"):
+            wait_until_served(place, channel, receipt.version, limit_s)
+    if not as_json and (limit_s or is_candidate(place, channel, receipt.version)):
+        print(f"{channel}: version {receipt.version} is {'served' if limit_s else 'the candidate'}")
 
 
 @command(failed=FAILED)

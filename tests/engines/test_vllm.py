@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.engines.world import CAPITAL, TENSOR_PARALLEL, EngineWorld, ask, running_world
+from tests.engines.world import CAPITAL, TENSOR_PARALLEL, EngineWorld, ask, demand, running_world
 from tests.support.waits import eventually
 
 SERVERS = 2
@@ -65,6 +65,42 @@ def test_it_answers_with_the_trainers_weights_and_says_which(world: EngineWorld)
     world.wait_until_served(receipt["version"])
     assert "Paris" in world.answer()
     assert len(receipt["members"]) == SERVERS * (1 + TENSOR_PARALLEL)
+
+
+LONG = {**CAPITAL, "max_tokens": 150, "ignore_eos": True, "stream": True}
+
+
+def test_an_answer_names_its_version_and_a_demand_is_kept(served: EngineWorld) -> None:
+    url, number = f"{served.url}/v1/completions", served.committed
+    for demanded in ("", f"{number}", f">={number}", ">= 1"):
+        found = demand(url, demanded, CAPITAL)
+        assert (found.status, found.served) == (200, f"{number}"), demanded
+        assert b"Paris" in found.body
+    for demanded in (f"{number + 1}", f">={number + 1}", "1"):
+        found = demand(url, demanded, CAPITAL)
+        assert (found.status, found.served) == (409, f"{number}"), demanded
+        assert f"answers with version {number}, and {demanded} is demanded".encode() in found.body
+    assert demand(url, "newest", CAPITAL).status == 400
+
+
+def test_a_load_cuts_off_an_answer_that_demands_the_version_before(served: EngineWorld) -> None:
+    """Others go on, and name the version with which they began."""
+    world, url, number = served, f"{served.url}/v1/completions", served.committed
+
+    def load() -> None:
+        version = world.publish(scale=1.0)["version"]
+        world.wait_until_served(version)
+
+    found = demand(url, f"{number}", LONG, load, first_nbytes=64)
+    assert (found.status, found.served, found.cut) == (200, f"{number}", True)
+    assert b"[DONE]" not in found.body
+    now = world.committed
+    found = demand(url, f">={now}", LONG, load, first_nbytes=64)
+    assert (found.status, found.served, found.cut) == (200, f"{now}", False)
+    assert b"[DONE]" in found.body
+    found = demand(url, "", LONG, load, first_nbytes=64)
+    assert (found.status, found.served, found.cut) == (200, f"{world.committed - 1}", False)
+    assert b"[DONE]" in found.body
 
 
 def test_the_engines_metrics_and_the_runs_tell_the_same_version(world: EngineWorld) -> None:

@@ -10,9 +10,10 @@ import os
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from replicas.status import ReplicaStatus
 from tests.support.runs import Run, alive, running
@@ -20,7 +21,7 @@ from tests.support.waits import eventually
 
 __all__ = [
     *("CAPITAL", "MODEL", "ON_A_CPU", "ONE_PROCESS", "START_S", "TENSOR_PARALLEL"),
-    *("EngineWorld", "ask", "get", "running_world"),
+    *("Demanded", "EngineWorld", "ask", "demand", "get", "running_world"),
 ]
 
 MODEL = Path(sys.prefix) / "model"
@@ -182,6 +183,39 @@ def ask(url: str, body: Any = None) -> Any:
     request = urllib.request.Request(url, json.dumps(body or {}).encode(), {"content-type": "application/json"})
     with urllib.request.urlopen(request, timeout=120) as response:
         return json.loads(response.read())
+
+
+class Demanded(NamedTuple):
+    """What came of a request that may demand a version.
+
+    :ivar served: the version that the answer names. :ivar cut: it ended too early.
+    """
+
+    status: int
+    served: str
+    body: bytes
+    cut: bool = False
+
+
+def demand(
+    url: str, version: str, body: Any, meanwhile: Callable[[], object] = lambda: None, *, first_nbytes: int = 0
+) -> Demanded:
+    """Ask for an answer of a version (empty: of any); do something after its first
+    bytes."""
+    headers = {"content-type": "application/json", **({"X-Replicas-Version": version} if version else {})}
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.netloc, timeout=120)
+    try:
+        connection.request("POST", parts.path, json.dumps(body), headers)
+        answer = connection.getresponse()
+        served, content = answer.headers.get("x-replicas-version", ""), answer.read(first_nbytes)
+        meanwhile()
+        try:
+            return Demanded(answer.status, served, content + answer.read())
+        except http.client.IncompleteRead as error:
+            return Demanded(answer.status, served, content + error.partial, cut=True)
+    finally:
+        connection.close()
 
 
 def get(url: str) -> Any:

@@ -30,7 +30,7 @@ from tests.engines.sglang_cpu.world import (
     running_requests,
     serve,
 )
-from tests.engines.world import ask, get
+from tests.engines.world import ask, demand, get
 from tests.support.runs import running
 from tests.support.waits import eventually
 
@@ -72,6 +72,19 @@ def test_it_answers_with_the_trainers_weights_and_says_which(world: SglangWorld,
         assert distance(model, scale, PROMPT, found) < ROUNDING
         assert found["meta_info"]["weight_version"] == f"{version}"
     assert get(f"{world.url}/readyz") == {"version": version}
+
+
+def test_a_demand_is_kept_and_a_load_cuts_off_what_it_interrupts(world: SglangWorld) -> None:
+    number = serve(world, 1.0)
+    url, prompt = f"{world.url}/generate", {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 3}}
+    assert demand(url, f"{number}", prompt)[:2] == (200, f"{number}")
+    assert demand(url, f">={number + 1}", prompt)[:2] == (409, f"{number}")
+    sampling = {"max_new_tokens": 400, "ignore_eos": True}
+    long = {"input_ids": PROMPT, "sampling_params": sampling, "stream": True}
+    found = demand(url, f"{number}", long, lambda: serve(world, 1.5), first_nbytes=64)
+    assert (found.status, found.served, found.cut) == (200, f"{number}", True)
+    found = demand(url, f">={number}", long, lambda: serve(world, 1.0), first_nbytes=64)
+    assert (found.status, found.served, found.cut) == (200, f"{number + 1}", False)
 
 
 def test_a_prefix_that_was_cached_before_a_load_is_not_used_after_it(world: SglangWorld, model: Path) -> None:

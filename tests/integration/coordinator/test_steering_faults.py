@@ -1,10 +1,13 @@
 """The coordinator is killed (-9) in the middle of a decision about what is served, and
-another one goes on: with the same labels and leases, and no target goes back.
+another one goes on: with the same labels and leases, and no target goes back. And a
+holder of a lease is killed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +16,12 @@ import pytest
 
 from replicas import errors
 from replicas.channel import Channel
+from replicas.control.client import Client
+from replicas.messages.version_orders import Hold
 from tests.integration.coordinator.test_coordinator_restart import load, publish, world_of
-from tests.support.waits import wait_until
+from tests.support.programs import group
+from tests.support.runs import running
+from tests.support.waits import eventually, wait_until
 
 pytestmark = pytest.mark.anyio
 
@@ -79,3 +86,40 @@ async def test_a_lease_outlives_the_coordinator(tmp_path: Path) -> None:
         with await target.versions.read(1) as update:
             assert {value for _, tensor in update for value in tensor.tolist()} == {1.0}
         await trainer.versions.release("evaluation")
+
+
+TRAINER = """
+import time, torch, replicas
+with replicas.join("policy") as channel:
+    channel.publish({"w": torch.zeros(8)}).wait(60)
+    time.sleep(600)
+"""
+EVALUATOR = """
+import time, replicas
+with replicas.join("policy") as channel:
+    with channel.receive().wait() as update:
+        update.tensors()
+    with channel.versions.hold(update.version, name="evaluation", seconds=600):
+        time.sleep(600)
+"""
+GROUPS = (
+    group("trainer", TRAINER)
+    + group("evaluator", EVALUATOR, 'min_ready = 0\nrestart = { policy = "never" }')
+    + '[channels.policy]\nsources = ["trainer"]\ntargets = ["evaluator"]\nslots = 4\n'
+)
+
+
+def test_a_lease_ends_with_its_holder(tmp_path: Path) -> None:
+    """That of a person has none, and lasts."""
+    with running(tmp_path, GROUPS) as run:
+
+        def leases() -> set[str]:
+            return {lease.name for channel in run.status().channels for one in channel.versions for lease in one.leases}
+
+        eventually(lambda: leases() == {"evaluation"}, "its lease", timeout_s=60)
+        token = (run.state_dir / "operator-token").read_text().strip()
+        Client(run.endpoint(), token=token).order(Hold(channel="policy", version="1", seconds=600.0, name="mine"))
+        assert leases() == {"evaluation", "mine"}
+        os.kill(run.find("evaluation"), signal.SIGKILL)
+        eventually(lambda: leases() == {"mine"}, "the end of the lease of a dead holder", timeout_s=20)
+        run.end()

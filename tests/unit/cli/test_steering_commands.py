@@ -13,8 +13,10 @@ import pytest
 
 from replicas.cli import main as cli
 from replicas.cli.find_run import RunAddress
+from replicas.cli.steering_commands import is_served, wait_until_served
 from replicas.control.commands import Answer
 from replicas.control.exit_codes import USAGE
+from replicas.errors import SyncError
 from replicas.messages import version_orders as orders
 from replicas.messages.version_orders import Steered, VersionOrder
 from replicas.status import ChannelStatus, LeaseStatus, RunStatus, StoreStatus, VersionStatus
@@ -114,3 +116,69 @@ def test_the_versions_as_json(sent: list[VersionOrder], capsys: pytest.CaptureFi
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert [one["number"] for one in found["policy"]["versions"]] == [3, 2, 1]
     assert found["policy"]["follow"] == "promoted"
+
+
+def a_channel(current: int, committed: int, served: dict[int, int], rejected: str = "") -> ChannelStatus:
+    versions = tuple(VersionStatus(number=number, rejected=rejected if number == 5 else "") for number in range(1, 9))
+    return ChannelStatus(
+        name="policy",
+        epoch=1,
+        committed_version=committed,
+        digest="",
+        members=(),
+        current=current,
+        served=served,
+        versions=versions,
+        follow="promoted",
+    )
+
+
+@pytest.mark.parametrize(
+    ("current", "committed", "served", "found"),
+    [
+        (4, 5, {4: 3}, False),  # it is the candidate
+        (4, 5, {4: 2, 5: 1}, False),  # on its canary
+        (5, 5, {4: 1, 5: 2}, False),  # it was promoted
+        (5, 5, {}, False),  # and nobody is ready
+        (5, 5, {5: 3}, True),
+        (6, 6, {6: 3}, True),  # and a later one, too
+        (5, 6, {5: 3}, True),
+    ],
+)
+def test_a_version_is_served_when_all_have_loaded_it(
+    current: int, committed: int, served: dict[int, int], found: bool
+) -> None:
+    assert is_served(a_channel(current, committed, served), 5) is found
+
+
+@pytest.mark.parametrize(
+    ("channel", "said"),
+    [
+        (a_channel(4, 5, {4: 3}, "reward 0.1 is below 0.5"), "version 5 was rejected: reward 0.1 is below 0.5"),
+        (a_channel(6, 6, {6: 3}, "by hand"), "version 5 was rejected: by hand"),  # and its canary went back
+        (a_channel(4, 6, {4: 3}), "version 6 has taken the place of version 5"),
+    ],
+)
+def test_a_version_that_is_never_served_is_an_error_with_its_reason(channel: ChannelStatus, said: str) -> None:
+    with pytest.raises(SyncError, match=said):
+        is_served(channel, 5)
+
+
+def test_a_wait_ends_with_what_it_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    status = RunStatus(
+        run="r",
+        version="1",
+        endpoint="",
+        pid=1,
+        uptime_s=1.0,
+        ready=True,
+        store=StoreStatus(up=True, host="127.0.0.1", port=1),
+        channels=(a_channel(4, 5, {4: 3}),),
+    )
+    monkeypatch.setattr(RunAddress, "status", lambda self, **more: status)
+    with pytest.raises(SyncError, match="not served within 0 s: it is the candidate") as caught:
+        wait_until_served(RunAddress(), "policy", 5, 0.0)
+    assert "replicas promote policy" in caught.value.hint
+    status = msgspec.structs.replace(status, channels=(a_channel(5, 5, {4: 3, 5: 1}),))
+    with pytest.raises(SyncError, match="a target has not loaded it"):
+        wait_until_served(RunAddress(), "policy", 5, 0.0)
