@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import BinaryIO
+from urllib.parse import urlsplit
 
 from replicas import errors
 from replicas.common.foreign import one_line
@@ -50,6 +51,7 @@ class Haproxy:
         self._places: dict[str, int] = {}
         self._states: dict[tuple[str, int], int] = {}
         self._backends: dict[int, int] = {}
+        self._refused: dict[str, str] = {}
         self._tables: dict[str, Mapping[str, object]] = {}
 
     def __enter__(self) -> Haproxy:
@@ -113,8 +115,10 @@ class Haproxy:
         servers = {server.url: server for server in sorted(routes.servers)}
         for url in sorted(self._places.keys() - servers.keys()):
             self._remove(url)
-        for url in sorted(servers.keys() - self._places.keys()):
-            self._add(url)
+        refused = {url: reason for url in sorted(servers.keys() - self._places.keys()) if (reason := self._add(url))}
+        for url, reason in refused.items() - self._refused.items():
+            logger.warning("not added: %s; %s", url, reason)
+        self._refused = refused
         placed = {self._places[url]: server for url, server in servers.items() if url in self._places}
         self._choose_backends({server.version for server in placed.values()})
         wanted = {("any", place): routes.weights[server] for place, server in placed.items()}
@@ -133,18 +137,23 @@ class Haproxy:
         self._set_states({where: weight for where, weight in self._states.items() if where[1] != place})
         logger.info("removed %s", url)
 
-    def _add(self, url: str) -> None:
-        """Give a server a free place in all backends, or log why not."""
+    def _add(self, url: str) -> Reason | None:
+        """Give a server a free place in all backends; return why not, or None."""
         free = set(range(1, self._options.servers + 1)) - set(self._places.values())
         if not free:
-            logger.warning("not added: %s; there is no place for more than %s servers", url, self._options.servers)
-            return
-        host, port = host_and_port(url)
-        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
+            return f"--servers allows {self._options.servers}"
+        try:
+            host, port = host_and_port(url)
+            address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
+        except (OSError, errors.UsageError) as error:
+            return str(error)
+        if path := urlsplit(url).path.strip("/"):
+            return f"its paths begin with /{path}, which requests to HAProxy do not have"
         place = self._places[url] = min(free)
         for backend in ("any", *(f"version_{number}" for number in range(BACKENDS))):
             self._ask(f"set server {backend}/s{place} addr {address} port {port}", silent=False)
         logger.info("added %s", url)
+        return None
 
     def _choose_backends(self, versions: set[int]) -> None:
         """Give each of the newest versions a backend; those that have one keep it."""

@@ -210,9 +210,19 @@ def test_other_paths_are_not_passed_on() -> None:
 
 def test_a_server_too_many_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     with engines(7, 7) as servers, Haproxy("127.0.0.1", 0, Options(servers=1)) as proxy:
-        proxy.bring_to(Routes(frozenset(one.route for one in servers)))
-        assert "no place for more than 1 servers" in caplog.text
+        for _ in range(2):
+            proxy.bring_to(Routes(frozenset(one.route for one in servers)))
+        assert caplog.text.count("--servers allows 1") == 1
         assert ask(proxy.url)[0] == 200
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1/prefix", "https://127.0.0.1:1", "http://no-such-host.invalid:1"])
+def test_an_address_that_cannot_be_asked_is_left_out_and_named(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    with engines(7) as servers, Haproxy("127.0.0.1", 0) as proxy:
+        for _ in range(2):
+            proxy.bring_to(Routes(frozenset([servers[0].route, Server(url, 7)])))
+        assert caplog.text.count(f"not added: {url}") == 1
+        assert {ask(proxy.url)[0] for _ in range(3)} == {200}
 
 
 def test_a_port_that_is_taken_is_named() -> None:
