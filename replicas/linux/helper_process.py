@@ -245,6 +245,9 @@ class HelperProcess:
         except BlockingIOError:
             self._loop.add_writer(self._sock, self._flush)
         except OSError as error:
+            with contextlib.suppress(OSError):
+                while came := self._frames.receive():  # it has ended, and its last reply may say why
+                    self._handle(came)
             self._kill_and_fail(str(error))
         else:
             self._loop.remove_writer(self._sock)
@@ -277,13 +280,17 @@ class HelperProcess:
             came = self._frames.receive()
             if came is None:
                 raise ConnectionError("it died")
-            for body, fds in came:
-                frames.close_all(fds)  # replies carry no descriptors
-                self._handle_reply(self.decode(body))
+            self._handle(came)
         except OSError as error:
             self._loop.remove_reader(self._sock)
             self._kill_and_fail(str(error))  # also a living process that has closed the channel
             self._sock.close()
+
+    def _handle(self, came: list[tuple[bytes, list[int]]]) -> None:
+        """Handle the replies in these frames."""
+        for body, fds in came:
+            frames.close_all(fds)  # replies carry no descriptors
+            self._handle_reply(self.decode(body))
 
     def _handle_reply(self, reply: Any) -> None:
         """Record the answer to a ping, or give a pending request its reply."""

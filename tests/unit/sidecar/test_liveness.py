@@ -33,7 +33,7 @@ from replicas.sidecar import building, wire
 from replicas.sidecar.meeting import blame
 from replicas.sidecar.rank_side import forkserver_client
 from replicas.sidecar.rank_side.forkserver_client import Forkserver
-from replicas.sidecar.rank_side.sidecar_handle import SidecarDied, SidecarFailed
+from replicas.sidecar.rank_side.sidecar_handle import Sidecar, SidecarDied, SidecarFailed
 from tests.support.waits import eventually
 
 # ---------------------------------------------------------------- pings
@@ -351,3 +351,18 @@ def test_an_answer_to_no_request_ends_the_connection() -> None:
                 await forkserver.fork()
 
     asyncio.run(receive())
+
+
+@pytest.mark.anyio
+async def test_the_last_reply_of_a_sidecar_that_has_ended_is_why_a_request_fails() -> None:
+    """Also when the request is written before that reply is read."""
+    ours, theirs = socket.socketpair()
+    process = await asyncio.create_subprocess_exec("sleep", "600")
+    sidecar = Sidecar(process.pid, os.pidfd_open(process.pid), ours)
+    body = frames.encode(wire.Failed(0, "GPU FAKE-7 is not visible", over=True))
+    theirs.sendall(frames.frame_head(body, ()) + body)
+    theirs.close()
+    with pytest.raises(SidecarDied, match="GPU FAKE-7 is not visible"):
+        await sidecar._ask(wire.ProbeBuffer(1, 7), 5.0, wire.Probed)
+    assert await sidecar.wait_dead()
+    await process.wait()
