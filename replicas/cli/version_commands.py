@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -24,9 +25,10 @@ from replicas.common.decoding import MALFORMED
 from replicas.common.sizes import size_text
 from replicas.config.values import nearest
 from replicas.control.exit_codes import FAILED
-from replicas.errors import SyncError, UsageError
+from replicas.errors import Gone, SyncError, UsageError
 
 _DIFFERENCES = 10
+_LOOK_S = 0.05
 
 ChannelName = Annotated[str, typer.Argument(metavar="CHANNEL", help="The name of a channel.")]
 Deadline = Annotated[float, typer.Option(metavar="SECONDS", min=0.0, help="Longest time for the sync.")]
@@ -34,7 +36,9 @@ Group = Annotated[
     str,
     typer.Option(metavar="GROUP", help="External group to join in; default: one with min_ready = 0, else the first."),
 ]
-Exactly = Annotated[int | None, typer.Option("--version", metavar="N", min=1, help="This version, or an error.")]
+Exactly = Annotated[
+    int | None, typer.Option("--version", metavar="N", min=1, help="This version, if it is held, or an error.")
+]
 OrNewer = Annotated[int | None, typer.Option(metavar="N", min=1, help="This version, or a newer one; waits for it.")]
 
 
@@ -172,8 +176,8 @@ def _got(
     ):
         update = joined.receive(deadline=deadline_s, at_least=version or at_least).wait()
         if version is not None and update.version != version:
-            hint = "only the newest version can be had: leave --version out, or keep versions with get"
-            raise SyncError(f"version {version} of {channel} is over: {update.version} is the newest", hint=hint)
+            with update:  # leaves it: it is newer
+                update = _kept(joined, version, deadline_s)
         with update:
             file = os.open(update.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -182,6 +186,23 @@ def _got(
         yield _Got(file, facts, f"{channel}: version {update.version}, {size}, digest {update.digest or 'unknown'}")
     finally:
         os.close(file)
+
+
+def _kept(joined: replicas.Channel, version: int, deadline_s: float) -> replicas.Update:
+    """Return an older version that others still hold, and that is kept for this member
+    until it leaves.
+
+    :raises Gone: nobody holds it, or it did not come within ``deadline_s``.
+    """
+    joined.versions.hold(version).wait()
+    until = time.monotonic() + deadline_s
+    while True:
+        try:
+            return joined.versions.read(version).wait()
+        except Gone:
+            if time.monotonic() > until:
+                raise
+            time.sleep(_LOOK_S)
 
 
 def membership(place: RunAddress, channel: str, role: str, group: str, deadline_s: float) -> replicas.Channel:

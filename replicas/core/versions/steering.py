@@ -279,7 +279,8 @@ class Steering:
             return
         kept = list_text([f"version {number} ({why})" for number, why in sorted(fixed.items())])
         size = size_text(ledger.versions[version].commit.nbytes)
-        text = f"{self._name} can keep {self._room} versions, and keeps {kept}: version {version} needs {size} more"
+        room = "1 version" if self._room == 1 else f"{self._room} versions"
+        text = f"{self._name} can keep {room}, and keeps {kept}: version {version} needs {size} more"
         raise errors.NoCapacity(text, hint=f"release one, or raise channels.{self._name}.slots", version=version)
 
     # ------------------------------------------------------------ what members keep

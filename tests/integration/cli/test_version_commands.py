@@ -44,6 +44,10 @@ min_ready = 0
 [channels.policy]
 sources = ["trainer", "loader"]
 targets = ["rollout", "hand"]
+[channels.kept]
+sources = ["trainer", "loader"]
+targets = ["rollout", "hand"]
+slots = 4
 [channels.empty]
 sources = ["trainer"]
 targets = ["hand"]
@@ -98,6 +102,25 @@ def command(run: Run, capsys: pytest.CaptureFixture[str]) -> Command:
         return said.out, said.err
 
     return call
+
+
+def test_a_version_that_is_kept_can_be_had_beside_newer_ones(run: Run, command: Command) -> None:
+    with join(run, "trainer", "kept") as trainer, join(run, "rollout", "kept"):
+        for number in range(1, 7):
+            trainer.publish(weights(float(number)), meta={"step": number}).wait(60)
+            if number == 2:
+                command("label", "kept", "best", "2")
+        out, _ = command("get", "kept", "--version", "2", "-o", "x")
+        assert out.startswith("kept: version 2, ")
+        assert load_file("x")["embed"].unique().tolist() == [2.0]
+        command("verify", "kept", "x", "--version", "2")
+        assert "differs" in command("verify", "kept", "x", code=1)[0]
+        said = command("get", "kept", "--version", "1", "-o", "y", code=1)[1]
+        assert "1" in said
+        assert "2" in said, "it names what is there"
+        assert not Path("y").exists()
+        (found,) = [one for one in run.status().channels if one.name == "kept"]
+        assert not [lease for version in found.versions for lease in version.leases], "nothing is kept for who left"
 
 
 def members(run: Run) -> list[str]:
@@ -185,7 +208,8 @@ def test_errors_name_the_remedy(run: Run, command: Command) -> None:
     with join(run, "trainer") as trainer:
         trainer.publish(weights(1.0), new_manifest=True).wait(60)
         version = trainer.publish(weights(2.0)).wait(60).version
-        assert "--version" in refused("get", "policy", "-o", "x", "--version", str(version - 1), code=1)
+        older = refused("get", "policy", "-o", "x", "--version", str(version - 1), code=1)
+        assert "raise channels.policy.slots" in older
         assert "cannot be written" in refused("get", "policy", "-o", "no/folder")
         assert "cannot be written" in refused("get", "policy", "-o", ".")
         assert "/dev/null cannot be written: it is not a regular file" in refused("get", "policy", "-o", "/dev/null")
