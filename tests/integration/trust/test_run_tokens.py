@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -56,7 +57,7 @@ def test_what_each_role_may(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         assert not member.status().store.port  # as everybody sees it
         for kind in ORDERS.values():
             fields = [field for field in msgspec.structs.fields(kind) if field.required]
-            needed = {
+            needed: dict[str, Any] = {
                 field.name: 1 if field.type is int else {} if "dict" in str(field.type) else "a" for field in fields
             }
             with pytest.raises(UsageError, match="operator's token"):
