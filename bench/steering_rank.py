@@ -29,6 +29,13 @@ WAIT_S = 60.0
 LOOK_S = 0.002
 
 
+class QuietEngine(MyEngine):  # type: ignore[misc]  # of the example
+    """Without the line that the example prints of each version."""
+
+    def resume(self, timeout_s: float) -> None:
+        self._ask("/resume", timeout_s)
+
+
 class Trainer:
     def __init__(self, endpoint: str, token: str, nbytes: int) -> None:
         self._channel = replicas.join("policy", endpoint=endpoint, token=token, group="trainer", replica=0)
@@ -67,7 +74,7 @@ class Follower:
         self._url = f"http://127.0.0.1:{self._process.stdout.readline().strip()}"
         self._stop = threading.Event()
         where: dict[str, Any] = {"endpoint": endpoint, "token": token, "group": "server", "replica": replica}
-        engine = MyEngine(self._url, self._process, self._page)
+        engine = QuietEngine(self._url, self._process, self._page)
         settings: dict[str, Any] = {"gate": self._page, "verify_load": "never", "min_serving": 0.0, "stop": self._stop}
         self._thread = threading.Thread(target=follow, args=(engine, "policy"), kwargs={**settings, **where})
         self._thread.start()

@@ -14,10 +14,10 @@ from replicas.cli.find_run import RunAddress
 from replicas.cli.order_commands import print_answer, send
 from replicas.config import values as config_values
 from replicas.control.exit_codes import FAILED
-from replicas.errors import SyncError, UsageError
+from replicas.errors import Disconnected, SyncError, UsageError
 from replicas.messages import version_orders as orders
 from replicas.messages.version_orders import Steered, VersionOrder
-from replicas.status import ChannelStatus
+from replicas.status import ChannelStatus, RunStatus
 
 Channel = Annotated[str, typer.Argument(metavar="CHANNEL", help="The name of a channel.")]
 _VERSION = typer.Argument(metavar="VERSION", help="The number of a version, or a label.")
@@ -35,41 +35,52 @@ def seconds_of(option: str, text: str) -> float:
     return seconds
 
 
-def wait_until_served(place: RunAddress, channel: str, version: int, limit_s: float) -> None:
-    """Wait until all targets serve a version.
+def wait_until_served(place: RunAddress, channel: str, version: int, limit_s: float) -> int:
+    """Wait until all targets serve a version, or a later one; return which.
 
-    :raises SyncError: it was rejected, a newer version has taken its place, or it is
+    A supervisor that does not answer is asked again.
+
+    :raises SyncError: it was rejected, a newer candidate has taken its place, or it is
         not served within ``limit_s``.
     """
-    until = time.monotonic() + limit_s
-    while not is_served(found := _channel(place, channel), version):
-        if time.monotonic() > until:
-            waits = found.current < version
+    until, why, hint = time.monotonic() + limit_s, "", ""
+    while True:
+        try:
+            status = place.status()
+            if is_served(status, channel, version):
+                return _channel(status, channel).current
+            waits = _channel(status, channel).current < version
             why = "it is the candidate" if waits else "a target has not loaded it"
             hint = f"replicas promote {channel} serves it" if waits else "see replicas status"
+        except Disconnected as error:
+            why, hint = error.message, error.hint or ""
+        if time.monotonic() > until:
             raise SyncError(f"version {version} is not served within {limit_s:g} s: {why}", hint=hint)
         time.sleep(_LOOK_S)
 
 
 def is_candidate(place: RunAddress, channel: str, version: int) -> bool:
     """Return True if the version is committed and waits to be promoted."""
-    return _channel(place, channel).current < version
+    return _channel(place.status(), channel).current < version
 
 
-def _channel(place: RunAddress, name: str) -> ChannelStatus:
-    return next(one for one in place.status().channels if one.name == name)
+def _channel(status: RunStatus, name: str) -> ChannelStatus:
+    return next(one for one in status.channels if one.name == name)
 
 
-def is_served(channel: ChannelStatus, version: int) -> bool:
-    """Return True if all ready targets serve the version or a later one.
+def is_served(status: RunStatus, name: str, version: int) -> bool:
+    """Return True if all ready targets of a channel serve the version or a later one.
 
     :raises SyncError: it was rejected, or a newer candidate has taken its place.
     """
+    channel = _channel(status, name)
     rejected = {one.number: one.rejected for one in channel.versions if one.rejected}
     if version in rejected:
         raise SyncError(f"version {version} was rejected: {rejected[version]}", hint="")
     if channel.current >= version:
-        return bool(channel.served) and min(channel.served) >= version
+        groups = (group for group in status.groups if group.name in channel.targets)
+        ready = [one for group in groups for one in group.replicas if one.state == "ready"]
+        return bool(ready) and all(one.versions.get(name, 0) >= version for one in ready)
     if channel.committed_version > version:
         text = f"version {channel.committed_version} has taken the place of version {version}, which was not served"
         raise SyncError(text, hint="promote the newer one, or put this one again")

@@ -115,11 +115,14 @@ def put(
     if not took:
         hint = "start a target before the next one, or set min_targets = 1 for the channel, which waits for one"
         raise SyncError("no target took the version, which is gone with this command", hint=hint)
+    says = ""
     if limit_s:
         with patience(f"waiting until version {receipt.version} is served"):
-            wait_until_served(place, channel, receipt.version, limit_s)
-    if not as_json and (limit_s or is_candidate(place, channel, receipt.version)):
-        print(f"{channel}: version {receipt.version} is {'served' if limit_s else 'the candidate'}")
+            says = f"version {wait_until_served(place, channel, receipt.version, limit_s)} is served"
+    elif is_candidate(place, channel, receipt.version):
+        says = f"version {receipt.version} is the candidate"
+    if says and not as_json:
+        print(f"{channel}: {says}")
 
 
 @command(failed=FAILED)
@@ -170,14 +173,16 @@ def _got(
     """
     if version is not None and at_least is not None:
         raise UsageError("give --version or --at-least, not both")
+    found = [one for one in place.status().channels if one.name == channel]
+    others = {known.number for one in found for known in one.versions if known.held and known.number != one.current}
     with (
         membership(place, channel, "targets", group, deadline_s) as joined,
         patience(f"waiting for a version of {channel}"),
     ):
-        update = joined.receive(deadline=deadline_s, at_least=version or at_least).wait()
-        if version is not None and update.version != version:
-            with update:  # leaves it: it is newer
-                update = _kept(joined, version, deadline_s)
+        if version is None or version not in others:
+            update = joined.receive(deadline=deadline_s, at_least=version or at_least).wait()
+        if version is not None and (version in others or update.version != version):
+            update = _kept(joined, version, deadline_s)
         with update:
             file = os.open(update.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -189,12 +194,12 @@ def _got(
 
 
 def _kept(joined: replicas.Channel, version: int, deadline_s: float) -> replicas.Update:
-    """Return an older version that others still hold, and that is kept for this member
+    """Return a version that others hold and that is not served, kept for this member
     until it leaves.
 
     :raises Gone: nobody holds it, or it did not come within ``deadline_s``.
     """
-    joined.versions.hold(version).wait()
+    joined.versions.hold(version, deadline=deadline_s).wait()
     until = time.monotonic() + deadline_s
     while True:
         try:

@@ -86,16 +86,20 @@ class Answer:
 
     def to(self, send: Send) -> Send:
         """Return a ``send`` that adds the header, and sends no byte of another version.
+        A websocket is checked as it is accepted.
 
         It raises :class:`CutOff` once the demand is no longer met.
         """
 
         async def sent(message: MutableMapping[str, Any]) -> None:
+            if self.began and message["type"].startswith("websocket."):
+                await send(message)
+                return
             self._possible |= self._possible_now()
             if self.refusal is not None:
                 self.cut = True
                 raise CutOff
-            if message["type"] == "http.response.start":
+            if message["type"] in ("http.response.start", "websocket.accept"):
                 headers = [*message.get("headers", ()), (VERSION_HEADER.encode(), self.text.encode())]
                 message = {**message, "headers": headers}
                 self.began = True

@@ -261,7 +261,7 @@ class Gate:
         answer = Answer(self._page.possible, demand)
         if answer.refusal is None:
             try:
-                await self._app(scope, receive, answer.to(send) if scope["type"] == "http" else send)
+                await self._app(scope, receive, answer.to(send))
             except Exception:  # the server's own frames may wrap the CutOff
                 if answer.began or not answer.cut:
                     raise

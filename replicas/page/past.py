@@ -113,7 +113,9 @@ class Past:
                 known = replace(known, last_sync=record, sources=_with(known.sources, *groups), **about)
             case effects.EpochStarted(epoch=epoch):
                 known = replace(known, epoch=epoch)
-            case effects.VersionDecided(version=version, what="promoted" | "rolled_back"):
+            case effects.VersionDecided(version=version, what="promoted"):
+                known = replace(known, current=version, follow="promoted")
+            case effects.VersionDecided(version=version, what="rolled_back") if known.current:
                 known = replace(known, current=version)
             case effects.StepFell(before=before):
                 known = replace(known, step_before=before)

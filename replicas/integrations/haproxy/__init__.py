@@ -19,8 +19,10 @@ a request demands          it goes to
 ========================== ========================================================
 nothing                    ``any``; of these, the canary gets its ``share``
 ``7``, or a label          the servers of that version
-``>=7``                    those of the newest version that is not a candidate, if
-                           that is high enough; else those of the newest
+``>=7``                    ``any``, if all are high enough; else those of the newest
+                           version that is not a candidate, or those of the newest
+the current version,       nobody: 503
+which nobody has loaded
 what nobody serves         nobody: 409, with the versions that are served
 what is no demand          ``any``, whose gate answers 400
 ========================== ========================================================

@@ -6,6 +6,8 @@ import logging
 import os
 import socket
 import subprocess
+import time
+from collections import deque
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import BinaryIO
@@ -16,13 +18,15 @@ from replicas.common.foreign import one_line
 from replicas.common.reason import Reason
 from replicas.integrations.engine_server import host_and_port
 from replicas.integrations.haproxy.configuration import BACKENDS, TABLES, Options, text_of
-from replicas.integrations.haproxy.routes import Routes
+from replicas.integrations.haproxy.routes import WEIGHT_MAX, Routes, Server
 from replicas.linux.processes import die_with_parent
 from replicas.linux.scarce import naming_limits
 
 logger = logging.getLogger("replicas.integrations.haproxy")
 
 _ASK_TIMEOUT_S = 5.0
+_AGAIN_S = 30.0
+"""Time until a server that could not be added is tried again: a look-up may be slow."""
 _PROMPT = b"\n> "
 
 
@@ -49,9 +53,14 @@ class Haproxy:
         self.url = f"http://{shown}:{self._listener.getsockname()[1]}"
         self._options = options
         self._places: dict[str, int] = {}
+        self._free = deque(range(1, options.servers + 1))
+        """Places without a server, those that have been free for longest first: clients
+        may still have connections to the last server of a place."""
         self._states: dict[tuple[str, int], int] = {}
         self._backends: dict[int, int] = {}
-        self._refused: dict[str, str] = {}
+        self._refused: dict[str, float] = {}
+        """When to try again to add a server."""
+        self._lost: Reason | None = None
         self._tables: dict[str, Mapping[str, object]] = {}
 
     def __enter__(self) -> Haproxy:
@@ -102,58 +111,76 @@ class Haproxy:
                 raise errors.UsageError("there is no program haproxy", hint=hint) from error
 
     def is_gone(self) -> Reason | None:
-        """Return why haproxy has ended, or None."""
+        """Return why haproxy has ended or takes no commands, or None."""
         code = self._process.poll()
-        return None if code is None else f"haproxy ended with {code}"
+        return self._lost if code is None else f"haproxy ended with {code}"
 
     def bring_to(self, routes: Routes) -> None:
         """Lead requests by these routes from now on.
 
-        :raises OSError: haproxy does not answer, or refuses a command.
+        :raises OSError: haproxy does not answer, or refuses a command. It may have
+            carried out a part, so :meth:`is_gone` then says that it is lost.
         """
-        self._ask("show version", silent=False)  # it notices a haproxy that hangs, and keeps the connection alive
-        servers = {server.url: server for server in sorted(routes.servers)}
-        for url in sorted(self._places.keys() - servers.keys()):
-            self._remove(url)
-        refused = {url: reason for url in sorted(servers.keys() - self._places.keys()) if (reason := self._add(url))}
-        for url, reason in refused.items() - self._refused.items():
-            logger.warning("not added: %s; %s", url, reason)
-        self._refused = refused
+        try:
+            self._ask("show version", silent=False)  # it notices a haproxy that hangs, and keeps the connection alive
+            servers = {server.url: server for server in sorted(routes.servers)}
+            for url in sorted(self._places.keys() - servers.keys()):
+                self._remove(url)
+            self._lead(routes, servers)
+            added = [self._add(url) for url in sorted(servers.keys() - self._places.keys())]
+            if any(added):
+                self._lead(routes, servers)
+        except OSError as error:
+            self._lost = f"haproxy does not take commands: {error}"
+            raise
+
+    def _lead(self, routes: Routes, servers: Mapping[str, Server]) -> None:
+        """Set the states of the servers that have a place, and the tables."""
         placed = {self._places[url]: server for url, server in servers.items() if url in self._places}
         self._choose_backends({server.version for server in placed.values()})
         wanted = {("any", place): routes.weights[server] for place, server in placed.items()}
         for place, server in placed.items():
             if server.version in self._backends:
-                wanted[f"version_{self._backends[server.version]}", place] = 256
+                wanted[f"version_{self._backends[server.version]}", place] = WEIGHT_MAX
         self._set_states(wanted)
         self._fill("versions", {version: f"version_{number}" for version, number in self._backends.items()})
         self._fill("labels", routes.labels)
         served = " and ".join(map(str, sorted(self._backends))) or "none"
-        self._fill("state", {"settled": routes.settled, "newest": routes.newest, "served": served})
+        numbers = {name: getattr(routes, name) for name in ("oldest", "settled", "newest", "current")}
+        self._fill("state", numbers | {"served": served})
 
     def _remove(self, url: str) -> None:
         """Free the place of a server; answers that it has begun go on."""
         place = self._places.pop(url)
         self._set_states({where: weight for where, weight in self._states.items() if where[1] != place})
+        self._free.append(place)
         logger.info("removed %s", url)
 
-    def _add(self, url: str) -> Reason | None:
-        """Give a server a free place in all backends; return why not, or None."""
-        free = set(range(1, self._options.servers + 1)) - set(self._places.values())
-        if not free:
-            return f"--servers allows {self._options.servers}"
+    def _add(self, url: str) -> bool:
+        """Give a server a free place in all backends; log why not, and try again later.
+
+        :returns: whether it has one now.
+        """
+        if self._refused.get(url, 0.0) > (now := time.monotonic()):
+            return False
         try:
-            host, port = host_and_port(url)
-            address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
-        except (OSError, errors.UsageError) as error:
-            return str(error)
-        if path := urlsplit(url).path.strip("/"):
-            return f"its paths begin with /{path}, which requests to HAProxy do not have"
-        place = self._places[url] = min(free)
+            address, port = _address(url)
+            if not self._free:
+                raise errors.UsageError(f"--servers allows {self._options.servers}")
+        except (OSError, UnicodeError, errors.UsageError) as error:
+            if url not in self._refused:
+                logger.warning("not added: %s; %s", url, error)
+            self._refused[url] = now + _AGAIN_S
+            return False
+        self._refused.pop(url, None)
+        place = self._free[0]
         for backend in ("any", *(f"version_{number}" for number in range(BACKENDS))):
-            self._ask(f"set server {backend}/s{place} addr {address} port {port}", silent=False)
+            command = f"set server {backend}/s{place} addr {address} port {port}"
+            if "change" not in (answer := self._ask(command, silent=False)):
+                raise ConnectionError(f"{command!r}: haproxy answers {answer!r}")
+        self._places[url] = self._free.popleft()
         logger.info("added %s", url)
-        return None
+        return True
 
     def _choose_backends(self, versions: set[int]) -> None:
         """Give each of the newest versions a backend; those that have one keep it."""
@@ -203,6 +230,21 @@ class Haproxy:
         if silent and answer:
             raise ConnectionError(f"{command!r}: haproxy answers {answer!r}")
         return answer
+
+
+def _address(url: str) -> tuple[str, int]:
+    """Return the numeric address and port of a server.
+
+    :raises UsageError: haproxy cannot send requests there. :raises OSError: its name is
+        not known. :raises UnicodeError: it is no name.
+    """
+    host, port = host_and_port(url)
+    address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+    if "%" in address:
+        raise errors.UsageError(f"{address} is an address of one link alone")
+    if path := urlsplit(url).path.strip("/"):
+        raise errors.UsageError(f"its paths begin with /{path}, which requests to haproxy do not have")
+    return address, port
 
 
 def _memory(name: str) -> BinaryIO:

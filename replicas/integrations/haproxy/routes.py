@@ -40,6 +40,11 @@ class Routes(NamedTuple):
         return max((server.version for server in self.servers), default=0)
 
     @property
+    def oldest(self) -> int:
+        """The oldest version that is served; 0: none."""
+        return min((server.version for server in self.servers), default=0)
+
+    @property
     def settled(self) -> int:
         """The newest served version up to the current one; 0: none."""
         return max((server.version for server in self.servers if server.version <= self.current), default=0)

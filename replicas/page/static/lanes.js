@@ -273,7 +273,7 @@ export class Lanes {
     const kind = track.split(" ")[0];
     const older = (of, y, height, text) => this.#older(track, of, x, y, height, text);
     const parts = kind === HEALTHY ? this.#healthyStates(first, last, x)
-      : kind === "served" ? servedStrips(this.model, track.replace(/^served /, ""), first, last, x)
+      : kind === "served" ? [this.#older(`channel ${track.replace(/^served /, "")}`, "served", x, 15, 10, "older version"), ...servedStrips(this.model, track.replace(/^served /, ""), first, last, x)]
       : kind === "channel" ? [older("sync", 7, 15, "older version"), older("operation", 7, 15, "older collective"), ...this.#syncs(track, first, last, x)]
       : kind === "node" ? [older("node", 9, 11, "older state"), ...this.#states(track, "node", first, last, x, 9, 11)]
         : [older("version", 17, 9, "older version"), older("state", 4, 11, "older state"), ...this.#versions(track, first, last, x), ...this.#states(track, "state", first, last, x, 4, 11)];

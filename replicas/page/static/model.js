@@ -14,7 +14,7 @@ function merge(tree, patch) {
 }
 
 /** The version that targets are to serve: the newest one, or the one that was promoted last. */
-export const wantedVersion = (channel) => channel.current || channel.committed_version;
+export const wantedVersion = (channel) => channel.current || (channel.follow === "promoted" ? 0 : channel.committed_version);
 
 export class Model {
   #offset = 0; // of the server's clock

@@ -80,7 +80,7 @@ export function holdUp(model, channel) {
     const more = [...alike.values()].slice(shown.length).flat().length;
     found.push(h("p", { key: "behind", class: "hold" }, h("b", null, `Version ${wantedVersion(channel)}`), " is not loaded by ", shown, more ? `; and ${more} more` : "", "."));
   }
-  return found.length ? found : channel.committed_version ? h("p", { key: "all", class: "muted hold" }, `All targets serve version ${channel.committed_version}.`) : null;
+  return found.length ? found : wantedVersion(channel) ? h("p", { key: "all", class: "muted hold" }, `All targets serve version ${wantedVersion(channel)}.`) : null;
 }
 
 const replicasIn = (members) => members.map((member, at) => [at ? ", " : "", h("a", { href: to("replica", member.split("/").slice(0, 2).join("/")) }, member)]);

@@ -48,6 +48,11 @@ targets = ["rollout", "hand"]
 sources = ["trainer", "loader"]
 targets = ["rollout", "hand"]
 slots = 4
+[channels.steered]
+sources = ["trainer", "loader"]
+targets = ["rollout", "hand"]
+follow = "promoted"
+slots = 4
 [channels.empty]
 sources = ["trainer"]
 targets = ["hand"]
@@ -121,6 +126,21 @@ def test_a_version_that_is_kept_can_be_had_beside_newer_ones(run: Run, command: 
         assert not Path("y").exists()
         (found,) = [one for one in run.status().channels if one.name == "kept"]
         assert not [lease for version in found.versions for lease in version.leases], "nothing is kept for who left"
+
+
+def test_a_candidate_can_be_put_and_had_before_anybody_serves_it(run: Run, command: Command) -> None:
+    with join(run, "rollout", "steered") as rollout:
+        save_file({"w": torch.ones(8)}, "ones")
+        out, _ = command("put", "ones", "steered")
+        assert out.splitlines()[-1] == "steered: version 1 is the candidate"
+        command("get", "steered", "--version", "1", "-o", "x")
+        assert load_file("x")["w"].tolist() == [1.0] * 8
+        said = command("put", "ones", "steered", "--wait", "100ms", code=1)[1]
+        assert "version 2 is not served within 0.1 s: it is the candidate (replicas promote steered serves it)" in said
+        command("promote", "steered")
+        with rollout.receive(deadline=60).wait() as update:
+            assert update.version == 2
+        command("reject", "steered", code=2)  # there is no candidate
 
 
 def members(run: Run) -> list[str]:

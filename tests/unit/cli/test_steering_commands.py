@@ -16,10 +16,18 @@ from replicas.cli.find_run import RunAddress
 from replicas.cli.steering_commands import is_served, wait_until_served
 from replicas.control.commands import Answer
 from replicas.control.exit_codes import USAGE
-from replicas.errors import SyncError
+from replicas.errors import Disconnected, SyncError
 from replicas.messages import version_orders as orders
 from replicas.messages.version_orders import Steered, VersionOrder
-from replicas.status import ChannelStatus, LeaseStatus, RunStatus, StoreStatus, VersionStatus
+from replicas.status import (
+    ChannelStatus,
+    GroupStatus,
+    LeaseStatus,
+    ReplicaStatus,
+    RunStatus,
+    StoreStatus,
+    VersionStatus,
+)
 
 VERSIONS = (
     VersionStatus(number=3, content_of=1, at=1.0, nbytes=2**20, labels=("current",), held=2, serving=("rollout/0",)),
@@ -118,54 +126,38 @@ def test_the_versions_as_json(sent: list[VersionOrder], capsys: pytest.CaptureFi
     assert found["policy"]["follow"] == "promoted"
 
 
-def a_channel(current: int, committed: int, served: dict[int, int], rejected: str = "") -> ChannelStatus:
+def a_status(current: int, committed: int, loaded: dict[str, int], rejected: str = "") -> RunStatus:
+    """Of a run whose replicas have loaded these versions; a "-": it is not ready."""
     versions = tuple(VersionStatus(number=number, rejected=rejected if number == 5 else "") for number in range(1, 9))
-    return ChannelStatus(
+    channel = ChannelStatus(
         name="policy",
         epoch=1,
         committed_version=committed,
         digest="",
         members=(),
         current=current,
-        served=served,
+        targets=("rollout",),
         versions=versions,
         follow="promoted",
     )
 
+    def group(name: str, loaded: dict[str, int]) -> GroupStatus:
+        replicas = tuple(
+            ReplicaStatus(
+                name=f"{name}/{number}",
+                group=name,
+                replica=number,
+                state="starting" if one.startswith("-") else "ready",
+                generation=1,
+                versions={"policy": version} if version else {},
+            )
+            for number, (one, version) in enumerate(loaded.items())
+        )
+        return GroupStatus(
+            name=name, launcher="exec", size=len(replicas), world_size=1, min_ready=None, replicas=replicas
+        )
 
-@pytest.mark.parametrize(
-    ("current", "committed", "served", "found"),
-    [
-        (4, 5, {4: 3}, False),  # it is the candidate
-        (4, 5, {4: 2, 5: 1}, False),  # on its canary
-        (5, 5, {4: 1, 5: 2}, False),  # it was promoted
-        (5, 5, {}, False),  # and nobody is ready
-        (5, 5, {5: 3}, True),
-        (6, 6, {6: 3}, True),  # and a later one, too
-        (5, 6, {5: 3}, True),
-    ],
-)
-def test_a_version_is_served_when_all_have_loaded_it(
-    current: int, committed: int, served: dict[int, int], found: bool
-) -> None:
-    assert is_served(a_channel(current, committed, served), 5) is found
-
-
-@pytest.mark.parametrize(
-    ("channel", "said"),
-    [
-        (a_channel(4, 5, {4: 3}, "reward 0.1 is below 0.5"), "version 5 was rejected: reward 0.1 is below 0.5"),
-        (a_channel(6, 6, {6: 3}, "by hand"), "version 5 was rejected: by hand"),  # and its canary went back
-        (a_channel(4, 6, {4: 3}), "version 6 has taken the place of version 5"),
-    ],
-)
-def test_a_version_that_is_never_served_is_an_error_with_its_reason(channel: ChannelStatus, said: str) -> None:
-    with pytest.raises(SyncError, match=said):
-        is_served(channel, 5)
-
-
-def test_a_wait_ends_with_what_it_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    status = RunStatus(
+    return RunStatus(
         run="r",
         version="1",
         endpoint="",
@@ -173,12 +165,63 @@ def test_a_wait_ends_with_what_it_waited_for(monkeypatch: pytest.MonkeyPatch) ->
         uptime_s=1.0,
         ready=True,
         store=StoreStatus(up=True, host="127.0.0.1", port=1),
-        channels=(a_channel(4, 5, {4: 3}),),
+        groups=(group("rollout", loaded), group("trainer", {"a": 0})),
+        channels=(channel,),
     )
-    monkeypatch.setattr(RunAddress, "status", lambda self, **more: status)
+
+
+@pytest.mark.parametrize(
+    ("current", "committed", "loaded", "found"),
+    [
+        (4, 5, {"a": 4, "b": 4}, False),  # it is the candidate
+        (4, 5, {"a": 4, "b": 5}, False),  # on its canary
+        (5, 5, {"a": 4, "b": 5}, False),  # it was promoted
+        (5, 5, {"a": 5, "b": 0}, False),  # and one has never loaded any
+        (5, 5, {}, False),  # and nobody is ready
+        (5, 5, {"-a": 5}, False),
+        (5, 5, {"a": 5, "b": 5}, True),
+        (5, 5, {"a": 5, "-b": 0}, True),
+        (6, 6, {"a": 6, "b": 6}, True),  # and a later one, too
+        (5, 6, {"a": 5, "b": 6}, True),
+    ],
+)
+def test_a_version_is_served_when_all_have_loaded_it(
+    current: int, committed: int, loaded: dict[str, int], found: bool
+) -> None:
+    assert is_served(a_status(current, committed, loaded), "policy", 5) is found
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (a_status(4, 5, {"a": 4}, "reward 0.1 is below 0.5"), "version 5 was rejected: reward 0.1 is below 0.5"),
+        (a_status(6, 6, {"a": 6}, "by hand"), "version 5 was rejected: by hand"),  # and its canary went back
+        (a_status(4, 6, {"a": 4}), "version 6 has taken the place of version 5"),
+    ],
+)
+def test_a_version_that_is_never_served_is_an_error_with_its_reason(status: RunStatus, said: str) -> None:
+    with pytest.raises(SyncError, match=said):
+        is_served(status, "policy", 5)
+
+
+def test_a_wait_ends_with_what_it_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(*answers: RunStatus | Disconnected, limit_s: float = 0.0) -> int:
+        said = iter(answers)
+
+        def status(self: RunAddress, **more: object) -> RunStatus:
+            if isinstance(found := next(said), Disconnected):
+                raise found
+            return found
+
+        monkeypatch.setattr(RunAddress, "status", status)
+        return wait_until_served(RunAddress(), "policy", 5, limit_s)
+
     with pytest.raises(SyncError, match="not served within 0 s: it is the candidate") as caught:
-        wait_until_served(RunAddress(), "policy", 5, 0.0)
+        wait(a_status(4, 5, {"a": 4}))
     assert "replicas promote policy" in caught.value.hint
-    status = msgspec.structs.replace(status, channels=(a_channel(5, 5, {4: 3, 5: 1}),))
     with pytest.raises(SyncError, match="a target has not loaded it"):
-        wait_until_served(RunAddress(), "policy", 5, 0.0)
+        wait(a_status(5, 5, {"a": 5, "b": 4}))
+    with pytest.raises(SyncError, match="within 0 s: nobody answers"):
+        wait(Disconnected("nobody answers"))
+    monkeypatch.setattr("replicas.cli.steering_commands._LOOK_S", 0.0)
+    assert wait(Disconnected("nobody answers"), a_status(6, 6, {"a": 6}), limit_s=60.0) == 6

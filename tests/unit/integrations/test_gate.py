@@ -162,6 +162,31 @@ async def test_a_websocket_before_the_first_version_is_closed(page: GatePage) ->
     assert sent[0]["code"] == 1013
 
 
+@pytest.mark.parametrize(
+    ("demand", "types"), [("7", ["websocket.accept", "websocket.send"]), ("8", ["websocket.close"])]
+)
+async def test_a_websocket_names_its_version_as_it_opens(page: GatePage, demand: str, types: list[str]) -> None:
+    """A load afterwards does not end it."""
+    page.open(7)
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        await anyio.sleep_forever()
+
+    async def talk(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "websocket.accept"})
+        page.load(8)
+        await send({"type": "websocket.send", "text": "7"})
+
+    headers = [(b"x-replicas-version", demand.encode())]
+    await Gate(talk, (), page)({"type": "websocket", "path": "/v1/realtime", "headers": headers}, receive, send)
+    assert [message["type"] for message in sent] == types
+    assert demand == "8" or (b"x-replicas-version", b"7") in sent[0]["headers"]
+
+
 def test_the_page_cannot_be_written_by_the_server(page: GatePage) -> None:
     server_side = GatePage.attach(page.path)
     with pytest.raises(TypeError):
