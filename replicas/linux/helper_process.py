@@ -287,20 +287,17 @@ class HelperProcess:
             self._sock.close()
 
     def _handle(self, came: list[tuple[bytes, list[int]]]) -> None:
-        """Handle the replies in these frames."""
+        """Record each answer to a ping, and give pending requests their replies."""
         for body, fds in came:
             frames.close_all(fds)  # replies carry no descriptors
-            self._handle_reply(self.decode(body))
-
-    def _handle_reply(self, reply: Any) -> None:
-        """Record the answer to a ping, or give a pending request its reply."""
-        self._life.ready()
-        if self._answers_ping(reply):
-            self._pulse.answered()
-            return
-        future = self._pending.pop(reply.id, None)
-        if future is not None and not future.done():
-            future.set_result(reply)
+            reply = self.decode(body)
+            self._life.ready()
+            if self._answers_ping(reply):
+                self._pulse.answered()
+                continue
+            future = self._pending.pop(reply.id, None)
+            if future is not None and not future.done():
+                future.set_result(reply)
 
     def _kill_and_fail(self, reason: str) -> None:
         """Kill the helper if it still lives, and fail all pending requests."""
