@@ -60,6 +60,8 @@ defaults
     option redispatch 1
     retries 3
     retry-on conn-failure empty-response 503
+    http-error status 502 content-type application/json string '{_error(502, "the server ended before it answered")}'
+    http-error status 504 content-type application/json string '{_error(504, "the server did not answer in time")}'
     http-error status 503 content-type application/json string '{_error(503, "no server is ready")}' hdr retry-after 1
 frontend requests
     bind fd@{listener}

@@ -250,6 +250,28 @@ def test_a_client_that_leaves_is_passed_on() -> None:
                     pass
 
 
+def test_a_server_that_ends_without_an_answer_is_an_error_as_json() -> None:
+    with Haproxy("127.0.0.1", 0) as proxy, socket.create_server(("127.0.0.1", 0)) as dying:
+        url = f"http://127.0.0.1:{dying.getsockname()[1]}"
+        proxy.bring_to(Routes(frozenset([Server(url, 7)]), {}, 7))
+        over = threading.Event()
+
+        def end_each() -> None:
+            while not over.is_set():
+                dying.accept()[0].close()
+
+        thread = threading.Thread(target=end_each)
+        thread.start()
+        try:
+            status, _, body = ask(proxy.url)
+        finally:
+            over.set()
+            socket.create_connection(dying.getsockname()).close()
+            thread.join()
+        text = "replicas: the server ended before it answered"
+        assert (status, json.loads(body)["error"]["message"]) == (502, text)
+
+
 def test_a_haproxy_that_does_not_answer_is_given_up() -> None:
     """It may have carried out a part of what it was told."""
     with engines(7) as servers, proxy_of(servers) as proxy:

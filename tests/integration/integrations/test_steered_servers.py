@@ -39,7 +39,7 @@ KILLS = int(os.environ.get("KILLS", "6"))
 SERVERS = int(os.environ.get("SERVERS", "3"))
 SEED = int(os.environ.get("SEED", "1"))
 CLIENTS = 4
-START_S = 120.0
+START_S = 240.0
 LOOK_S = 0.05
 OWN_SERVER = ROOT / "examples" / "own_engine"
 
@@ -120,6 +120,10 @@ class Fleet:
     def channel(self) -> ChannelStatus:
         (found,) = self.run.status().channels
         return found
+
+    def answered(self) -> int:
+        """Number of answers so far."""
+        return sum(one.status == 200 for one in list(self.asked))
 
     def is_reachable(self) -> bool:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
@@ -254,9 +258,9 @@ def test_no_answer_is_of_another_version_than_demanded(fleet: Fleet) -> None:
         thread.start()
     done: Counter[str] = Counter()
     try:
-        until = time.monotonic() + 60 + REQUESTS / 50
-        while len(fleet.asked) < REQUESTS:
-            assert time.monotonic() < until, (done, len(fleet.asked))
+        until = time.monotonic() + 120 + REQUESTS / 20
+        while len(fleet.asked) < REQUESTS or fleet.answered() < REQUESTS / 5:
+            assert time.monotonic() < until, (done, len(fleet.asked), fleet.answered())
             done[fleet.act()] += 1
             time.sleep(fleet.random.random())
         fleet.look()
@@ -275,7 +279,6 @@ def check(fleet: Fleet) -> None:
     """Every answer is of the version that it names and that was demanded, none of a
     rejected one but its canary's, and no server goes back."""
     answers = [one for one in fleet.asked if one.status == 200]
-    assert len(answers) > len(fleet.asked) / 5
     for one in answers:
         assert one.low <= one.version <= one.high, one
         assert one.value == fleet.steps.get(one.version, one.value), one
@@ -300,5 +303,7 @@ def check(fleet: Fleet) -> None:
                 at += 1
             assert one.version >= newest, (one, newest)
     refused = [one for one in fleet.asked if one.status not in (0, 200)]
-    assert {one.status for one in refused} <= {409, 503, 400}, Counter(one.status for one in refused)
+    statuses = Counter(one.status for one in refused)
+    assert statuses.pop(502, 0) <= KILLS, "servers that were killed with a request"
+    assert statuses.keys() <= {409, 503, 400}, statuses
     assert all("replicas: " in one.why or "paused" in one.why for one in refused)
