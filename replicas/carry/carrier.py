@@ -272,7 +272,8 @@ def serve(channel: socket.socket, listener: socket.socket, pidfd: int) -> None:
 
 
 def main() -> None:
-    """Listen at ``--host``, report the port to the rank, and serve it to its end."""
+    """Listen for other hosts at ``--host``, report the port to the rank, and carry its
+    versions until the rank closes its socket or ends."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)

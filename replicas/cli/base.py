@@ -156,7 +156,8 @@ def slashed(target: str | None) -> str | None:
 
 
 def _config_first(values: dict[str, Any], target: str) -> None:
-    """Swap ``target`` and ``config`` in ``values`` if the target is a .toml file."""
+    """Change ``values`` in place: if the value of the key ``target`` is a .toml file,
+    swap it with that of ``config``."""
     given = values[target]
     if given is not None and given.endswith(".toml"):
         rest = values["config"]

@@ -327,7 +327,11 @@ def _build_channel(place: Place, fields: dict[str, Any]) -> ChannelConfig:
 
 
 def _parties(place: Place, value: object, default: Any, allowed: tuple[str, ...]) -> tuple[ChannelRole, ...]:
-    """Read a list of groups, without unreadable ones; add their problems."""
+    """Read the groups of one role of a channel; add the problems of unreadable ones.
+
+    :param default: ``ranks`` of a group that names none. :param allowed: values of
+        ``ranks``.
+    """
     if not isinstance(value, list | tuple):
         place.problem(f"expected a list of group names, got {show(value)}")
         return ()

@@ -115,7 +115,12 @@ async def _carry_out(source: object, path: str, order: Order) -> object:
 async def _order(
     request: Request, path: str, kind: type[Order], access: Access, run: Callable[[], str]
 ) -> Order | Response:
-    """Return the order in a request, or the response that refuses the request."""
+    """Read the order in a request; return the response if the request is refused.
+
+    :param path: of the route, for messages. :param access: returns why the request's
+        token does not permit this, or an empty text. :param run: returns the name of
+        this run; a request for another run is refused.
+    """
     if why := access(request.headers):
         return unauthorized(why)
     if problem := _another_run(request, run):

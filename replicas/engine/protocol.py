@@ -111,8 +111,8 @@ class Engine(Protocol):
         return
 
     def attach(self, identity: Identity, timeout_s: float) -> None:
-        """Have the server's workers join the channel, as ranks 1 to ``workers``. The
-        default, for a server without workers, does nothing."""
+        """Have the server's workers join the channel, as ranks 1 to ``workers``; the
+        follower is rank 0. The default, for a server without workers, does nothing."""
         return
 
     def check(self, update: Update, timeout_s: float) -> str:

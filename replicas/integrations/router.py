@@ -192,7 +192,7 @@ def keep_in_step(
             trouble = ""
         except (OSError, errors.Disconnected) as error:
             if trouble != str(error):
-                logger.warning("keeping the router's list of workers: %s", error)
+                logger.warning("cannot update the router's list of workers, trying again: %s", error)
             trouble = str(error)
 
 

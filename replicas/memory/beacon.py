@@ -72,7 +72,10 @@ def find(beacons: Sequence[Beacon]) -> int:
 
 
 def _read(beacon: Beacon, *, by_door: bool = False) -> bytes:
-    """Return the nonce at a beacon, or b"" if it cannot be read."""
+    """Read the random bytes of another process's beacon; b"" if that is impossible.
+
+    :param by_door: ask the process for its file; False: open the file in /proc.
+    """
     try:
         fd = fetch(beacon.door, beacon.fd) if by_door else open_plain(beacon.pid, beacon.fd)
         try:

@@ -59,7 +59,10 @@ class Lines:
         self.words = np.zeros(-(-run.nbytes // WORD_NBYTES), np.uint64)
 
     def compare(self, first: int, last: int, threads: int = 1) -> None:
-        """Compare bytes ``first`` to ``last``; set the lines' bits. Thread-safe."""
+        """Compare bytes ``first`` up to ``last``, without it, with those of the base.
+
+        Set the bits of the lines that differ; clear none. Thread-safe.
+        """
         if not 0 <= first <= last <= self._run.nbytes:
             raise ValueError(f"bytes {first} to {last} of {self._run.nbytes}")
         if _library is not None:

@@ -237,7 +237,7 @@ class Live:
                 await cancelled(over)
 
     async def _wait_for_last_event(self) -> None:
-        """Read all new events, and return at the end of the run's events."""
+        """Wait until the run is over and its last event was read; drop the events."""
         async for _ in self._source.events(self._source.last_event):
             pass
 

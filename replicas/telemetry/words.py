@@ -91,7 +91,7 @@ def in_words(event: events.Event, at: float) -> tuple[str, str, str]:
             return who, _transition(event), event.after
         case events.RunStarted():
             how = ", continues the run of a supervisor that died" if event.resumed else ""
-            return "run", f"{event.run}: supervised by process {event.pid}, release {event.version}{how}", "title"
+            return "run", f"{event.run} is supervised by process {event.pid}, replicas {event.version}{how}", "title"
         case events.RunEnded():
             return "run", f"over, exit code {event.exit_code}{_because(event.reason)}", "title"
         case events.Draining():
@@ -124,13 +124,22 @@ def in_words(event: events.Event, at: float) -> tuple[str, str, str]:
             fate = "killed" if event.swept else "NOT killed"
             return who or "run", f"left over by a dead run: process {event.pid} ({event.command}), {fate}", "warning"
         case events.StacksSaved():
-            return who, f"stacks of generation {event.generation} are in its log{_because(event.reason)}", ""
+            why = event.reason or "asked for"
+            return who, f"{why}: the stacks of generation {event.generation} are in its log", ""
         case events.LeasesAwaited():
             nodes = ", ".join(node or "an unknown node" for node in event.nodes)
             return "run", f"waits up to {duration_text(event.seconds)} for the leases of {nodes}", "warning"
         case events.NodeChanged():
             style = "" if event.after == "up" else "warning"
             return f"node {event.node}", f"{event.after}{_because(event.reason)}", style
+        case events.EventsLost():
+            return "run", f"{count_text(event.count, 'event')} not written to disk{_because(event.reason)}", "warning"
+        case events.LogLinesDropped():
+            where = "its log" if event.where == "file" else "the terminal"
+            return who, f"{count_text(event.count, 'line')} missing in {where}{_because(event.reason)}", "warning"
+        case events.StateSetAside():
+            what = f"the state file could not be read ({event.reason}): moved to {event.path}"
+            return "run", f"{what}; restart budgets and counters start at zero", "warning"
         case events.TokenChanged():
             return "run", f"{event.role} token {event.change}", "warning" if event.change == "revoked" else ""
         case events.ConnectionsRefused():
@@ -167,7 +176,8 @@ def _channel_words(who: str, event: events.Event) -> tuple[str, str, str]:
             )
             return event.member.name, f"left {event.channel}{how}", "warning"
         case effects.EpochStarted():
-            return event.channel, f"epoch {event.epoch} of {count_text(len(event.members), 'member')}", "quiet"
+            what = f"its members have changed: {count_text(len(event.members), 'member')} now"
+            return event.channel, f"{what} (epoch {event.epoch})", "quiet"
         case effects.SyncEnded():
             sync = event.record
             lost = f", without {', '.join(sync.lost)}" if sync.lost else ""
@@ -194,14 +204,16 @@ def _channel_words(who: str, event: events.Event) -> tuple[str, str, str]:
             what = "refused" if event.kept else "did not load"
             return who, f"{what} version {event.version} of {event.channel}{_because(event.reason)}", "error"
         case effects.ReplicaIdle():
-            return who, f"has ended its work on {event.channel}", ""
+            return who, f"has finished its work in progress on {event.channel}", ""
         case effects.OperationEnded():
             tone = "quiet" if event.outcome == "ok" else "error"
             what = f"{event.kind} {event.outcome} in {duration_text(event.seconds)}"
             return event.channel, f"{what}{_because(event.error)}", tone
         case effects.Retried():
             why = event.why or _FAULTS.get(event.reason, f"a member was {event.reason}")
-            return event.channel, f"tries again: {why}", ""
+            return event.channel, f"repeats the transfer: {why}", ""
+        case effects.SidecarReplaced():
+            return event.channel, f"replaces {count_text(event.count, 'sidecar')} ({event.reason})", ""
         case effects.StoreChanged():
             return event.channel, f"rendezvous store {'up' if event.up else 'down'}", "" if event.up else "alarm"
     return who or getattr(event, "channel", "run"), _plain(event), ""

@@ -85,7 +85,8 @@ class Matching:
         return member.rank if self._ranks == "each" else 0
 
     def live(self, domain: int) -> list[MemberState]:
-        """Return the live peers of a domain, in order."""
+        """Return the live peers that run collectives with each other (those of one
+        rank, or all), in the order of their groups, replicas and ranks."""
         return [s for s in self._roster.live if s.is_peer and s.carries and self.domain_of(s.member) == domain]
 
     def _peers(self, domain: int) -> list[MemberState]:

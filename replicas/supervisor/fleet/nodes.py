@@ -186,8 +186,11 @@ class Nodes:
         return CONTROL_PORT if self._context.config.control.port is None else 0
 
     def adopted(self, config: Config) -> Adopted | None:
-        """Return the generations that continue, or None without adoption; end the
-        shims of groups that are no longer started here."""
+        """Take over the replicas that an earlier supervisor left running.
+
+        End those of groups that the config no longer has, or leaves to others. Return
+        the others; None if this run takes over nothing.
+        """
         if not self.adopting:
             return None
         found: dict[tuple[str, int], tuple[list[ShimRecord], list[ShimHandle]]] = {}

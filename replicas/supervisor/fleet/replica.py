@@ -279,10 +279,11 @@ class Replica:
         return self.life.state in RUNNING and not (generation.failing or generation.ended)
 
     def member_lost(self, rank: int, reason: str) -> None:
-        """Handle the loss of a member: ``lease``, ``overflow``, ``left`` and others.
+        """Note that a rank is no longer a member of a channel.
 
-        A member that is silent, or does not read, is frozen or cut off. Any other end
-        is reported by its process.
+        If it was silent (``lease``) or did not read its messages (``overflow``), its
+        process is frozen or cut off, so the replica is ended and started again. For
+        other reasons (``left``, ``exited``) the end of the process decides.
         """
         if reason == "left":
             self.current.health.left = True

@@ -108,7 +108,10 @@ def map_shared(fd: int, nbytes: int, check: Callable[[], None] = lambda: None) -
 
 
 def map_readable(fd: int, nbytes: int) -> Mapping:
-    """Map a file for reading, with all pages; a write to the tensor is a SIGSEGV."""
+    """Map a file for reading, as a tensor of bytes, and touch all its pages.
+
+    A write to the tensor is a SIGSEGV. The caller still owns ``fd``.
+    """
     mapping = _mapped(fd, nbytes, os.O_RDONLY, mmap.MAP_SHARED, mmap.PROT_READ)
     address = numpy.frombuffer(mapping, dtype=numpy.uint8).ctypes.data
     # torch has no read-only tensors, and warns about read-only buffers; this array does

@@ -53,7 +53,7 @@ TOLD: list[tuple[events.Event, str, str]] = [
         "a/0",
         "draining -> backoff: restart requested; starts again as soon as it can",
     ),
-    (events.RunStarted(run="grpo", pid=7, version="1.0"), "run", "grpo: supervised by process 7, release 1.0"),
+    (events.RunStarted(run="grpo", pid=7, version="1.0"), "run", "grpo is supervised by process 7, replicas 1.0"),
     (events.RunEnded(exit_code=1, reason="a failed"), "run", "over, exit code 1: a failed"),
     (events.Draining(target="", reason="preempted"), "run", "draining (preempted)"),
     (events.Draining(target="a/0", hurry=True), "a/0", "draining (requested, at once)"),
@@ -104,7 +104,7 @@ TOLD: list[tuple[events.Event, str, str]] = [
         "left policy: it did not come back to the new coordinator",
     ),
     (effects.MemberLost("policy", MEMBER, "rank 0 exited"), MEMBER.name, "left policy: rank 0 exited"),
-    (effects.EpochStarted("policy", 4, (MEMBER,)), "policy", "epoch 4 of 1 member"),
+    (effects.EpochStarted("policy", 4, (MEMBER,)), "policy", "its members have changed: 1 member now (epoch 4)"),
     (
         effects.SyncEnded("policy", SyncRecord(version=3, outcome="committed", seconds=0.5, nbytes=2048, members=2)),
         "policy",
@@ -134,11 +134,15 @@ TOLD: list[tuple[events.Event, str, str]] = [
         "rollout/0",
         "refused version 7 of policy: no weights for b",
     ),
-    (effects.Retried("policy", "frozen"), "policy", "tries again: a member was frozen"),
-    (effects.Retried("policy", "refused"), "policy", "tries again: a member was not ready"),
-    (effects.Retried("policy", "failed", "its store was replaced"), "policy", "tries again: its store was replaced"),
-    (effects.SidecarReplaced("policy", "lost", 2), "policy", "sidecar replaced: channel policy, reason lost, count 2"),
-    (effects.ReplicaIdle("policy", "rollout", 1, 4), "rollout/1", "has ended its work on policy"),
+    (effects.Retried("policy", "frozen"), "policy", "repeats the transfer: a member was frozen"),
+    (effects.Retried("policy", "refused"), "policy", "repeats the transfer: a member was not ready"),
+    (
+        effects.Retried("policy", "failed", "its store was replaced"),
+        "policy",
+        "repeats the transfer: its store was replaced",
+    ),
+    (effects.SidecarReplaced("policy", "lost", 2), "policy", "replaces 2 sidecars (lost)"),
+    (effects.ReplicaIdle("policy", "rollout", 1, 4), "rollout/1", "has finished its work in progress on policy"),
     (
         effects.SyncEnded("policy", SyncRecord(version=4, outcome="busy", seconds=6.0, nbytes=0, members=0)),
         "policy",
@@ -147,11 +151,11 @@ TOLD: list[tuple[events.Event, str, str]] = [
     (
         events.StacksSaved(group="a", replica=0, generation=2, reason="no heartbeat", path="logs"),
         "a/0",
-        "stacks of generation 2 are in its log: no heartbeat",
+        "no heartbeat: the stacks of generation 2 are in its log",
     ),
     (events.Draining(target="", reason="over"), "run", "draining (the run is over)"),
     (events.FailedReset(replicas=(), groups=("a",)), "run", "restart budget of a restored"),
-    (events.EventsLost(count=3, reason="disk full"), "run", "events lost: count 3, reason disk full"),
+    (events.EventsLost(count=3, reason="disk full"), "run", "3 events not written to disk: disk full"),
 ]
 
 
