@@ -279,11 +279,9 @@ class Replica:
         return self.life.state in RUNNING and not (generation.failing or generation.ended)
 
     def member_lost(self, rank: int, reason: str) -> None:
-        """Note that a rank is no longer a member of a channel.
-
-        If it was silent (``lease``) or did not read its messages (``overflow``), its
-        process is frozen or cut off, so the replica is ended and started again. For
-        other reasons (``left``, ``exited``) the end of the process decides.
+        """Note that a rank is no longer a member. If it was silent (``lease``) or read
+        no messages (``overflow``), it is frozen or cut off: the replica is restarted.
+        After ``left`` and ``exited`` the end of its process decides.
         """
         if reason == "left":
             self.current.health.left = True
