@@ -119,7 +119,7 @@ def put(
     if limit_s:
         with patience(f"waiting until version {receipt.version} is served"):
             says = f"version {wait_until_served(place, channel, receipt.version, limit_s)} is served"
-    elif is_candidate(place, channel, receipt.version):
+    elif not as_json and is_candidate(place, channel, receipt.version):
         says = f"version {receipt.version} is the candidate"
     if says and not as_json:
         print(f"{channel}: {says}")

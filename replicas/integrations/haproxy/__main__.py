@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 stop=stop,
                 is_gone=proxy.is_gone,
             )
-    except errors.ReplicasError as error:
+    except (errors.ReplicasError, OSError) as error:  # OSError: haproxy ended, or hung, as it started
         print(f"replicas: {error}", file=sys.stderr)
         return 1
     return 0
