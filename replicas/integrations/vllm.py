@@ -49,9 +49,12 @@ from replicas.integrations.gate import GATE, GatePage, owner_of
 from replicas.integrations.http_engine import ENGINE_TIMEOUT_S
 from replicas.integrations.shared import releases
 from replicas.integrations.shared.serving import (
+    PLAIN_HTTP,
     Child,
     add_following,
     child,
+    follow_options,
+    refuse_options,
     reserve_port,
     scratch_folder,
     stopped_by_signals,
@@ -68,6 +71,12 @@ BACKEND = "replicas"
 API_KEY = "VLLM_API_KEY"
 RUST_FRONT_END = "VLLM_USE_RUST_FRONTEND"
 """vLLM 0.33 has a front end in Rust, off by default, which supports no middleware."""
+REFUSED = {
+    "--grpc": ("the gate refuses requests over HTTP alone", "leave it out: requests and control go over HTTP"),
+    **dict.fromkeys(("--uds", "--ssl-"), PLAIN_HTTP),
+}
+"""Beginnings of options by which the server would listen where neither follower nor
+gate reach it."""
 QUIET_OPTION = "--disable-access-log-for-endpoints"
 QUIET = (0, 32)
 """The first release that is known to have this option."""
@@ -254,18 +263,7 @@ def _refuse_odd_addresses(rest: Sequence[str]) -> None:
             f"serve: {RUST_FRONT_END} is set, and the gate runs in vLLM's front end in Python alone",
             hint="unset it; or start vLLM on loopback yourself, and follow it with replicas.integrations.vllm.follow",
         )
-    for option in rest:
-        name = option.partition("=")[0].replace("_", "-")
-        if name in ("--grpc", "--grpc-port"):
-            raise errors.UsageError(
-                f"serve: {name} is not supported: the gate refuses requests over HTTP alone",
-                hint="leave it out: requests and control go over HTTP",
-            )
-        if name == "--uds" or name.startswith("--ssl-"):
-            raise errors.UsageError(
-                f"serve: {name} is not supported: follower, router and probes speak plain HTTP on a TCP port",
-                hint="bind the server to loopback or a private network, and put a proxy with TLS in front",
-            )
+    refuse_options(rest, REFUSED)
 
 
 def _serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -276,7 +274,8 @@ def _serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """
     _refuse_odd_addresses(rest)
     releases.check("vllm")
-    gate, stop = GatePage.create(), stopped_by_signals()
+    gate, stop, how = GatePage.create(), stopped_by_signals(), follow_options(options)
+    complete, timeout_s = how.pop("complete"), how.pop("engine_timeout")
     if options.lora:
         rest = [*rest, "--enable-lora"]
         if not any(option.startswith(("--api-server-count", "--api_server_count")) for option in rest):
@@ -289,24 +288,15 @@ def _serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
         verbs = _engine(
             url_of(options.host, port),
             scratch if options.lora else None,
-            complete=not options.partial,
+            complete=complete,
             patches=options.patches,
             secret=gate.secret,
             api_key=_api_key(rest),
             is_gone=server.reason_gone,
-            engine_timeout_s=options.engine_timeout,
+            engine_timeout_s=timeout_s,
             process=server.pid,
         )
-        engine.follow(
-            verbs,
-            options.channel,
-            mode=options.pause_mode,
-            every=options.every,
-            min_serving=options.min_serving,
-            verify_load=options.verify_load,
-            gate=gate,
-            stop=stop,
-        )
+        engine.follow(verbs, options.channel, gate=gate, stop=stop, **how)
     return 0
 
 

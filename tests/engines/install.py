@@ -1,5 +1,5 @@
-"""Make an environment with vLLM, SGLang, mlx-lm, TRL, Lightning, DeepSpeed, Ray, verl,
-Slurm and a small model, for machines without a GPU.
+"""Make an environment with vLLM, SGLang, LMDeploy, mlx-lm, TRL, Lightning, DeepSpeed,
+Ray, verl, Slurm and a small model, for machines without a GPU.
 
     python tests/engines/install.py FOLDER
 
@@ -51,7 +51,8 @@ BESIDE_SGLANG = ["soundfile==0.13.1"]
 MLX = ["mlx", "mlx-cpu", "mlx-lm"]
 """In a folder of its own, as other libraries look for it."""
 LMDEPLOY = "lmdeploy==0.18.0"
-LMDEPLOY_REQUESTS = "lmdeploy/serve/openai/protocol.py"
+BESIDE_LMDEPLOY = ["addict", "fire", "mmengine-lite", "shortuuid", "termcolor", "yapf"]
+"""What its server imports on a CPU, without the rest of its requirements."""
 VLLM_NEXT = "vllm==0.33.0"
 """Which has no wheel for processors yet."""
 VLLM_NEXT_BASE = "vllm/distributed/weight_transfer/base.py"
@@ -94,10 +95,13 @@ def main(folder: Path) -> None:
         step(f"{' '.join(MLX)} (12 MB)", folder)
         pip(python, "install", "--no-deps", "--target", str(folder / "mlx"), *MLX)
         (folder / ".mlx").touch()
-    for release, kept, size in ((LMDEPLOY, LMDEPLOY_REQUESTS, 107), (VLLM_NEXT, VLLM_NEXT_BASE, 336)):
-        if not (folder / kept).exists():
-            step(f"one file of {release} ({size} MB are fetched for it)", folder)
-            keep_one_file(python, wheels, release, folder, kept)
+    if not (folder / ".lmdeploy").exists():
+        step(f"{LMDEPLOY} (107 MB)", folder)
+        pip(python, "install", "--no-deps", LMDEPLOY, *BESIDE_LMDEPLOY)
+        (folder / ".lmdeploy").touch()
+    if not (folder / VLLM_NEXT_BASE).exists():
+        step(f"one file of {VLLM_NEXT} (336 MB are fetched for it)", folder)
+        keep_one_file(python, wheels, VLLM_NEXT, folder, VLLM_NEXT_BASE)
     if not (folder / ".verl").exists():
         step(" ".join(VERL), folder)
         pip(python, "install", "--no-deps", *VERL)

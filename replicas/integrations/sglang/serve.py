@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
 import tempfile
@@ -11,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from replicas import engine, errors
+from replicas import engine
 from replicas.engine import PauseMode, VerifyLoad
 from replicas.engine.following import MIN_SERVING, START_TIMEOUT_S
 from replicas.integrations.gate import GATE, GatePage
@@ -19,9 +18,12 @@ from replicas.integrations.http_engine import ENGINE_TIMEOUT_S
 from replicas.integrations.sglang.engine import SglangEngine
 from replicas.integrations.shared import releases
 from replicas.integrations.shared.serving import (
-    add_following,
+    PLAIN_HTTP,
     child,
+    follow_options,
+    refuse_options,
     reserve_port,
+    run_command,
     scratch_folder,
     stopped_by_signals,
     url_of,
@@ -29,8 +31,7 @@ from replicas.integrations.shared.serving import (
 
 __all__ = ["follow", "main"]
 
-USAGE = "usage: python -m replicas.integrations.sglang serve MODEL [options of sglang.launch_server] | follow URL"
-OTHER_DOORS = (
+LISTENERS = (
     "--ssl-",
     "--enable-ssl",
     "--enable-http2",
@@ -39,6 +40,11 @@ OTHER_DOORS = (
     "--encoder-only",
     "--use-ray",
 )
+"""Beginnings of options by which the server would listen elsewhere."""
+REFUSED = {
+    **dict.fromkeys(LISTENERS, PLAIN_HTTP),
+    "--admin-api-key": ("the gate keeps the control routes for the follower", "leave it out"),
+}
 QUIET_OPTION = "--uvicorn-access-log-exclude-prefixes"
 
 
@@ -114,67 +120,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     :param arguments: of the command line; default: those of this process.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] not in (["serve"], ["follow"]) or len(given) < 2 or given[1].startswith("-"):
-        print(USAGE, file=sys.stderr)
-        return 2
-    parser = _parser(given[0])
-    options, rest = parser.parse_known_args(given[1:])
-    if given[0] == "follow" and rest:
-        parser.error(f"unknown options: {' '.join(rest)}")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    try:
-        if given[0] == "serve":
-            _serve(options, rest)
-        else:
-            how = _follow_options(options)
-            follow(options.url, options.channel, api_key=options.api_key, stop=stopped_by_signals(), **how)
-    except errors.ReplicasError as error:
-        print(f"replicas: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return run_command(
+        "replicas.integrations.sglang",
+        "sglang.launch_server",
+        arguments,
+        _serve,
+        _follow,
+        engine_timeout_s=ENGINE_TIMEOUT_S,
+    )
 
 
-def _parser(command: str) -> argparse.ArgumentParser:
-    """Return the parser of our own options of ``serve`` or ``follow``."""
-    parser = argparse.ArgumentParser(prog=f"python -m replicas.integrations.sglang {command}", allow_abbrev=False)
-    if command == "serve":
-        parser.add_argument("model", metavar="MODEL", help="the model's folder, or its name on the hub")
-        parser.add_argument("--host", default="127.0.0.1")
-        parser.add_argument("--port", type=int, default=0, help="plus the replica's index; default: a free one")
-    else:
-        parser.add_argument("url", metavar="URL", help="http://HOST:PORT of a SGLang server on this machine")
-    add_following(parser, ENGINE_TIMEOUT_S)
-    parser.add_argument("--api-key", default="", help="the server's API key")
-    return parser
-
-
-def _follow_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Return those arguments of :func:`follow` that are options of both commands."""
-    return {
-        "mode": options.pause_mode,
-        "every": options.every,
-        "min_serving": options.min_serving,
-        "verify_load": options.verify_load,
-        "complete": not options.partial,
-        "engine_timeout": options.engine_timeout,
-    }
-
-
-def _refuse_other_listeners(rest: Sequence[str]) -> None:
-    """Raise UsageError for options by which the server would listen elsewhere.
-
-    The gate or the follower could not reach it there.
-    """
-    for option in rest:
-        if (name := option.partition("=")[0].replace("_", "-")).startswith(OTHER_DOORS):
-            raise errors.UsageError(
-                f"serve: {name} is not supported: gate, follower, router and probes speak plain HTTP on a TCP port",
-                hint="bind the server to loopback or a private network, and put a proxy with TLS in front",
-            )
-        if name == "--admin-api-key":
-            hint = "leave it out: the gate keeps the control routes for the follower"
-            raise errors.UsageError("serve: --admin-api-key is not supported", hint=hint)
+def _follow(options: argparse.Namespace) -> None:
+    """Follow the server at ``options.url`` until stopped."""
+    how = follow_options(options)
+    follow(options.url, options.channel, api_key=options.api_key, stop=stopped_by_signals(), **how)
 
 
 def _serve(options: argparse.Namespace, rest: Sequence[str]) -> None:
@@ -183,9 +142,9 @@ def _serve(options: argparse.Namespace, rest: Sequence[str]) -> None:
 
     :param rest: options for SGLang's own command.
     """
-    _refuse_other_listeners(rest)
+    refuse_options(rest, REFUSED)
     releases.check("sglang")
-    stop, gate, how = stopped_by_signals(), GatePage.create(), _follow_options(options)
+    stop, gate, how = stopped_by_signals(), GatePage.create(), follow_options(options)
     complete, timeout_s = how.pop("complete"), how.pop("engine_timeout")
     with reserve_port(options.host, options.port) as port, scratch_folder("sglang") as scratch:
         command = [

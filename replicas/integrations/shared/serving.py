@@ -7,17 +7,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import logging
 import os
 import secrets
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from replicas import environ, errors
 from replicas.common.reason import Reason
@@ -26,8 +28,27 @@ from replicas.engine.following import MIN_SERVING
 from replicas.linux.processes import descendants, die_with_parent, is_below, signal_each
 from replicas.linux.scarce import naming_limits
 
-__all__ = ["Child", "add_following", "child", "reserve_port", "scratch_folder", "stopped_by_signals", "url_of"]
+__all__ = [
+    "PLAIN_HTTP",
+    "Child",
+    "add_following",
+    "child",
+    "follow_options",
+    "refuse_options",
+    "reserve_port",
+    "run_command",
+    "scratch_folder",
+    "stopped_by_signals",
+    "url_of",
+]
 
+COMMANDS = ("serve", "follow")
+PLAIN_HTTP = (
+    "gate, follower, router and probes speak plain HTTP on a TCP port",
+    "bind the server to loopback or a private network, and put a proxy with TLS in front",
+)
+"""For :func:`refuse_options`: why a server may have no TLS of its own, and what to
+do."""
 KILLED_S = 5.0
 STOP_TIMEOUT_S = 6.0
 """Shorter than a group's default ``stop_timeout``: a run fails if its supervisor has to
@@ -52,13 +73,91 @@ def url_of(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def add_following(parser: argparse.ArgumentParser, engine_timeout_s: float) -> None:
+def run_command(
+    package: str,
+    server: str,
+    arguments: Sequence[str] | None,
+    serve: Callable[[argparse.Namespace, Sequence[str]], None],
+    follow: Callable[[argparse.Namespace], None],
+    *,
+    engine_timeout_s: float,
+    modes: Sequence[PauseMode] = get_args(PauseMode),
+) -> int:
+    """Run ``python -m PACKAGE serve MODEL [options] | follow URL [options]``; return
+    the exit code: 1 after an error of this package, 2 if the command makes no sense.
+
+    :param package: the module that is run. :param server: the command of the server,
+        which gets all options of ``serve`` that are not ours.
+    :param arguments: of the command line; default: those of this process.
+    :param serve: starts the server and follows; gets our options and the others.
+    :param follow: follows a server that runs already.
+    :param engine_timeout_s: default of ``--engine-timeout``.
+    :param modes: the pause modes that the server has; the first is the default.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if len(given) < 2 or given[0] not in COMMANDS or given[1].startswith("-"):
+        print(f"usage: python -m {package} serve MODEL [options of {server}] | follow URL", file=sys.stderr)
+        return 2
+    parser = argparse.ArgumentParser(prog=f"python -m {package} {given[0]}", allow_abbrev=False)
+    if given[0] == "serve":
+        parser.add_argument("model", metavar="MODEL", help="the model's folder, or its name on the hub")
+        parser.add_argument("--host", default="127.0.0.1")
+        parser.add_argument("--port", type=int, default=0, help="plus the replica's index; default: a free one")
+    else:
+        parser.add_argument("url", metavar="URL", help="http://HOST:PORT of a server on this machine")
+    add_following(parser, engine_timeout_s, modes)
+    parser.add_argument("--api-key", default="", help="the server's API key")
+    options, rest = parser.parse_known_args(given[1:])
+    if given[0] == "follow" and rest:
+        parser.error(f"unknown options: {' '.join(rest)}")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    try:
+        if given[0] == "serve":
+            serve(options, rest)
+        else:
+            follow(options)
+    except errors.ReplicasError as error:
+        print(f"replicas: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def follow_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of an integration's ``follow`` that :func:`add_following`
+    has read, by name."""
+    return {
+        "mode": options.pause_mode,
+        "every": options.every,
+        "min_serving": options.min_serving,
+        "verify_load": options.verify_load,
+        "complete": not options.partial,
+        "engine_timeout": options.engine_timeout,
+    }
+
+
+def refuse_options(rest: Sequence[str], refused: Mapping[str, tuple[str, str]]) -> None:
+    """Raise UsageError if an option of the server is one that ``serve`` cannot allow.
+
+    :param rest: options for the server's own command.
+    :param refused: beginning of an option: (why it is not supported, what to do).
+    """
+    for option in rest:
+        name = option.partition("=")[0].replace("_", "-")
+        for beginning, (why, hint) in refused.items():
+            if name.startswith(beginning):
+                raise errors.UsageError(f"serve: {name} is not supported: {why}", hint=hint)
+
+
+def add_following(
+    parser: argparse.ArgumentParser, engine_timeout_s: float, modes: Sequence[PauseMode] = get_args(PauseMode)
+) -> None:
     """Add the options of a command that follows a channel to the parser.
 
     :param engine_timeout_s: default of ``--engine-timeout``.
+    :param modes: the pause modes that the server has; the first is the default.
     """
     parser.add_argument("--channel", default="policy", help="the channel to follow (default: policy)")
-    parser.add_argument("--pause-mode", choices=get_args(PauseMode), default="keep")
+    parser.add_argument("--pause-mode", choices=modes, default=modes[0])
     parser.add_argument("--every", type=int, default=1, help="load every n-th version at most")
     parser.add_argument(
         "--min-serving",

@@ -1,7 +1,8 @@
 """LMDeploy's verbs against a look-alike of its control routes (0.18): it makes the
 calls that it is sent, as its released server does.
 
-Covers: integrations/lmdeploy.py.
+Covers: integrations/lmdeploy/engine.py, integrations/lmdeploy/serve.py,
+integrations/lmdeploy/server.py.
 """
 
 from __future__ import annotations
@@ -10,14 +11,17 @@ import base64
 import pickle
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from replicas import engine, errors
+from replicas.integrations import lmdeploy
 from replicas.integrations.engine_server import Answer
 from replicas.integrations.lmdeploy import LmdeployEngine
+from replicas.integrations.lmdeploy.server import LmdeployGate
 from replicas.testing import FakeRun
 
 WEIGHTS = {
@@ -164,3 +168,29 @@ def test_a_follower_refuses_what_the_first_version_did_not_have(run: FakeRun, tm
         stop.set()
         thread.join(10)
     assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("option", "remedy"),
+    [
+        ("--ssl", "put a proxy with TLS in front"),
+        ("--enable_prefix_caching", "leave it out"),
+        ("--api-keys=a", "use --api-key"),
+    ],
+)
+def test_an_option_that_the_gate_does_not_allow_is_refused(
+    option: str, remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert lmdeploy.main(["serve", "model", option]) == 1
+    assert remedy in capsys.readouterr().err
+
+
+def test_requests_are_only_aborted(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        lmdeploy.main(["serve", "model", "--pause-mode", "keep"])
+    assert "choose from abort" in capsys.readouterr().err.replace("'", "")
+
+
+def test_a_release_with_its_control_routes_elsewhere_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match="has its control routes elsewhere"):
+        LmdeployGate(None, [SimpleNamespace(path="/update_weights", endpoint=SimpleNamespace(__module__="x"))])

@@ -1,4 +1,4 @@
-"""LMDeploy's verbs, and its follower.
+"""LMDeploy's verbs.
 
 ``/update_weights`` takes tensors as a pickled list of names and calls: each process of
 the server makes each call, with the processor's number as the seventh argument, and
@@ -21,22 +21,20 @@ from __future__ import annotations
 import base64
 import io
 import re
-import threading
 from collections.abc import Iterator
 from itertools import groupby
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
-from replicas import engine, errors
+from replicas import errors
 from replicas.engine import PauseMode
-from replicas.engine.following import MIN_SERVING, START_TIMEOUT_S
-from replicas.integrations.http_engine import ENGINE_TIMEOUT_S, HttpEngine
+from replicas.integrations.http_engine import HttpEngine
 from replicas.integrations.shared.model_folder import ModelSpecs, read_tensor
 
 if TYPE_CHECKING:
     from replicas.channel import Update
 
-__all__ = ["LmdeployEngine", "follow"]
+__all__ = ["LmdeployEngine"]
 
 LAYER = re.compile(r"\blayers\.\d+\.")
 
@@ -125,68 +123,3 @@ def _calls(update: Update) -> Iterator[tuple[str, tuple[Any, tuple[Any, ...]]]]:
     for name in sorted(named, key=_layer):
         spec, offset = places[named[name]]
         yield name, (read_tensor, (path, start + offset, spec.nbytes, spec.dtype, spec.shape, None, None))
-
-
-def follow(
-    base_url: str,
-    channel: str,
-    *,
-    model: str = "",
-    every: int = 1,
-    min_serving: float = MIN_SERVING,
-    complete: bool = True,
-    public_url: str | None = None,
-    api_key: str = "",
-    stop: threading.Event | None = None,
-    timeout: float = START_TIMEOUT_S,
-    engine_timeout: float = ENGINE_TIMEOUT_S,
-    **identity: Any,
-) -> None:
-    """Load each committed version of a channel into a LMDeploy server of this machine;
-    block until ``stop``.
-
-    The server runs as the same user, sees this process in ``/proc``, has this package
-    in its environment, and was started without ``--enable-prefix-caching``. Its control
-    routes have no password unless it has an API key: bind it to loopback. Requests in
-    flight during a load are aborted.
-
-    :param base_url: ``http://HOST:PORT`` of the server, and perhaps a prefix of its
-        paths.
-    :param channel: name of the channel, of versions of the model's weights.
-    :param model: path or name of the model, with whose files versions are compared;
-        default: the first version that was loaded.
-    :param every: load every n-th version at most; 1: each, unless a newer one is there.
-    :param min_serving: the least share of the time in which the server computes, from 0
-        to below 1; default 0.5.
-    :param complete: False: versions may lack parameters of the model.
-    :param public_url: address for routers, shown as ``info["url"]``; default: base_url.
-    :param api_key: the server's API key.
-    :param stop: ends the call when it is set; default: never.
-    :param timeout: seconds until the server must be up; default 900.
-    :param engine_timeout: as for :func:`replicas.integrations.sglang.follow`.
-    :param identity: ``endpoint``, ``token``, ``run``, ``group`` and ``replica`` as for
-        :func:`replicas.join`; default: the environment.
-    :raises replicas.errors.SyncError: the server is gone, or a version failed to load
-        twice; the server is left asleep then.
-    :raises replicas.errors.Disconnected: no coordinator answered for 60 s.
-    :raises replicas.errors.UsageError: an argument is wrong.
-    """
-    verbs = LmdeployEngine(
-        base_url,
-        model=model,
-        complete=complete,
-        api_key=api_key,
-        public_url=public_url,
-        engine_timeout_s=engine_timeout,
-    )
-    engine.follow(
-        verbs,
-        channel,
-        mode="abort",
-        every=every,
-        min_serving=min_serving,
-        verify_load="never",
-        stop=stop,
-        timeout=timeout,
-        **identity,
-    )
