@@ -72,6 +72,8 @@ class ReplicasCheckpointEngine(Refit, CheckpointEngine):
         deadline: float = DEADLINE_S,
         **options: Any,
     ) -> None:
+        """Check verl's release and the arguments; join nothing yet. The class describes
+        the parameters, which verl passes from its configuration."""
         releases.check("verl")
         super().__init__(channel=channel, ranks=ranks, dtype=rollout_dtype, deadline=deadline, options=options)
 
@@ -99,8 +101,11 @@ class ReplicasCheckpointEngine(Refit, CheckpointEngine):
 
 
 def _place(channels: dict[str, Any]) -> CoordinatorAddress:
-    """Return the address of the coordinator of these channels in this Ray job; start
-    its actor if there is none."""
+    """Return the address of the coordinator of these channels in this Ray job; find its
+    actor or, if there is none, start it, and keep its handle in this process.
+
+    :param channels: settings by the channel's name, for a new coordinator.
+    """
     name = "-".join([NAME, *channels])
     key = ray.get_runtime_context().get_job_id(), name
     if key not in _HANDLES:

@@ -63,8 +63,9 @@ class Spec(NamedTuple):
         return f"{self.dtype}{list(self.shape)}"
 
     def fits(self, other: Spec) -> bool:
-        """Return True if a tensor of one can be copied into the other: shapes are
-        equal, and dtypes of one kind (floats of 16 bits or more are cast)."""
+        """Return True if a tensor of this spec can be copied into one of ``other``:
+        shapes are equal, and dtypes of one kind (floats of 16 bits or more are
+        cast)."""
         return self.shape == other.shape and _kind(self.dtype) == _kind(other.dtype)
 
 
@@ -126,12 +127,17 @@ def describe_misfit(
 
 
 def _is_optional(name: str, tied: bool) -> bool:
-    """Return True if the tensor may be missing in a version or in the model."""
+    """Return True if the tensor of this name may be missing in a version or in the
+    model: servers compute it, or (with ``tied``) it shares the embedding's weight."""
     return name.endswith(DERIVED) or (tied and name.endswith(HEAD))
 
 
 def _named(problems: Iterable[tuple[str, str]]) -> str:
-    """Return a text: the first of these problems, and how many more there are."""
+    """Return a text: the first three of these problems, and how many more there are;
+    empty if there is none.
+
+    :param problems: pairs (tensor's name, what is wrong with it, as a verb phrase).
+    """
     texts = [f"{name} {what}" for name, what in problems]
     more = f", and {len(texts) - NAMED} more" if len(texts) > NAMED else ""
     return ", ".join(texts[:NAMED]) + more
@@ -146,7 +152,11 @@ class ModelSpecs:
     """
 
     def __init__(self, model: str, *, complete: bool = True) -> None:
-        """Read the headers of the model's files, if they are found on this machine."""
+        """Read the headers of the model's files, if they are found on this machine.
+
+        :param model: path or name of the model with which the server was started.
+        :param complete: whether versions must have all tensors of the model.
+        """
         self._source = find_model(model)
         self._complete = complete
         self._expected = {} if self._source is None else read_specs(self._source)
@@ -161,8 +171,8 @@ class ModelSpecs:
         return describe_misfit(_specs(update), self._expected, tied=self._tied, complete=self._complete)
 
     def loaded(self, update: Update) -> None:
-        """Record that a version was loaded: its specs are those of the model from now
-        on, if the model's own files are not found here."""
+        """Record that a version was loaded: from now on its names, shapes and dtypes
+        are those expected of later versions, unless the model's own files gave them."""
         self._expected = self._expected or _specs(update)
 
 
@@ -174,7 +184,13 @@ class ModelFolder(ModelSpecs):
     """
 
     def __init__(self, model: str, *, complete: bool = True, parent: Path | None = None) -> None:
-        """Create the folder, with links to the model's files except its weights."""
+        """Create the folder on disk, with links to the model's files except its
+        weights.
+
+        :param model: path or name of the model with which the server was started.
+        :param complete: whether versions must have all tensors of the model.
+        :param parent: folder in which it is made; default: the temporary folder.
+        """
         super().__init__(model, complete=complete)
         self.path = Path(tempfile.mkdtemp(prefix="replicas-model-", dir=parent))
         if self._source is not None:
