@@ -32,7 +32,10 @@ class Drains:
         """The last generation of each replica that was ended on request."""
 
     def start_drain(self, group: str, replica: int, generation: int) -> None:
-        """Drain this generation and any before it."""
+        """Mark the members of this generation, and of earlier ones, as draining.
+
+        They get no new work. :meth:`advance` reports the replica once it has none.
+        """
         self._ending[group, replica] = generation
         states = self._of(group, replica, generation)
         for state in states:
@@ -48,12 +51,12 @@ class Drains:
             state.draining = False
 
     def joined(self, state: MemberState) -> None:
-        """Mark a new rank as draining if its generation is being ended."""
+        """Mark a rank that joins as draining if its generation is being ended."""
         member = state.member
         state.draining = state.hello.generation <= self._ending.get((member.group, member.replica), -1)
 
     def advance(self) -> None:
-        """Emit ReplicaIdle once for each draining replica that is no longer busy."""
+        """Emit ReplicaIdle, once, for each draining replica that is no longer busy."""
         for (group, replica), generation in list(self._waiting.items()):
             if not self.busy(group, replica):
                 del self._waiting[group, replica]
@@ -82,6 +85,6 @@ class Drains:
         return None
 
     def _of(self, group: str, replica: int, generation: int) -> list[MemberState]:
-        """Return the replica's members of this generation and earlier ones."""
+        """Return the replica's present members of this generation and earlier ones."""
         states = self._context.roster.replica(group, replica)
         return [state for state in states if state.hello.generation <= generation]

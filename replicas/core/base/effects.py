@@ -281,10 +281,13 @@ Effect = Send | Decision | Reply | SweepStore | ReplaceStore | Keep | LetGo | Re
 
 
 def with_commit(effects: Iterable[Effect], version: int, seconds: float) -> Iterator[Effect]:
-    """Yield the effects; add ``seconds`` to those that report the recorded version.
+    """Yield all effects; add the time of the disk write to those that report a commit.
 
-    They are its record and its receipts: the seconds until it was on disk, as phase
-    ``commit``.
+    These are the publish's :class:`SyncEnded` record and the receipts that its ranks
+    are sent: both get ``seconds`` more, also as phase ``commit``.
+
+    :param version: the version whose commit was recorded.
+    :param seconds: how long it took until the commit was on disk.
     """
 
     def longer(ended: ReceiptData | SyncRecord) -> Any:
