@@ -156,6 +156,7 @@ def _prove_device(hub: Hub, until: float) -> None:
         return
 
     async def prove() -> None:
+        """Have a forked sidecar open memory of this rank's GPU; raise on failure."""
         left_s = max(MIN_PROOF_S, until - time.monotonic())
         async with asyncio.timeout(left_s):
             forkserver = await hub.loop.forkserver(hub.forkserver_name)
@@ -174,10 +175,12 @@ def _prove_device(hub: Hub, until: float) -> None:
 
 
 def _show_stacks(found: Environment, hello: Hello) -> None:
-    """Install the handler by which a supervisor gets the stacks of this process.
+    """Install the signal handler by which a supervisor gets the stacks of this process.
 
     The stacks go to a file in the log directory of ``found``. Does nothing without a
     supervisor or for an observer; a failure is only logged.
+
+    :param hello: names the rank and the process, from which the file is named.
     """
     if found.log_dir is None or hello.observe:
         return

@@ -139,7 +139,10 @@ class SessionLoop:
             self.end.set()
 
     def _handle_unexpected_end(self, error: BaseException | None) -> None:
-        """Log that the loop has ended by ``error``; end all open channels."""
+        """Log that the loop has ended; end all open channels with an error.
+
+        :param error: what the loop raised; None if it was stopped.
+        """
         self._ends += 1
         self.end.error = _loop_ended(error)
         logger.critical("%s", self.end.error.message, exc_info=error)
@@ -163,8 +166,9 @@ class SessionLoop:
             self.loop.call_soon_threadsafe(function, *args)
 
     def run(self, make: Callable[[], Coroutine[Any, Any, T]], timeout_s: float | None) -> T:
-        """Other threads: run the coroutine of ``make`` on the loop; return its value.
+        """Other threads: run a coroutine on the loop; block for its value.
 
+        :param make: called on the loop; returns the coroutine.
         :param timeout_s: limit in seconds; None if the coroutine has a deadline of its
             own, and gives its result an owner, so that an interrupt loses nothing.
         :raises TimeoutError: it took longer than ``timeout_s``. If the wait fails for
@@ -184,7 +188,7 @@ class SessionLoop:
 
     @staticmethod
     async def _resolve_from(pending: Promise[T], make: Callable[[], Coroutine[Any, Any, T]]) -> None:
-        """Await the coroutine of ``make``; end ``pending`` with its outcome."""
+        """Await the coroutine of ``make()``; end ``pending`` with its outcome."""
         try:
             pending.resolve(await make())
         except asyncio.CancelledError:
@@ -225,10 +229,11 @@ class SessionLoop:
         return await asyncio.shield(task)
 
     async def _connected(self, name: str | None) -> Forkserver:
-        """Connect to forkserver ``name``, or to one that this process keeps.
+        """Return a new connection to forkserver ``name`` (None: to one of our own).
 
-        That one is for a process without an agent, or whose agent has ended or is of
-        another release. Registers the connection's descriptors.
+        Starts one of our own also if that of ``name`` (of the node's agent) has ended,
+        or is of another release. Adds the connection's descriptors to
+        :attr:`inherited`.
         """
         try:
             forkserver = await Forkserver.connect(name or self._keep_forkserver())
@@ -243,7 +248,8 @@ class SessionLoop:
     def _keep_forkserver(self) -> str:
         """Return the address of this process's own forkserver; keep one from now on.
 
-        A death signal ends it with the session thread, at the latest.
+        The kernel kills it (by a death signal) when the session thread ends, at the
+        latest.
         """
         if self._own_forkserver is None or self._own_forkserver.over:
             self._own_forkserver = KeptForkserver(os.environ, _log_given_up)
@@ -251,10 +257,11 @@ class SessionLoop:
         return self._own_forkserver.address
 
     async def carrier(self, address: str, port: int, *, encrypt: bool) -> Carrier:
-        """Return the transfer server (carrier) of this process at ``address``.
+        """Return this process's transfer server (carrier), which is a child process.
 
-        Starts a process at the first call, or if the last one ended.
+        Starts it at the first call, or if the last one ended. Channels share it.
 
+        :param address: IP address of this member, at which it listens.
         :param port: the first port to try, or 0 for any.
         :param encrypt: give the carrier a TLS certificate if it has none.
         """
@@ -278,7 +285,10 @@ class SessionLoop:
         return carrier
 
     def close(self) -> None:
-        """Close all channels, helper processes and the loop. Main thread, at exit."""
+        """Main thread, at exit: close all channels, helper processes and the loop.
+
+        Blocks for a few seconds at most, unless a channel takes long to leave.
+        """
         if self._over:
             if self not in _abandoned:
                 self.loop.close()
@@ -297,7 +307,7 @@ class SessionLoop:
             self.loop.close()
 
     async def _finish(self) -> None:
-        """End the forkservers and carriers, and cancel all other tasks."""
+        """End this process's forkservers and carriers; cancel all other tasks."""
         for task in self._forkservers.values():
             if (forkserver := result_of(task)) is not None:
                 forkserver.close()
@@ -318,7 +328,7 @@ class SessionLoop:
 
 
 def _as_internal(error: BaseException) -> errors.InternalError:
-    """Return an InternalError with the type and text of ``error``."""
+    """Return (do not raise) an InternalError with the type and text of ``error``."""
     return errors.InternalError(f"{type(error).__name__}: {text_of(error)}")
 
 
@@ -336,7 +346,7 @@ def _loop_ended(error: BaseException | None) -> errors.ReplicasError:
 
 
 def _log_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log an error that the asyncio loop reports; its exception handler."""
+    """Log an error that asyncio reports: the loop's exception handler."""
     logger.error("%s", context.get("message"), exc_info=context.get("exception"))
 
 

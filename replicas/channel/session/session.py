@@ -80,7 +80,7 @@ class SessionHandler(Protocol):
         """Return ``hello`` with the member's current state."""
 
     def before_heartbeat(self) -> None:
-        """Send what is due; the messages go out before the heartbeat."""
+        """Send messages that are due; they go out before the heartbeat."""
 
     def welcomed(self, welcome: wire.Welcome, resumed: bool) -> None:
         """Handle a Welcome; unless ``resumed``, announce all open work."""
@@ -201,6 +201,7 @@ class Session:
         there = [first]  # open() has made the first connection, later tries make their own
 
         async def use() -> None:
+            """Serve a connection, the first or a new one, to its end."""
             await self._use(there.pop() if there else await self._connect_once())
 
         try:
@@ -215,7 +216,7 @@ class Session:
             self._end(errors.InternalError(f"{type(error).__name__}: {text_of(error)}", channel=self._hello.channel))
 
     async def _use(self, connection: FrameConnection) -> None:
-        """Serve a connection to its end; raise _Fruitless if it brought nothing."""
+        """Serve a connection until it is lost; raise _Fruitless without any gain."""
         began = time.monotonic()
         ended: BaseException | None = None
         try:
@@ -239,7 +240,7 @@ class Session:
             logger.warning("%s: waiting for a coordinator at %s, %s: %s", self._hello.channel, self.endpoint, end, why)
 
     async def _retrying(self, function: Callable[[], Awaitable[_T]]) -> _T:
-        """Call ``function`` until it succeeds; the caller limits the time."""
+        """Call ``function`` until it succeeds, with pauses after connection errors."""
         self._in_vain = 0
         found: _T = await AsyncRetrying(
             stop=stop_never, wait=self._pause_s, retry=retry_if_exception_type((*_TRANSIENT, _Fruitless)), reraise=True
@@ -265,10 +266,11 @@ class Session:
         return float((_fruitless if fruitless else _unreached)(state))
 
     async def _connect_once(self) -> FrameConnection:
-        """Return a connection after the handshake; raise _Over if retries are vain."""
+        """Return a new connection after the handshake; _Over if no retry can help."""
         async with asyncio.timeout(REACH_S) as limit:
 
             def reached() -> None:
+                """Give the handshake more time: TCP has connected."""
                 limit.reschedule(asyncio.get_running_loop().time() + ANSWER_S)
 
             try:
@@ -364,6 +366,7 @@ class Session:
             await is_set_within(self._wake, max(0.0, beat - time.monotonic()))
 
     async def _put(self, connection: FrameConnection, number: int, body: bytes) -> None:
+        """Send one frame: ``number`` (0: unnumbered), the newest ack, and ``body``."""
         self._unacked = 0
         await connection.send(wire.encode_frame(number, self._received, body))
 
@@ -417,7 +420,7 @@ async def _hang_up(connection: FrameConnection, fds: set[int]) -> None:
 
 
 def _refusal(error: InvalidStatus, endpoint: str) -> errors.UsageError | None:
-    """Return the refusal that an HTTP status means, or None to try again later."""
+    """Return the error for an HTTP status that refuses for good, or None to retry."""
     status = error.response.status_code
     if status in (401, 403):
         text = f"the coordinator at {endpoint} does not accept the token{_reason(error)}"

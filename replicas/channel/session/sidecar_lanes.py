@@ -66,7 +66,7 @@ class SidecarLane:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # one operation at a time, in the order of their Go
 
     def end(self) -> None:
-        """Mark the lane as ended, and kill its sidecar."""
+        """Mark the lane (process group) as ended; kill its sidecar process."""
         self.ended = True
         if self.sidecar is not None:
             self.sidecar.kill()
@@ -79,9 +79,15 @@ class SidecarLane:
     async def run(
         self, go: OperationGo, kind: OperationKind, reduce_op: ReduceOp, inputs: Buffer | None, outputs: Buffer | None
     ) -> None:
-        """Have the sidecar run the operation of ``go``, in :attr:`turn`.
+        """Wait until the sidecar has run the operation that ``go`` describes.
 
+        The caller holds :attr:`turn`, so that the lane runs one operation at a time.
+
+        :param inputs: shared memory that the sidecar reads; None on a member without
+            any.
+        :param outputs: shared memory that it writes; None on a member without results.
         :raises replicas.errors.Gone: the lane has ended.
+        :raises SidecarFailed, SidecarDied: the operation failed, or its sidecar died.
         """
         if self.ended or self.sidecar is None:
             raise _gone(self.hub, self.name)
@@ -123,7 +129,7 @@ class SidecarLanes(Part):
         return lane
 
     def prepare(self) -> None:
-        """Start a task that connects to a forkserver and forks a spare sidecar."""
+        """Start a task that has a spare sidecar forked, unless one runs already."""
         if self._hub.over is None and (self._preparing is None or self._preparing.done()):
             self._preparing = self._hub.spawn(self._prepare(), "forkserver")
 
@@ -140,7 +146,7 @@ class SidecarLanes(Part):
             self._drop(LaneDrop(name))
 
     async def all_gone(self) -> None:
-        """Wait up to :data:`DEATH_TIMEOUT_S` until all dropped sidecars are dead."""
+        """Wait up to :data:`DEATH_TIMEOUT_S` until all killed sidecars are dead."""
         if self._ending:
             await asyncio.wait(self._ending, timeout=DEATH_TIMEOUT_S)
 
@@ -150,7 +156,10 @@ class SidecarLanes(Part):
         self._hub.spawn(self._form(lane, message.group), f"lane {lane.name}")
 
     async def _form(self, lane: SidecarLane, group: GroupSpec) -> None:
-        """Fork a sidecar, build the process group; send LaneFormed or LaneFailed."""
+        """Fork a sidecar, and have it build the lane's process group ``group``.
+
+        Sends LaneFormed, or LaneFailed. A spare sidecar is forked a little later.
+        """
         try:
             async with asyncio.timeout(group.timeout_s):
                 lane.sidecar = await self._fork()
@@ -180,9 +189,9 @@ class SidecarLanes(Part):
         return await (await loop.forkserver(name)).fork()
 
     def failed(self, lane: SidecarLane, error: BaseException, *, phase: str) -> None:
-        """Kill the lane's sidecar, and send LaneFailed, once.
+        """Kill the lane's sidecar, and send LaneFailed with ``error``; once per lane.
 
-        :param phase: of the work, for the error.
+        :param phase: name of the work that failed, such as ``form``, for the error.
         """
         if not lane.ended:
             lane.end()
@@ -190,15 +199,15 @@ class SidecarLanes(Part):
             self._hub.send(LaneFailed(lane.name, as_wire_error(error, channel=self._hub.name, phase=phase), links))
 
     def _exited(self, lane: SidecarLane, reason: str) -> None:
-        """Handle the unexpected exit of a lane's sidecar: report a failed lane."""
+        """Kill the lane, and report it: its sidecar has exited for ``reason``."""
         name = self._hub.member.name
         error = errors.SyncError(f"the sidecar of {name} ended: {reason}", members=[name], hint="")
         self.failed(lane, error, phase="lane")
 
     def _moved(self, lane: SidecarLane, moved: Moved) -> None:
-        """Report the bytes that the sidecar has moved, at most every 0.8 s.
+        """Send the sidecar's progress to the coordinator, at most every 0.8 s.
 
-        Reports immediately if no byte has moved for a second.
+        Sends it immediately if no byte has moved for a second.
         """
         now = time.monotonic()
         if not lane.ended and (moved.still_s >= STILL_S or now - lane.told_at >= MOVED_INTERVAL_S):
@@ -214,7 +223,7 @@ class SidecarLanes(Part):
         keep_until_done(self._hub.spawn(self._confirm_death(lane), f"lane {lane.name} ends"), self._ending)
 
     async def _confirm_death(self, lane: SidecarLane) -> None:
-        """Wait up to 5 s for the sidecar's death; log a warning without it."""
+        """Wait up to 5 s for a killed sidecar's death; log a warning without it."""
         gone = await lane.gone()
         if lane.sidecar is not None:
             self._hub.loop.inherited.discard(lane.sidecar)
@@ -223,10 +232,10 @@ class SidecarLanes(Part):
 
 
 def index_in(go: OperationGo, member: Member) -> int:
-    """Return the index of ``member`` among the participants of an operation."""
+    """Return the index of ``member`` among the participants that ``go`` names."""
     return [one.name for one in go.participants].index(member.name)
 
 
 def _gone(hub: Hub, name: str) -> errors.ReplicasError:
-    """Return the error of a lane that is not formed, or has ended."""
+    """Return (do not raise) the Gone for a lane that is not formed, or has ended."""
     return hub.error(errors.Gone, f"lane {name} is gone", phase="form", hint="")
