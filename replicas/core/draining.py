@@ -73,15 +73,15 @@ class Drains:
             return None
         for publish in self._commits.publishes.without_verdict():
             if (publish.group, publish.replica) == (group, replica):
-                return f"{name}: publishes version {publish.version}"
+                return f"it publishes version {publish.version} of {name}"
         for transfer in self._commits.transfers:
             concerned = transfer.attempt.concerned | transfer.needers
             if not concerned.isdisjoint(members):
-                return f"{name}: version {transfer.payload.version} is on its way"
+                return f"version {transfer.payload.version} of {name} is being transferred"
         if self._rounds.loading(group, replica):
-            return f"{name}: loads version {self._rounds.of(group, replica).version}"
+            return f"it loads version {self._rounds.of(group, replica).version} of {name}"
         if any(self._operations.matching.may_run(state) for state in states):
-            return f"{name}: waits for the end of an operation"
+            return f"an operation on {name} has not ended"
         return None
 
     def _of(self, group: str, replica: int, generation: int) -> list[MemberState]:

@@ -29,12 +29,12 @@ class MemberJoined(_OnChannel, frozen=True, tag=True):
 
 LOSS_WORDS = {
     "exited": "its process ended",
-    "lease": "no sign of life within its lease",
+    "lease": "no heartbeat came within heartbeat_timeout",
     "left": "it left",
-    "absent": "it did not come back to the new coordinator",
-    "fenced": "a later join has its identity",
-    "replaced": "a newer member has taken its place",
-    "overflow": "it did not read what was sent to it",
+    "absent": "it has not reconnected to the restarted coordinator",
+    "fenced": "another process has joined under its name",
+    "replaced": "a newer process of this rank has joined",
+    "overflow": "it does not read its messages",
 }
 """What the reasons of a :class:`MemberLost` mean, for people; others are texts."""
 

@@ -189,11 +189,11 @@ class Roster:
         """Return the error of a member whose session ended because another process took
         its identity. Unless ``heard``, that happened between two of its connections."""
         member, holder = hello.member, None if hello.observe else self.holder_of(hello.member.name)
-        what, hint = f"{member} was declared lost while it could not be heard", None if heard else "join again"
+        what, hint = f"{member} was declared lost while it was disconnected", None if heard else "join again"
         if holder is not None and holder.hello.process == hello.process:
             what, hint = f"this process joined again as {member}", "keep the channel of one join, or close it first"
         elif holder is not None:
-            what = f"another process joined as {member}{'' if heard else ' while this one could not be heard'}"
+            what = f"another process joined as {member}{'' if heard else ' while this one was disconnected'}"
         return errors.Fenced(what, channel=self.config.name, members=[member.name], hint=hint)
 
     def insert(self, state: MemberState) -> None:

@@ -14,7 +14,7 @@ from typing import get_args
 
 from replicas import errors
 from replicas import messages as wire
-from replicas.common.sizes import snake_case
+from replicas.common.sizes import count_text, snake_case
 from replicas.core.base.effects import Send, SyncEnded
 from replicas.core.base.ledger import CANDIDATE
 from replicas.core.members.member_state import MemberState
@@ -263,7 +263,7 @@ class Commits:
                 self.restore(publish.payload)
             self._verdict(publish, "committed", now)
             return
-        text = f"version {publish.version} was overtaken by version {self.latest}"
+        text = f"version {publish.version} was not committed, as the newer version {self.latest} was committed first"
         self.fail(publish, errors.StaleVersion(text, version=publish.version), now)
 
     def _start(self, publish: Publish, payload: Payload, now: float) -> None:
@@ -295,12 +295,12 @@ class Commits:
             self._end_overtaken(publish, now)
         elif config.on_lost == "raise" and (lost := publish.lost | transfer.left_out):
             why = "; ".join(f"{name}: {reason}" for name, reason in lost.items())
-            self.fail(publish, self._too_few(publish, f"lost while it was sent: {why}", ALL_NEEDED), now)
+            self.fail(publish, self._too_few(publish, f"targets were lost while it was sent ({why})", ALL_NEEDED), now)
         elif len({(m.group, m.replica) for m in holders}) < config.min_targets:
-            text = f"{len(holders)} members hold it, but min_targets = {config.min_targets} replicas"
+            text = f"only {count_text(len(holders), 'member')} received it, and min_targets = {config.min_targets} replicas"
             self.fail(publish, self._too_few(publish, text, TOO_FEW), now)
         elif not self.contents.is_held(publish.version):
-            text = f"version {publish.version} was lost with its source before it was committed"
+            text = f"version {publish.version} was lost before its commit: its source has died"
             gone = [member.name for member in publish.carriers if member not in self._roster]
             self.fail(publish, errors.PeersLost(text, phase="commit", members=gone, hint="publish again"), now)
         else:
@@ -315,7 +315,7 @@ class Commits:
         payload = transfer.payload
         for state in self._roster.targets:
             if publish.version not in state.held:
-                why = transfer.why.get(state.member, "it did not have all of it by the deadline")
+                why = transfer.why.get(state.member, "it had not received all of it by the deadline")
                 if not state.draining or state.member in transfer.asked:  # else the publish did not wait for it
                     publish.lost[state.member.name] = why
                 self._roster.leave_behind(state, why, missed=publish.version)
@@ -488,16 +488,16 @@ class Commits:
         if publish.state == "packing":
             error = self._unpacked_error(publish, waited)
         elif publish.state == "queued" and recovering:
-            error = errors.DeadlineExceeded(f"{text} the members to come back to a new coordinator", phase="queue")
+            error = errors.DeadlineExceeded(f"{text} members to reconnect to the restarted coordinator", phase="queue")
         elif publish.state == "queued" and publish.payload is None:
-            text = f"version {publish.version}: its manifest was still being read after {waited}"
+            text = f"version {publish.version}: the coordinator has not read its list of tensors within {waited}"
             error = errors.DeadlineExceeded(text, phase="queue")
         elif publish.state == "queued" and self.main is None:
             needed = self._context.config.min_targets
-            there = f"{self._target_replicas()} target replicas have joined, but min_targets = {needed}"
+            there = f"{count_text(self._target_replicas(), 'target replica')} joined, and min_targets = {needed}"
             error = self._too_few(publish, there, TOO_FEW, phase="queue")
         elif transfer is None or publish.state == "queued":
-            error = errors.Busy(f"{text} an earlier version to end", phase="queue")
+            error = errors.Busy(f"{text} the transfer of an earlier version to end", phase="queue")
         elif transfer.verified and self._context.config.on_lost == "drop":
             transfer.stop(complete=True)
             self._main_ended(publish, transfer, None, now)

@@ -108,7 +108,7 @@ class Lockstep:
         if state.from_before:
             self._told[key] = max(self._told.get(key, 0), hello.adopted)
             self._adopt(Newest(min(hello.adopted, hello.latest)))
-            self._reject(hello.unadopted, f"{state.member.name} was told so, or has refused it")
+            self._reject(hello.unadopted, f"{state.member.name} has refused it, or learned so from an earlier coordinator")
         elif self.served:
             self._outside.add(key)
         self.touch(key)
@@ -129,7 +129,7 @@ class Lockstep:
         self._asked.add(key)
         self.touch(key)
         if key in self._waiting and not self._candidate.meets(ask):
-            self._reject(self._candidate.version, f"{state.member.replica_name} waits for a newer one")
+            self._reject(self._candidate.version, f"{state.member.replica_name} waits for a newer version")
 
     def can_load(self, state: MemberState, message: wire.CanLoad) -> None:
         """Note a rank's report that it can load a version; the rank waits."""
@@ -141,7 +141,7 @@ class Lockstep:
         """Note that a rank does not load a version, and reject an undecided one."""
         self.lost(state)
         if version > self.served:  # else it is decided, or refused by a target that was left behind
-            self._reject(version, f"{state.member.replica_name} does not load it: {why}")
+            self._reject(version, f"{state.member.replica_name} does not load it ({why})")
 
     def touch(self, key: Key) -> None:
         """Note a change of the replica, such as the begin of a drain.
@@ -192,7 +192,7 @@ class Lockstep:
         said -= self._adopted | self._rejected.keys()
         ahead = max(polled, self.served, *said, 0)
         for version in (said | {polled}) - {ahead, 0}:
-            self._reject(version, f"version {ahead} came before all could load it")
+            self._reject(version, f"version {ahead} came before all targets could load it")
         if ahead > max(polled, self.served):
             self._candidate = self._newest if ahead == self._newest.version else Newest(ahead)
             self._asked = set(self._rounds.replicas)
@@ -224,7 +224,7 @@ class Lockstep:
             self._reject(version, why)
         elif now > self._deadline or (version and self._said and not self._waiting):
             for group, replica in sorted(self._waiting):
-                why = f"it did not report within {self._config.deadline_s:g} s that it can load it; all others did"
+                why = f"this replica did not report within {self._config.deadline_s:g} s that it can load it; all others did"
                 self._rounds.left_behind(group, replica, version, why)
                 self._history.unloaded.setdefault(f"{group}/{replica}", f"version {version}: {why}")
                 self._outside.add((group, replica))

@@ -42,7 +42,7 @@ _TRACE_LENGTH = 128
 ALL_NEEDED = (
     'with on_lost = "raise" each target is needed: publish again when these answer again or have left the channel'
 )
-MATE_NEEDED = "publish again when this rank has joined again"
+MATE_NEEDED = "publish again when this rank has rejoined"
 TOO_FEW = "start or wait for more target replicas, or lower min_targets"
 
 
@@ -280,16 +280,16 @@ class Publishes:
         self._counts[member] = life, process, max(made, message.publish)
         if publish is None and message.publish <= self._forgotten.get(replica, 0):
             raise errors.Gone(
-                f"publish {message.publish} of {member.replica_name} ended long ago: {member} joined too late",
+                f"publish number {message.publish} of {member.replica_name} ended long ago, as {member} joined too late",
                 channel=self._channel,
                 members=[member.name],
                 hint=f"join before the other ranks of the replica have published {KEPT_VERDICTS} more versions",
             )
         if publish is None and len([p for p in self.without_verdict() if (p.group, p.replica) == replica]) >= OPEN_MAX:
             raise errors.Busy(
-                f"{OPEN_MAX} publishes of {member.replica_name} have no verdict yet",
+                f"{OPEN_MAX} publishes of {member.replica_name} have not ended yet",
                 channel=self._channel,
-                hint="wait until earlier publishes have ended",
+                hint="wait for the results of some before the next publish",
             )
         if publish is None:
             version = self.numbered + 1 if message.version is None else message.version
@@ -309,16 +309,16 @@ class Publishes:
                 self._forgotten[replica] = max(self._forgotten.get(replica, 0), key[2])
         elif not self._agrees(publish, message):
             raise errors.RanksDisagree(
-                f"publish {message.publish} of {member.replica_name}: {member} asks for version {message.version}, "
-                f"another rank for {publish.asked.version}",
+                f"ranks of {member.replica_name} publish different versions: {member} version {message.version}, "
+                f"another rank version {publish.asked.version}",
                 channel=self._channel,
                 version=publish.version,
             )
         steps = number_in(message.meta, "step"), number_in(publish.asked.meta, "step")
         if None not in steps and len({*steps}) > 1:  # a new process may have resumed from another step
             raise errors.RanksDisagree(
-                f"publish {message.publish} of {member.replica_name}: {member} is at step {steps[0]}, "
-                f"another rank at {steps[1]}",
+                f"ranks of {member.replica_name} publish different steps: {member} step {steps[0]}, "
+                f"another rank step {steps[1]}",
                 channel=self._channel,
                 version=publish.version,
             )

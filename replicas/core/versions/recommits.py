@@ -55,11 +55,11 @@ class Recommits:
         :raises errors.Gone: no member holds its content.
         """
         if self.waiting is not None:
-            text = f"version {self.waiting.number} is about to be committed with the content of {self.waiting.version}"
-            raise errors.Busy(text, hint="try again when it is")
+            text = f"an earlier order is not done: version {self.waiting.number} with the content of {self.waiting.version}"
+            raise errors.Busy(text, hint="try again when that version is committed")
         content = self._context.ledger.content(version)
         if not self._context.roster.holders.of(content):
-            raise errors.Gone(f"no replica holds version {version} now", version=version, hint="")
+            raise errors.Gone(f"no replica holds version {version} now", version=version, hint="publish it again")
         number = self._publishes.take_number()
         self.waiting = Recommit(number, version, content, on_end)
         return number
@@ -75,7 +75,7 @@ class Recommits:
             return
         error: errors.ReplicasError | None = None
         if not self._context.roster.holders.of(one.content):
-            error = errors.Gone(f"no replica holds version {one.version} now", version=one.version, hint="")
+            error = errors.Gone(f"no replica holds version {one.version} now", version=one.version, hint="publish it again")
         elif not self._commit(one):
             return
         self.waiting = None

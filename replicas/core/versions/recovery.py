@@ -149,7 +149,7 @@ class Recovery:
         unheard = sum(not state.resumed for state in self._roster)
         known, absent = len(self._awaited) + len(self._roster), len(self._awaited) + unheard
         members = f"{absent} of {known} members" if absent else "members"
-        return f"for {members} of the former coordinator", max(0.0, self._left_s(now))
+        return f"for {members} to reconnect after the coordinator's restart", max(0.0, self._left_s(now))
 
     def _left_s(self, now: float) -> float:
         """Return the seconds until the window ends at the latest."""
@@ -245,8 +245,8 @@ class Recovery:
             if publish.version in self._aborted or (silent and publish.version > commits.latest):
                 commits.told.add(publish.version)
                 names = ", ".join(member.name for member in silent)
-                why = f"{names} had its verdict" if names else "it had failed"
-                text = f"version {publish.version} was not committed by the previous coordinator: {why}"
+                why = f"{names} knows that it failed" if names else "it had failed"
+                text = f"version {publish.version} was not committed before the coordinator restarted: {why}"
                 commits.fail(publish, errors.SyncError(text, phase="commit", hint="publish again"), now)
 
     def _resolve_version(self, version: int) -> None:

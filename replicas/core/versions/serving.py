@@ -136,16 +136,16 @@ class Serving:
     def failed(self, key: Key, version: int, why: str) -> None:
         """Note that a replica did not load a version, or was lost with it."""
         if key in self.canary and version == self._ledger.candidate():
-            self.reject(version, f"{key[0]}/{key[1]}: {why}")
+            self.reject(version, f"canary {key[0]}/{key[1]} failed with it ({why})")
 
     def lost(self, state: MemberState) -> None:
         """Note that a rank of a target was lost, not in good order."""
         key = state.member.group, state.member.replica
         round_ = self._rounds.of(*key) if key in self.canary else None
         if round_ is not None and state.member in round_.taken:
-            self.failed(key, round_.version, f"it was lost while it loaded it: {state.note}")
+            self.failed(key, round_.version, f"lost while it loaded the version: {state.note}")
         elif state.loaded:
-            self.failed(key, state.loaded, f"it was lost while it served it: {state.note}")
+            self.failed(key, state.loaded, f"lost while it served the version: {state.note}")
 
     def scored(self, version: int, metric: str) -> None:
         """Promote or reject the candidate if the reported metric is what decides."""

@@ -93,7 +93,7 @@ class Steering:
                 version = self._find(text)
                 if version != self._ledger.candidate():
                     text = f"version {version} is not the candidate: {self._state_of(version)}"
-                    raise errors.UsageError(text, hint="only a candidate can be rejected; roll back what is served")
+                    raise errors.UsageError(text, hint="only a candidate can be rejected; a served version can be rolled back")
                 self._serving.reject(version, why or "by an order")
                 asked.reply(Steered(channel=self._name, version=version))
             case orders.Hold():
@@ -108,7 +108,7 @@ class Steering:
     def _promote(self, asked: _Asked, version: int) -> None:
         """Serve a version: by its own number, or by a new one if a newer was served."""
         if self._context.config.follow == "newest":
-            text = f"{self._name} serves each committed version: there is nothing to promote"
+            text = f"channel {self._name} serves each committed version: there is nothing to promote"
             raise errors.UsageError(text, hint=f'set channels.{self._name}.follow = "promoted"')
         self._check_servable(version)
         if version >= self._serving.exposed:
@@ -140,10 +140,10 @@ class Steering:
     def _check_servable(self, version: int) -> None:
         """Raise UsageError for a version that is served now, or was rejected."""
         if self._ledger.content(version) == self._ledger.content(self._ledger.current()):
-            raise errors.UsageError(f"{self._name} serves version {version} already", hint=self._there())
+            raise errors.UsageError(f"channel {self._name} serves version {version} already", hint=self._there())
         if why := self._ledger.why_rejected(version):
             raise errors.UsageError(
-                f"version {version} was rejected: {why}", hint="publish it again, or choose another"
+                f"version {version} was rejected ({why})", hint="publish its weights again, or choose another version"
             )
 
     def _hold(self, asked: _Asked, order: orders.Hold) -> None:
@@ -153,10 +153,10 @@ class Steering:
         known = ledger.leases.get(name)
         holder = str(asked.member) if asked.member is not None else ""
         if known is not None and (known.version, known.holder) != (version, holder):
-            text = f"lease {name} holds version {known.version}, for {known.holder or 'a person'}"
+            text = f"the lease name {name} is in use: it keeps version {known.version} for {known.holder or 'a person'}"
             raise errors.UsageError(text, hint="release it first, or choose another name")
         if known is None and len(ledger.leases) >= LEASES_MAX:
-            raise errors.NoCapacity(f"{self._name} has {LEASES_MAX} leases", hint="release some")
+            raise errors.NoCapacity(f"channel {self._name} has {LEASES_MAX} leases, the most possible", hint="release some")
         self._check_room(version)
         seconds = order.seconds or 0.0
         self._context.decide("hold", version, name=name, value=seconds, why=holder, at=asked.wall)
@@ -168,7 +168,7 @@ class Steering:
         lease = self._ledger.leases.get(name)
         if lease is None:
             there = f"its leases are {list_text(sorted(self._ledger.leases))}" if self._ledger.leases else "it has none"
-            raise errors.UsageError(f"{self._name} has no lease {name!r}: {there}", hint="")
+            raise errors.UsageError(f"channel {self._name} has no lease {name!r}: {there}", hint="")
         self._end_lease(name, "by an order")
         asked.reply(Steered(channel=self._name, version=lease.version, name=name))
 
@@ -181,19 +181,19 @@ class Steering:
         """Set, move or remove a label of the user's."""
         label, ledger = order.label, self._ledger
         if label in OWN_LABELS or not _LABEL.match(label):
-            text = f"{label!r} cannot be a label of yours"
+            text = f"{label!r} cannot be used as a label"
             hint = (
-                f"a letter, then letters, digits, '.', '_' and '-'; {list_text(OWN_LABELS)} are set by what is served"
+                f"a letter, then letters, digits, '.', '_' and '-'; {list_text(OWN_LABELS)} are set by the run itself"
             )
             raise errors.UsageError(text, hint=hint)
         known = ledger.labels.get(label, 0)
         version = self._find(order.version) if order.version else 0
         if not version and not known:
-            raise errors.UsageError(f"{self._name} has no label {label!r}", hint=self._there())
+            raise errors.UsageError(f"channel {self._name} has no label {label!r}", hint=self._there())
         if version and known not in (0, version) and not order.move:
-            raise errors.UsageError(f"label {label!r} points to version {known}", hint="say that it may move (--move)")
+            raise errors.UsageError(f"label {label!r} points to version {known}", hint="--move or move=True moves it")
         if version and not known and len(ledger.labels) >= LABELS_MAX:
-            raise errors.NoCapacity(f"{self._name} has {LABELS_MAX} labels", hint="remove some")
+            raise errors.NoCapacity(f"channel {self._name} has {LABELS_MAX} labels, the most possible", hint="remove some")
         if version:
             self._check_room(version, without=label)
         self._context.decide("label", version, name=label)
@@ -205,7 +205,7 @@ class Steering:
         version = self._find(order.version, held=False)
         scores = self._ledger.versions[version].scores
         if len(scores.keys() | order.scores.keys()) > SCORES_MAX:
-            raise errors.NoCapacity(f"version {version} has {len(scores)} scores, of {SCORES_MAX}", hint="reuse a name")
+            raise errors.NoCapacity(f"version {version} can have {SCORES_MAX} scores, and has {len(scores)}", hint="reuse a name")
         for name, value in order.scores.items():
             mean = scores[name].with_report(value) if name in scores else Score(value)
             self._context.decide("score", version, name=name, value=mean.value, count=mean.count)
@@ -228,14 +228,14 @@ class Steering:
             number = ledger.labels.get(text, 0)
             if not number and text == PREVIOUS:
                 raise errors.UsageError(
-                    f"{self._name} has served one version at most: there is none before it", hint=""
+                    f"channel {self._name} has no earlier version to go back to: it has served one at most", hint=""
                 )
             if not number:
-                raise errors.UsageError(f"{self._name} has no label {text!r}", hint=self._there())
+                raise errors.UsageError(f"channel {self._name} has no label {text!r}", hint=self._there())
         if number not in ledger.versions:
-            raise errors.UsageError(f"{self._name} has no version {number}", hint=self._there())
+            raise errors.UsageError(f"channel {self._name} has no version {number}", hint=self._there())
         if held and not self._context.roster.holders.of(ledger.content(number)):
-            raise errors.Gone(f"version {number} of {self._name} is gone", version=number, hint=self._there())
+            raise errors.Gone(f"no replica holds version {number} of channel {self._name} now", version=number, hint=self._there())
         return number
 
     def _there(self) -> str:
@@ -246,7 +246,7 @@ class Steering:
         return (
             f"{self._name} has version{'' if len(words) == 1 else 's'} {', '.join(words[-SHOWN:])}"
             if words
-            else "it has none"
+            else "no replica holds a version now"
         )
 
     def _labels_text(self, version: int) -> str:
@@ -256,7 +256,7 @@ class Steering:
     def _state_of(self, version: int) -> str:
         """Return the state of a version that is not the candidate, as text."""
         why = self._ledger.why_rejected(version)
-        return f"it was rejected: {why}" if why else f"it is{self._labels_text(version) or ' none'}"
+        return f"it was rejected ({why})" if why else f"its label is{self._labels_text(version) or ' none'}"
 
     def _fixed(self, ledger: Ledger, without: str = "") -> dict[int, str]:
         """Return the contents that stay until a person says otherwise, and why."""
@@ -280,7 +280,7 @@ class Steering:
         kept = list_text([f"version {number} ({why})" for number, why in sorted(fixed.items())])
         size = size_text(ledger.versions[version].commit.nbytes)
         room = "1 version" if self._room == 1 else f"{self._room} versions"
-        text = f"{self._name} can keep {room}, and keeps {kept}: version {version} needs {size} more"
+        text = f"channel {self._name} can keep {room}, and keeps {kept}; version {version} needs {size} more"
         raise errors.NoCapacity(text, hint=f"release one, or raise channels.{self._name}.slots", version=version)
 
     # ------------------------------------------------------------ what members keep
@@ -305,9 +305,9 @@ class Steering:
         """End leases that are over."""
         for name, lease in list(self._ledger.leases.items()):
             if lease.until and wall >= lease.until:
-                self._end_lease(name, "its time is over")
+                self._end_lease(name, "its time has ended")
             elif lease.holder and not recovering and lease.holder not in map(str, self._members()):
-                self._end_lease(name, "its holder is lost")
+                self._end_lease(name, "its holder has left or died")
 
     def advance(self) -> None:
         """Go back from a rejected version if needed; tell members what to keep."""
