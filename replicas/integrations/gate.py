@@ -89,6 +89,8 @@ class GatePage:
     """The shared page: written by the follower, read by the server."""
 
     def __init__(self, memory: mmap.mmap, fd: int | None = None) -> None:
+        """Use a mapped page; own its descriptor ``fd``, if this process has created
+        it."""
         self._memory = memory
         self._fd = fd
 
@@ -152,7 +154,11 @@ class GatePage:
         return found
 
     def set_labels(self, labels: Mapping[str, int]) -> None:
-        """Set the labels; those that do not fit on the page are left out."""
+        """Write labels (names that point to versions) to the page; leave out those that
+        do not fit. A server sees the old labels or the new ones, never a mixture.
+
+        :param labels: version by label.
+        """
         known = dict(labels)
         while len(data := json.dumps(known).encode()) > _LABELS_NBYTES - 2:
             known.popitem()
@@ -165,7 +171,8 @@ class GatePage:
         self._memory[_CHANGES] = changes
 
     def load(self, version: int) -> None:
-        """Note that this version may answer from now on, as its load begins."""
+        """Note on the page that the server may answer with this version, too, from now
+        on, as its load begins."""
         struct.pack_into("Q", self._memory, _LOADING, version)
 
     @property
@@ -190,7 +197,8 @@ class GatePage:
         self._memory[0] = 0
 
     def close(self) -> None:
-        """Unmap the page; other processes keep theirs."""
+        """Unmap the page, and close its descriptor if this process has created it;
+        other processes keep their mappings."""
         self._memory.close()
         if self._fd is not None:
             os.close(self._fd)
@@ -218,7 +226,14 @@ class Gate:
         always: Collection[str] = ALWAYS,
         reads: bool = True,
     ) -> None:
-        """Map the page and prepare the paths. Raises OSError if the page is gone."""
+        """Map the page and prepare the paths. Raise OSError if the page is gone.
+
+        :param control: paths that change the engine; one that ends with a slash covers
+            all paths below it.
+        :param page: the shared page; default: the page named by ``REPLICAS_GATE``.
+        :param always: paths that are answered while the gate is shut, too.
+        :param reads: whether any client may read (GET, HEAD) the paths of ``control``.
+        """
         self._app = app
         self._page = GatePage.attach(os.environ[GATE]) if page is None else page
         self._control = [_route(path) for path in control]
@@ -250,8 +265,9 @@ class Gate:
             await _refuse(scope, send, 503, SHUT)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request to the server if that may answer as it demands; name the
-        version in its answer."""
+        """Pass a request on to the server if a version with which it may answer now is
+        the one that the request's header demands, and add the version to the answer's
+        headers; else send an error."""
         given = next((value for name, value in scope["headers"] if name == VERSION_HEADER.encode()), None)
         try:
             demand = None if given is None else demand_of(given.decode("latin-1"), self._page.labels)
@@ -289,20 +305,21 @@ class Gate:
 
 
 def _labels_at(changes: int) -> int:
-    """Return the offset of the labels after this number of changes."""
+    """Return the offset on the page of the labels that are valid after ``changes``
+    changes: two places take turns."""
     return _LABELS + changes % 2 * _LABELS_NBYTES
 
 
 def _route(path: str) -> Route:
-    """Return a route only for matching: of the path, or after a slash of all paths
-    below it."""
+    """Return a Starlette route, used only to match: of the path, or if it ends with a
+    slash of all paths below it."""
     return Route(f"{path}{{below:path}}" if path.endswith("/") else path, _refuse)
 
 
 async def _refuse(scope: Scope, send: Send, status: int, why: str, *more: tuple[bytes, bytes]) -> None:
     """Answer a request with this status and an error as JSON, or close a websocket.
 
-    :param more: further headers.
+    :param why: text of the error. :param more: further headers.
     """
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1013 if status == 503 else 1008, "reason": why})
@@ -312,7 +329,10 @@ async def _refuse(scope: Scope, send: Send, status: int, why: str, *more: tuple[
 
 
 async def _answer(send: Send, status: int, body: bytes, *more: tuple[bytes, bytes]) -> None:
-    """Send a response of JSON, with ``more`` headers."""
+    """Send a whole HTTP response whose body is JSON.
+
+    :param more: further headers.
+    """
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *more]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

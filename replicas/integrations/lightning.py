@@ -72,6 +72,8 @@ class PublishCallback(Callback):
         first: bool = True,
         **join: Any,
     ) -> None:
+        """Check ``every`` and ``wait``; join nothing before training. The class
+        describes the parameters."""
         self._sync = StepSync(channel, wait, deadline, join, every=every, weights=weights, dtype=dtype, first=first)
 
     @property
@@ -103,6 +105,10 @@ class PublishCallback(Callback):
 
 
 def _log(trainer: Any, figures: list[dict[str, float]]) -> None:
-    """Give the newest value of each figure to the trainer's loggers."""
+    """Give the newest value of each figure (a metric of the syncs) to the trainer's
+    loggers; do nothing without figures.
+
+    :param figures: one dict for each sync that has ended.
+    """
     for logger in trainer.loggers if figures else ():
         logger.log_metrics(newest(figures), step=trainer.global_step)

@@ -53,6 +53,14 @@ class LmdeployEngine(HttpEngine):
     name = "LMDeploy"
 
     def __init__(self, url: str, *, model: str = "", complete: bool = True, **more: Any) -> None:
+        """Read the specs of the model's files, if they are found here; send nothing
+        yet.
+
+        :param model: path or name of the model, with whose files versions are compared;
+            default: the first version that was loaded.
+        :param complete: whether versions must have all parameters of the model.
+        :param more: as for :class:`replicas.integrations.http_engine.HttpEngine`.
+        """
         super().__init__(url, **more)
         self._specs = ModelSpecs(model, complete=complete)
 
@@ -87,8 +95,11 @@ class LmdeployEngine(HttpEngine):
         self.post("/wakeup", {}, query={"tags": "weights"}, timeout_s=timeout_s)
 
     def load(self, update: Update, timeout_s: float) -> None:
-        """Have the server read the version's memory: one request for each layer, as
-        some engines of LMDeploy require."""
+        """Have the server read the memory of the version ``update``, and wait: one
+        request for each layer, as some engines of LMDeploy require.
+
+        :param timeout_s: seconds for which the server may be idle in each request.
+        """
         parts = [list(part) for _, part in groupby(_calls(update), key=lambda call: _layer(call[0]))]
         for number, part in enumerate(parts, 1):
             stream = io.BytesIO()
@@ -116,7 +127,7 @@ def _layer(name: str) -> str:
 
 
 def _calls(update: Update) -> Iterator[tuple[str, tuple[Any, tuple[Any, ...]]]]:
-    """Yield (name, call) of each tensor, for the server to make: call is
+    """Yield (name, call) of each tensor of the version, for the server to make: call is
     (:func:`read_tensor`, its arguments). Tensors of a layer follow each other; tied
     ones come under each name."""
     manifest, path, start = update.manifest, update.path, update.manifest.data_offset

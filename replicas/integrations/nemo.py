@@ -68,7 +68,7 @@ class CheckpointEngine:
         deadline: float = DEADLINE_S,
         **options: Any,
     ) -> None:
-        """Check the arguments; join nothing yet."""
+        """Check the arguments; join nothing yet. The class describes the parameters."""
         self._bucket_nbytes = bucket_size
         self._refit = Refit(
             channel=channel, ranks=ranks, dtype=dtype, deadline=deadline, options=options, loaded_at_end=True
@@ -157,6 +157,8 @@ class _Offer:
     """A coordinator that this process could start, with its future address."""
 
     def __init__(self, place: CoordinatorAddress, port: int, secret: str, pem: bytes) -> None:
+        """Keep the address, port, secret and key (PEM) of a coordinator; start
+        nothing."""
         self.place, self._port, self._secret, self._pem = place, port, secret, pem
 
     @classmethod
@@ -178,8 +180,11 @@ class _Offer:
         return cls(CoordinatorAddress(f"{ray.util.get_node_ip_address()}:{port}", token, NAME), port, secret, pem)
 
     def started(self, channels: dict[str, Any]) -> Any:
-        """Start the coordinator of these channels, as offered; return its handle,
-        without which Ray ends the actor."""
+        """Start the coordinator of these channels, as offered: a Ray actor, on the
+        offered port. Wait, and return its handle, without which Ray ends the actor.
+
+        :param channels: settings by the channel's name.
+        """
         from replicas.integrations.ray import coordinator
 
         name = f"{NAME}-{secrets.token_hex(4)}"  # the actor of a dead worker may still exist

@@ -38,6 +38,7 @@ class SyncCallback(TrainerCallback):
     """
 
     def __init__(self, sync: WeightSync) -> None:
+        """Use this trainer's membership of a channel; join nothing yet."""
         self._sync = sync
 
     @property
@@ -46,8 +47,9 @@ class SyncCallback(TrainerCallback):
         return self._sync.channel
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
-        """Add figures to the entry that the trainer has just made, and to ``logs``: the
-        newest of each for the syncs that have ended since, failures counted."""
+        """Add the figures (metrics) of the syncs that have ended since the last call to
+        ``logs`` and to the trainer's newest log entry: the newest value of each,
+        failures counted."""
         figures = newest(self._sync.figures())
         if logs is not None:
             logs.update(figures)
@@ -100,6 +102,8 @@ class PublishCallback(SyncCallback):
         first: bool = True,
         **join: Any,
     ) -> None:
+        """Check ``every`` and ``wait``; join nothing before training. The class
+        describes the parameters."""
         self._steps = StepSync(channel, wait, deadline, join, every=every, weights=weights, dtype=dtype, first=first)
         super().__init__(self._steps)
 
@@ -115,6 +119,6 @@ class PublishCallback(SyncCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Publish the last step unless that is done, or the best model that was loaded;
-        then leave as :class:`SyncCallback` does."""
+        then wait for open publishes, leave the channel, and log their figures."""
         self._steps.end(state.global_step, model, changed=args.load_best_model_at_end)
         super().on_train_end(args, state, control)

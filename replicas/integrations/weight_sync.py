@@ -50,6 +50,16 @@ class WeightSync:
     """
 
     def __init__(self, channel: str, wait: Wait, deadline: float | None, join: dict[str, Any]) -> None:
+        """Check ``wait``; join nothing yet.
+
+        :param channel: its name.
+        :param wait: the state to wait for after a publish: ``"loaded"``, all live
+            targets serve the new version; ``"committed"``, all have its bytes; None:
+            immediately.
+        :param deadline: seconds for each of the two; None: the channel's for the
+            commit, 60 for the loads.
+        :param join: further arguments of :func:`replicas.join`.
+        """
         if wait not in ("loaded", "committed", None):
             raise errors.UsageError(f"wait={wait!r}", hint='pass "loaded", "committed" or None')
         self._name = channel
@@ -79,12 +89,13 @@ class WeightSync:
         return channel
 
     def publish(self, weights: object, **options: Any) -> None:
-        """Join if need be, and publish; return when the weights are copied. Any other
-        failure is logged, and counted in the figures.
+        """Join the channel unless joined, and publish ``weights``; return when they are
+        copied. A failure other than those below is logged, and counted in the figures.
 
         :param options: of :meth:`replicas.Channel.publish`.
         :raises replicas.errors.UsageError: no publish has worked yet, and this one is
             wrong, as every later one would be; the channel is left.
+        :raises replicas.errors.ReplicasError: the join failed, as :meth:`join`.
         """
         channel = self.join()
         began = time.monotonic()
@@ -141,8 +152,8 @@ class WeightSync:
         return self.figures()
 
     def _receipt(self, sync: _Sync) -> replicas.Receipt | None:
-        """Wait for the end of a sync; keep its figures, and return its receipt. Return
-        None if it failed, which is logged."""
+        """Block until a sync (one publish) has ended; keep its figures, and return its
+        receipt (the commit's details). Return None if it failed, which is logged."""
         try:
             receipt = sync.pending.wait()
         except errors.ReplicasError as error:
@@ -158,7 +169,7 @@ class WeightSync:
         return receipt
 
     def _failed(self, error: errors.ReplicasError) -> None:
-        """Log a failed publish, and add it to the figures."""
+        """Log a failed publish, and count it in the figures as ``replicas/failed``."""
         logger.warning("training goes on after a failed publish: %s", error)
         self._figures.append({"replicas/failed": 1.0})
 
@@ -189,6 +200,13 @@ class StepSync(WeightSync):
         dtype: torch.dtype | None,
         first: bool,
     ) -> None:
+        """Check the arguments; join nothing yet.
+
+        :param every: optimizer steps from one publish to the next.
+        :param weights: returns the weights to publish of the trainer's model.
+        :param dtype: cast plain floating tensors to this dtype; None: no cast.
+        :param first: publish the weights with which training begins, too.
+        """
         super().__init__(channel, wait, deadline, join)
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise errors.UsageError(f"every={every!r}", hint="pass a number of steps, 1 or more")
@@ -220,8 +238,9 @@ class StepSync(WeightSync):
             raise
 
     def _reserve(self, model: Any) -> None:
-        """Reserve the channel's memory for weights like these, without a wait, so that
-        the first publish is faster; raise only UsageError."""
+        """Have the channel reserve memory for weights like the model's, without a wait,
+        so that the first publish is faster. Raise UsageError for weights that cannot be
+        published; only log any other error."""
         channel, weights = self.join(), self._weights(model)
         if not isinstance(weights, (torch.nn.Module, Mapping)) and not hasattr(weights, "metadata"):
             return  # a stream has no metadata
@@ -248,15 +267,19 @@ class StepSync(WeightSync):
             self._sync(step, model)
 
     def _sync(self, step: int, model: Any) -> None:
-        """Publish the model with ``meta["step"]`` = ``step``, and wait as ``wait``
-        says."""
+        """Publish the model with ``meta["step"]`` = ``step``, and block until the
+        version is committed or loaded, as ``wait`` of the class says."""
         self.publish(self._weights(model), dtype=self._dtype, meta={"step": step})
         self._published = step
         self.wait_for_last()
 
 
 def newest(all_figures: list[dict[str, float]]) -> dict[str, float]:
-    """Return the newest value of each figure; of ``replicas/failed`` the total."""
+    """Return the newest value of each figure (a metric by name), and the sum of
+    ``replicas/failed``.
+
+    :param all_figures: one dict for each sync, the oldest first.
+    """
     found: dict[str, float] = {}
     for figures in all_figures:
         found.update(figures)

@@ -136,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser(command: str) -> argparse.ArgumentParser:
-    """Return the parser of our own options of ``serve`` or ``follow``."""
+    """Return the parser of our own options of ``command``, "serve" or "follow"."""
     parser = argparse.ArgumentParser(prog=f"python -m replicas.integrations.sglang {command}", allow_abbrev=False)
     if command == "serve":
         parser.add_argument("model", metavar="MODEL", help="the model's folder, or its name on the hub")
@@ -162,10 +162,9 @@ def _follow_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _refuse_other_listeners(rest: Sequence[str]) -> None:
-    """Raise UsageError for options by which the server would listen elsewhere.
-
-    The gate or the follower could not reach it there.
-    """
+    """Raise UsageError if one of ``rest``, SGLang's own options, would make the server
+    listen where the gate or the follower could not reach it, or admit another
+    controller."""
     for option in rest:
         if (name := option.partition("=")[0].replace("_", "-")).startswith(OTHER_DOORS):
             raise errors.UsageError(
@@ -178,10 +177,10 @@ def _refuse_other_listeners(rest: Sequence[str]) -> None:
 
 
 def _serve(options: argparse.Namespace, rest: Sequence[str]) -> None:
-    """Start SGLang behind the gate as a child, and follow the channel until stopped;
-    then end it.
+    """Start SGLang behind the gate as a child, and load the channel's versions into it;
+    block until SIGTERM or SIGINT, then end it.
 
-    :param rest: options for SGLang's own command.
+    :param options: our own options. :param rest: options for SGLang's own command.
     """
     _refuse_other_listeners(rest)
     releases.check("sglang")
