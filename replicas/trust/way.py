@@ -61,7 +61,8 @@ class Way(NamedTuple):
         return f"{scheme}{'s' if self.context is not None else ''}://{self.endpoint}{path}"
 
     def refusal(self, error: BaseException) -> errors.UsageError | None:
-        """Return the error to raise for an error of TLS, None if to be retried."""
+        """Return the error to raise to the user for an error of TLS, or None if
+        ``error`` is of another kind and the caller may try again."""
         if isinstance(error, WrongKey):
             return errors.UsageError(str(error.strerror), hint=_HINT)
         if isinstance(error, ssl.SSLCertVerificationError):
@@ -124,7 +125,10 @@ def is_local(host: str) -> bool:
 
 
 def _pinned(endpoint: str, key: str) -> ssl.SSLContext:
-    """Return a client's TLS context that accepts only a port with this key."""
+    """Return a client's TLS context whose handshake fails unless the port has this key.
+
+    :param endpoint: for the error. :param key: hash of the key, from the token.
+    """
     context = _client_context()
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -143,11 +147,13 @@ def _pinned(endpoint: str, key: str) -> ssl.SSLContext:
 
     class PinnedObject(ssl.SSLObject):
         def do_handshake(self) -> None:
+            """Do the handshake; raise WrongKey unless the port has the key."""
             super().do_handshake()
             check(self.getpeercert(binary_form=True))
 
     class PinnedSocket(ssl.SSLSocket):
         def do_handshake(self, block: bool = False) -> None:
+            """Do the handshake; raise WrongKey unless the port has the key."""
             super().do_handshake(block)
             check(self.getpeercert(binary_form=True))
 
@@ -157,7 +163,8 @@ def _pinned(endpoint: str, key: str) -> ssl.SSLContext:
 
 
 def _by_authority(path: str) -> ssl.SSLContext:
-    """Return a client's TLS context for certificates by the CA in this file."""
+    """Return a client's TLS context that accepts certificates signed by the CA in the
+    file ``path``. Raise UsageError if the file cannot be used."""
     context = _client_context()
     try:
         context.load_verify_locations(path)
@@ -170,7 +177,7 @@ def _by_authority(path: str) -> ssl.SSLContext:
 
 
 def _client_context() -> ssl.SSLContext:
-    """Return a client's context for TLS 1.3; the caller adds what it trusts."""
+    """Return a client's context for TLS 1.3 that trusts no certificate yet."""
     context: Any = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     found: ssl.SSLContext = context
