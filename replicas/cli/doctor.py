@@ -49,17 +49,17 @@ def examine(config: Config | None, state_dir: Path | None) -> Iterator[Finding]:
 
 
 def supervisor_of(state_dir: Path) -> int | None:
-    """Return the pid of the living supervisor of this state folder, or None.
-
-    The supervisor may be starting, and not answer yet.
-    """
+    """Return the pid of the living supervisor that holds the lock of this state folder,
+    or None. The supervisor may be starting, and not answer yet."""
     pid = starting(state_dir)
     return pid if pid and pid in lock_holders(state_dir / "lock") else None
 
 
 def _run_finding(state_dir: Path, supervisor: int | None, living: int) -> Finding:
-    """Return the finding on the run: supervised, to be taken over, killed, or none.
+    """Return the finding on the run: supervised, to be taken over, killed, or not
+    running.
 
+    :param supervisor: pid of its living supervisor, or None.
     :param living: the number of its processes, or of those that continue without it.
     """
     if supervisor is not None:
@@ -110,7 +110,12 @@ def _ports(config: Config, ours: Collection[int]) -> Iterator[Finding]:
 
 
 def _carriers(first: int, listening: Collection[Listener]) -> Finding:
-    """Check the ports of carriers on this machine; each rank needs one."""
+    """Return the finding on the ports of carriers (processes that serve versions to
+    other hosts, one for each rank) on this machine.
+
+    :param first: the first port of their range; 0: any free one.
+    :param listening: the listening sockets of this machine.
+    """
     if not first:
         text = "cluster.carry_port: any free one; where a firewall is between nodes, set it, and open these ports"
         return Finding("ports", "ok", text)

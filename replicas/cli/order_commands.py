@@ -180,7 +180,12 @@ def stacks(*, target: OptionalRanks = None, place: ThisRun, as_json: Json = Fals
 
 
 def send(place: RunAddress, order: Order, doing: str, *, wait: bool = True) -> Answer:
-    """Send an order; on a terminal show progress."""
+    """Send an order to the run's supervisor, and return the answer; on a terminal show
+    progress.
+
+    :param doing: text of the progress line, such as "scaling rollout".
+    :param wait: return when the order is done, not as soon as it has begun.
+    """
     with patience(doing):
         return place.client().order(order, wait=wait)
 
@@ -206,7 +211,8 @@ def _until_gone(states: Iterator[RunStatus | None]) -> None:
 
 
 def print_answer(answer: Answer, words: str, *, as_json: bool) -> None:
-    """Print the answer as JSON, or ``words`` if the order is done."""
+    """Print the answer as JSON, or ``words`` if the order is done, else that it has
+    begun."""
     if as_json:
         print(json_text({"done": answer.done, "result": answer.result}))
     elif answer.done:
@@ -245,7 +251,13 @@ def wait(
 
 
 def _until_ready(place: RunAddress, target: str | None, until: float, words: str) -> tuple[ReplicaStatus, ...]:
-    """Wait until the target is ready; return its replicas. ``words``: the timeout."""
+    """Wait until the target is ready, showing progress; return its replicas.
+
+    :param until: when to give up, by ``time.monotonic()``.
+    :param words: the timeout as the user wrote it, for the error.
+    :raises DeadlineExceeded: it was not ready in time.
+    :raises WorldError: it can no longer become ready, or the run is over.
+    """
     missing: list[ReplicaStatus] | None = None
     with patience("waiting") as show_doing:
         for status in _wait_for_run(place, until, show_doing):
@@ -261,12 +273,14 @@ def _until_ready(place: RunAddress, target: str | None, until: float, words: str
 
 
 def _wait_for_run(place: RunAddress, until: float, show_doing: Callable[[str], None]) -> Iterator[RunStatus | None]:
-    """Wait until the run answers, and return an iterator of its states.
+    """Block until the run answers, polling five times a second; return an iterator of
+    its states. So a script may start the run in the background, again after an earlier
+    end.
 
-    So a script may start the run in the background, again after an earlier end.
-
+    :param until: when to give up, by ``time.monotonic()``.
+    :param show_doing: changes the progress line.
     :raises replicas.errors.Disconnected: it does not appear, or not in time.
-    :raises WorldError: it is over, and nobody starts it.
+    :raises WorldError: it is over, and no process that starts it is seen.
     """
     give_up_at = min(until, time.monotonic() + _COMING_S)
     while True:
@@ -285,16 +299,16 @@ def _wait_for_run(place: RunAddress, until: float, show_doing: Callable[[str], N
 
 
 def _any_begins() -> bool:
-    """Return True if a command that starts a run began within :data:`_COMING_S`.
-
-    It may still import its modules: the state folder does not show it yet.
-    """
+    """Return True if a process of this machine is a command that starts a run, and
+    began within the last 30 s: it may still import its modules, so that no state folder
+    shows it."""
     since = (start_time(os.getpid()) or 0) - _COMING_S * os.sysconf("SC_CLK_TCK")
     return any(_STARTS.search(command_line(pid)) and (start_time(pid) or 0) > since for pid in processes())
 
 
 def chosen(status: RunStatus, target: str | None) -> tuple[GroupStatus, ...]:
-    """Return the named group, or its group with only the named replica, or all groups.
+    """Return the group that ``target`` names, or its group with only the named replica,
+    or all groups (None).
 
     :raises UsageError: there is no such group or replica.
     """
@@ -311,7 +325,8 @@ def chosen(status: RunStatus, target: str | None) -> tuple[GroupStatus, ...]:
 
 
 def unready(status: RunStatus, target: str | None) -> list[ReplicaStatus]:
-    """Return replicas to wait for, of groups with too few ready or done ones.
+    """Return the replicas to wait for: those that are neither ready nor done, in groups
+    of the target with too few that are; empty if the target is ready.
 
     :raises WorldError: too few of them can still become ready.
     """

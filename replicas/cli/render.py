@@ -95,10 +95,11 @@ def config_tables(config: Config) -> RenderableType:
 
 
 def outlook(where: Mapping[str, Sequence[str]], waits: Mapping[str, str], nodes: Sequence[NodeStatus]) -> list[str]:
-    """Return a line for each node, and for each replica that fits no node.
+    """Return a line for each node with replicas, and for each replica that fits no
+    node.
 
-    :param where: nodes by replica that fits. :param waits: lacks by replica that does
-        not.
+    :param where: nodes' names by replica. :param waits: the lacking resource by
+        replica.
     """
     if not waits and all(node.local for node in nodes):
         return []
@@ -112,7 +113,8 @@ def outlook(where: Mapping[str, Sequence[str]], waits: Mapping[str, str], nodes:
 
 
 def fitted(columns: Sequence[Sequence[str]], room: int) -> list[int]:
-    """Return widths of columns that begin with their headings.
+    """Return widths for columns of texts, each with its heading first, that together
+    have at most ``room`` characters.
 
     Whole words fit first, then whole cells, then whole headings, the shortest need
     first. If even the words do not fit, the longest ones (paths) are broken.
@@ -167,11 +169,14 @@ class _Table:
     """
 
     def __init__(self, title: str, columns: Iterable[str], rows: Iterable[Iterable[str | Text]]) -> None:
+        """Keep title, headings and rows of cells; widths are chosen when it is
+        drawn."""
         self._title, self._columns = title, tuple(columns)
         # foreign text is not markup
         self._rows = [tuple(Text(cell) if isinstance(cell, str) else cell for cell in row) for row in rows]
 
     def __rich_console__(self, console: object, options: ConsoleOptions) -> RenderResult:
+        """Yield the Rich table, with widths for the console's size."""
         columns = [(name, *(row[place].plain for row in self._rows)) for place, name in enumerate(self._columns)]
         widths = fitted(columns, options.max_width - _BETWEEN * len(columns))
         table = Table(
@@ -206,7 +211,8 @@ _ENDS = {"run": "the run ends", "group": "its group ends", "replica": "it stays 
 
 
 def _failure_row(config: Config, group: GroupConfig, on_channels: frozenset[str]) -> tuple[str, ...]:
-    """Return a row of the table Failures; ``on_channels``: groups with a channel."""
+    """Return a row of the table Failures of a config; ``on_channels``: groups with a
+    channel."""
     ready = f"{needed_replicas(group.min_ready, group.replicas)} of {group.replicas}"
     if group.external:
         return group.name, "by others", "-", "-", ready
@@ -258,7 +264,8 @@ def _channel_row(channel: ChannelConfig) -> tuple[str, ...]:
 
 
 def _parties(parties: Iterable[ChannelRole]) -> str:
-    """Return groups with their ranks as text: ``trainer (leader), eval (all)``."""
+    """Return groups of a channel with their ranks as text: ``trainer (leader), eval
+    (all)``."""
     return ", ".join(f"{party.group} ({party.ranks})" for party in parties)
 
 
@@ -273,7 +280,8 @@ def _title(status: RunStatus) -> Text:
 
 
 def _wrong(status: RunStatus, now: float) -> Iterator[Text]:
-    """Yield a sentence for each trouble, or wait of known length."""
+    """Yield a styled sentence for each trouble of the run, and each wait with a known
+    end."""
     for one in verdict(status, now).troubles:
         if one.level != "note" or one.until is not None:
             most = "up to " * one.about.startswith("group ")  # of several replicas, the first has it longest
@@ -329,7 +337,8 @@ def _lines(columns: Sequence[str], rows: Iterable[Sequence[str | Text]], width: 
 
 
 def _cut(text: str, width: int) -> str:
-    """Return the text in exactly ``width`` cells: padded, or cut with an ellipsis."""
+    """Return the text in exactly ``width`` terminal cells: padded, or cut with an
+    ellipsis."""
     return set_cell_size(text, width) if cell_len(text) <= width else f"{set_cell_size(text, max(0, width - 1))}…"
 
 
@@ -396,7 +405,8 @@ def _replica_row(replica: ReplicaStatus) -> tuple[str | Text, ...]:
 
 
 def _open_updates(replica: ReplicaStatus) -> str:
-    """Return the replica's updates that are open for long, as text, or ""."""
+    """Return the replica's updates that are open for suspiciously long, as text, or
+    ""."""
     open_s = sorted(replica.open_s.items())
     return ", ".join(f"update of {name} open for {duration_text(s)}" for name, s in open_s if s > OPEN_S)
 

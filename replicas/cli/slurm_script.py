@@ -113,14 +113,16 @@ def _options(config: Config, order: SlurmConfig) -> Iterator[str]:
 
 
 def grace_s(config: Config, order: SlurmConfig) -> float:
-    """Return how many seconds before its end Slurm signals the job."""
+    """Return how many seconds before its end Slurm signals the job: the configured
+    time, or the longest drain of a group and 30 s."""
     if order.grace_s is not None:
         return order.grace_s
     return max(group.drain_timeout_s + group.stop_timeout_s for group in config.groups.values()) + _MARGIN_S
 
 
 def _refuse_too_short(config: Config, order: SlurmConfig) -> None:
-    """Raise UsageError if the job would be told of its end as it starts."""
+    """Raise UsageError if the requested time is so short that the job would be told of
+    its end, and drain, as it starts."""
     grace = grace_s(config, order)
     if order.time_s is not None and order.time_s <= grace + _EARLIER_S:
         raise UsageError(

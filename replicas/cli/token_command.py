@@ -68,7 +68,8 @@ def token(
 
 
 def make(folder: Path) -> list[str]:
-    """Make a key and tokens in a folder of their own; return lines for a config.
+    """Create a key and tokens as files in a folder, which is made; return lines for a
+    config.
 
     :raises UsageError: there is a key already, or the folder cannot be used.
     """
