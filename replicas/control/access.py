@@ -45,7 +45,8 @@ class Access(Protocol):
     """The access rules of one transport."""
 
     def __call__(self, headers: Mapping[str, str], /) -> Reason | None:
-        """Return why a request with these headers has no full access, or None."""
+        """Return why a request with these headers has no full access, as a text for its
+        sender, or None if it has."""
         ...
 
     def watched(self, headers: Mapping[str, str], end: Callable[[], None], /) -> AbstractContextManager[None]:
@@ -76,11 +77,17 @@ class ByToken:
     """
 
     def __init__(self, tokens: Callable[[], Tokens], refused: Callable[[str], None]) -> None:
+        """Check tokens against those that ``tokens`` returns at each request.
+
+        :param refused: called with "token" for each request with a token that is not
+            valid.
+        """
         self._tokens = tokens
         self._refused = refused
 
     def __call__(self, headers: Mapping[str, str]) -> Reason | None:
-        """Return why these headers do not give full access, or None."""
+        """Return why these headers do not give full access, as a text for their sender,
+        or None if they have an operator's token. Count a wrong token by ``refused``."""
         if headers.get("authorization") is None:
             return "this needs an operator's token, as `Authorization: Bearer TOKEN`, or the run's Unix socket"
         tokens = self._tokens()
@@ -91,7 +98,8 @@ class ByToken:
         return None if role == "operator" else "a member's token does not permit this: show an operator's token"
 
     def watched(self, headers: Mapping[str, str], end: Callable[[], None]) -> AbstractContextManager[None]:
-        """Context manager: call ``end`` when the token in the headers is revoked."""
+        """Context manager: call ``end`` if the token in the headers is revoked within
+        the block."""
         return self._tokens().watched(headers, end)
 
 
@@ -110,10 +118,16 @@ class Lasting(StreamingResponse):
     """
 
     def __init__(self, parts: AsyncIterator[bytes], held: Right, **options: Any) -> None:
+        """Stream ``parts``, for as long as the access lasts.
+
+        :param held: ``held(end)`` is a context manager that calls ``end`` when it ends.
+        """
         super().__init__(parts, **options)
         self._held = held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response; cancel it, which breaks the connection, when the access
+        ends."""
         with anyio.CancelScope() as whole, self._held(whole.cancel):
             await super().__call__(scope, receive, send)
 
@@ -124,7 +138,8 @@ def without_output(text: str) -> str:
 
 
 def public(value: object) -> Any:
-    """Return the value as builtins, each text without the output of programs."""
+    """Return the value (a struct, too) as builtins, with every text cut before the
+    output of a program: readers without a token may see the result."""
     return _cut(msgspec.to_builtins(value, enc_hook=str))
 
 
@@ -141,6 +156,8 @@ class Cached:
     """
 
     def __init__(self, make: Callable[[], object]) -> None:
+        """Cache the JSON of what ``make`` returns; call ``make`` only when a page is
+        asked for."""
         self._make = make
         self._body = b""
         self._until = 0.0
@@ -156,7 +173,8 @@ class Cached:
 
 
 def public_record(record: Record) -> bytes:
-    """The record as JSON, without fields that are output or quote the config."""
+    """Return the record of an event as JSON for readers without a token: without fields
+    that are output of programs or quote the config."""
     event: Event = record.event
     match event:
         case ReplicaExited():

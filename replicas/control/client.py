@@ -67,6 +67,8 @@ class Client:
         token_owners: frozenset[int] | None = None,
         timeout_s: float = _TIMEOUT_S,
     ) -> None:
+        """Check the address and the token; connect to nothing. The class describes the
+        parameters."""
         self.where = where
         self._host, self._port = ("", 0) if where.startswith("unix:") else _host_and_port(where)
         self._pid = pid
@@ -78,7 +80,8 @@ class Client:
         self._timeout_s = timeout_s
 
     def status(self) -> RunStatus:
-        """Return the answer to ``GET /status``, without proxies of the environment.
+        """Ask for ``GET /status``, and return the run's status; proxies of the
+        environment are not used.
 
         :raises Disconnected: no answer, or not from a supervisor of replicas.
         """
@@ -86,8 +89,9 @@ class Client:
             return self._read(response, "GET /status", RunStatus)
 
     def order(self, order: Order, *, wait: bool = True) -> Answer:
-        """Send an order. ``wait``: until it is carried out; else until it has begun.
+        """Send an order, and return the answer.
 
+        :param wait: block until it is carried out; False: until it has begun.
         :raises ReplicasError: the error that ended it.
         :raises Disconnected: no answer, or the connection broke.
         """
@@ -100,9 +104,10 @@ class Client:
         return answer
 
     def events(self, after: int, *, follow: bool = True) -> Iterator[Record]:
-        """Yield the records of ``GET /events`` above ``after``.
+        """Request ``GET /events``; yield the records numbered above ``after``. Events
+        of a newer release, which are not known here, are left out.
 
-        Events of a newer release, which are not known here, are left out.
+        :param follow: continue, blocking, with new ones until the run ends.
         """
         for line in self._lines(f"/events?{urlencode({'follow': int(follow), 'after': after})}"):
             if line.startswith(b"data: "):
@@ -110,7 +115,8 @@ class Client:
                     yield decode(line[6:])
 
     def logs(self, query: Mapping[str, str]) -> Iterator[bytes]:
-        """Yield JSON lines of ``GET /logs``; empty ones are only signs of life.
+        """Request ``GET /logs``; yield its lines of JSON. Empty ones are only signs of
+        life.
 
         :param query: the parameters of the page, such as ``{"target": "rollout/0"}``.
         """
@@ -120,9 +126,13 @@ class Client:
     def _asked(
         self, method: str, path: str, body: bytes | None = None, *, silence_s: float | None = None
     ) -> Iterator[http.client.HTTPResponse]:
-        """Context manager: send a request, and yield its response.
+        """Context manager: connect, send a request, and yield its response; close the
+        connection at the end.
 
-        :param silence_s: limit of each read of the response; default: as for others.
+        :param silence_s: seconds that each read of the response may take; default:
+            those of the client's other reads.
+        :raises Disconnected: the connection fails, here or while the block reads.
+        :raises UsageError: the run does not accept the token, or must not see it.
         """
         connection = http.client.HTTPConnection(self._host or "localhost", self._port or None, timeout=self._timeout_s)
         headers = {"Accept": "application/json"}
@@ -187,7 +197,11 @@ class Client:
         return f"its supervisor, process {self._pid}, is {'stopped' if is_stopped(self._pid) else 'alive, but busy'}"
 
     def _read(self, response: http.client.HTTPResponse, what: str, kind: type[_T]) -> _T:
-        """Return the body as a ``kind``. ``what``: the request, for an error."""
+        """Read the response's body, of 64 MiB at most, and return it as a ``kind``.
+
+        :param what: the request, for the error.
+        :raises Disconnected: it is not such JSON.
+        """
         body = response.read(_MAX_ANSWER_NBYTES)
         try:
             return msgspec.json.decode(body, type=kind)
@@ -196,7 +210,11 @@ class Client:
             raise Disconnected(text, hint="is it a replicas supervisor of the same release?") from error
 
     def _refused(self, code: int, problem: Problem) -> ReplicasError:
-        """Return the error for a refused request: on access, or that of the answer."""
+        """Return (do not raise) the error for a refused request: that the caller has no
+        access, or the error in the answer.
+
+        :param code: the HTTP status. :param problem: the error as data.
+        """
         if code in (401, 403):
             return self._withheld or UsageError(
                 f"{self.where} takes no orders from here: {problem.message}",
@@ -205,7 +223,8 @@ class Client:
         return problem.exception()
 
     def _lines(self, path: str) -> Iterator[bytes]:
-        """Request a page and yield its lines, without their ends; raise a refusal."""
+        """Request a page, and yield its lines as they come, without their ends. Raise
+        the error of an answer with another status than 200."""
         with self._asked("GET", path, silence_s=_SILENCE_S) as response:
             if response.status != 200:
                 answer = self._read(response, f"GET {path.partition('?')[0]}", Answer)
@@ -217,7 +236,8 @@ class Client:
 
 
 def _host_and_port(endpoint: str) -> tuple[str, int]:
-    """Return the host, without brackets, and the port; raise UsageError otherwise."""
+    """Return the host, without brackets, and the port of ``HOST:PORT``; raise
+    UsageError for another text."""
     host, _, port = endpoint.rpartition(":")
     if not host or set(host) & set(" /?#@\\") or not (port.isascii() and port.isdigit() and 0 < int(port) <= 65535):
         _, url, rest = endpoint.partition("://")
