@@ -80,7 +80,12 @@ class RankOperations(Part):
     def start(self, operation: OperationCall, deadline_s: float) -> Promise[Receipt]:
         """Caller's thread: copy the inputs, and have the operation posted.
 
-        If it raises, nothing was posted.
+        Posted means: sent to the coordinator, which matches it with the peers' calls.
+        Does not wait for them. If it raises, nothing was posted.
+
+        :param deadline_s: seconds for the whole operation.
+        :raises replicas.errors.Gone: an earlier operation of unknown outcome succeeded.
+        :raises replicas.errors.NoCapacity: there is no memory for the copy.
         """
         if operation.kind not in ("send", "recv"):
             self._unknown.check_collected()
@@ -98,7 +103,7 @@ class RankOperations(Part):
         return job.pending
 
     def _scratch(self, operation: OperationCall) -> Scratch:
-        """Return the GPU's buffers if tensors and slots are on it, or the host's."""
+        """Return the pool of buffers: on the GPU of tensors and slots, or host."""
         device = self._hub.device if operation.gpu else ""
         return self._scratches.setdefault(device, Scratch(f"replicas-{self._hub.name}", device))
 
@@ -232,7 +237,10 @@ class RankOperations(Part):
         self._release(job)
 
     async def _collective(self, lane: SidecarLane, job: Job, attempt: OperationAttempt) -> None:
-        """Wait for the lane's sidecar to run the attempt."""
+        """Get an output buffer, and wait until the lane's sidecar has run the attempt.
+
+        A lane is a process group; the caller holds its turn.
+        """
         go, operation = attempt.go, job.operation
         outputs = operation.output_segments(go, attempt.me)
         nbytes = segment_layout(outputs)[1] if outputs else 0
@@ -244,7 +252,10 @@ class RankOperations(Part):
         await lane.run(left, operation.kind, operation.reduce_op, job.inputs, attempt.outputs)
 
     def _as_wire(self, error: BaseException) -> wire.WireError:
-        """Convert an attempt's error; a refusal by the sidecar becomes a UsageError."""
+        """Convert an attempt's error; a refusal by the sidecar becomes a UsageError.
+
+        A refusal comes before any byte has moved.
+        """
         if isinstance(error, SidecarFailed) and not error.over:  # refused before any bytes moved: a retry cannot help
             error = errors.UsageError(str(error), channel=self._hub.name, phase="transfer")
         return as_wire_error(error, channel=self._hub.name, phase="transfer")
@@ -291,7 +302,10 @@ class RankOperations(Part):
             return self._cannot_write(job, error)
 
     def _cannot_write(self, job: Job, error: BaseException) -> errors.ReplicasError:
-        """Return the error of a job whose results could not be written."""
+        """Return (do not raise) the error of a job whose results were not written.
+
+        :param error: what the write raised.
+        """
         found = as_wire_error(error, channel=self._hub.name, phase="write").exception()
         if isinstance(found, errors.InternalError) and not isinstance(error, errors.InternalError):
             text = f"cannot write the results of the {job.operation.kind}: {type(error).__name__}: {text_of(error)}"
@@ -330,7 +344,7 @@ class RankOperations(Part):
         self._release(job)
 
     def _release(self, job: Job) -> None:
-        """Return an ended job's buffers to the pool, once no attempt runs."""
+        """If a job is over and no attempt runs, return its buffers to the pool."""
         if not job.over or job.running:
             return
         scratch = self._scratch(job.operation)
@@ -340,6 +354,6 @@ class RankOperations(Part):
             self._give_outputs(job, job.attempt)
 
     def _give_outputs(self, job: Job, attempt: OperationAttempt) -> None:
-        """Return an attempt's output buffer, if any, to the pool of buffers."""
+        """Return the output buffer of ``attempt``, if any, to the pool of buffers."""
         outputs, attempt.outputs = attempt.outputs, None
         self._scratch(job.operation).give(outputs, spoiled=job.spoiled)

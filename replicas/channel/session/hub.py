@@ -170,7 +170,7 @@ class Hub:
         return kind(message, channel=self.name, **fields)
 
     def overdue_error(self, what: str, deadline_s: float, wanted: float = 0) -> errors.ReplicasError:
-        """Return DeadlineExceeded for ``what`` (a text), or why there is no session.
+        """Return DeadlineExceeded for ``what`` (a text); Disconnected if offline.
 
         :param wanted: the oldest version that would end a wait; 0 if it is no such
             wait.

@@ -48,10 +48,11 @@ class ManifestExchange(Part):
             self._fetches.pop(manifest_hash)[1].fail(error)
 
     async def get(self, manifest_hash: str) -> bytes:
-        """Return the encoded manifest, kept here or fetched through the coordinator.
+        """Return the encoded manifest of this hash: the known one, or a fetched one.
 
-        All callers share one fetch, which continues when no caller waits any longer,
-        because the version will be offered again.
+        A manifest lists names, shapes and dtypes of a version. It is fetched through
+        the coordinator. All callers share one fetch, which continues when no caller
+        waits any longer, because the version will be offered again.
 
         :raises replicas.errors.ReplicasError: no member has it, or the session ended.
         """
@@ -74,7 +75,7 @@ class ManifestExchange(Part):
         return known
 
     def _own(self, manifest_hash: str) -> bytes | None:
-        """Return the encoded manifest if it is known here, else None."""
+        """Return the encoded manifest if it is known here, else None; cache it."""
         known = self._encoded.get(manifest_hash)
         if known is None:
             images = self._hub.held_versions.arena.images().values()
@@ -85,7 +86,7 @@ class ManifestExchange(Part):
         return known
 
     def _asked(self, ask: wire.ManifestAsk) -> None:
-        """Send the pieces that are asked for, or an empty one if unknown here."""
+        """Send the pieces that ``ask`` wants, or an empty one if unknown here."""
         for piece in pieces(ask, self._own(ask.manifest_hash)):
             self._hub.send(piece)
 

@@ -13,10 +13,9 @@ run collectives of the user's own group, on the user's own stream. ::
     return the Pending                       the copy, is known: Packed ──▶
                                          ◀── PublishEnd: unpin, resolve
 
-**Tensors on a GPU** are only queued by the caller, on its current stream
-(:mod:`replicas.weights.devices.device_copies`). The slot counts as filled when the
-copies have arrived. Until then it belongs to them, even if the publish has ended.
-:mod:`replicas.channel.versions` describes failures and several hosts.
+**Tensors on a GPU** are only queued by the caller, on its current stream. The slot
+counts as filled when the copies have arrived. Until then it belongs to them, even if
+the publish has ended. :mod:`replicas.channel.versions` describes failures.
 """
 
 from __future__ import annotations
@@ -58,11 +57,11 @@ class Publisher(Part):
 
     @property
     def mode(self) -> Mode:
-        """``"image"`` if the leader sends all, ``"parts"`` if each rank its own."""
+        """``"image"`` if the leader sends all weights; ``"parts"``: each its own."""
         return "parts" if self._hub.settings.source_ranks == "all" else "image"
 
     def publish(self, feed: Feed, job: PublishJob) -> Promise[Receipt]:
-        """Caller's thread: copy the weights; return the Promise of the receipt."""
+        """Caller's thread: wait for a slot; copy the weights; return the Promise."""
         walk = Holder()
         try:
             self._hub.call(self._begin_publish, job, walk)
@@ -118,7 +117,7 @@ class Publisher(Part):
         hub.call(self._handle_walk_end, job, manifest, device, packing, walked)
 
     def _as_error(self, job: PublishJob, error: BaseException, *, users: bool) -> errors.ReplicasError:
-        """Return the failure as ours; the caller's thread makes the user's text."""
+        """Return the failure as our error; ``users``: the user's own code raised it."""
         if users:
             text = f"the publishing code of {self._hub.member} raised {type(error).__name__}: {text_of(error)}"
             return self._hub.error(errors.SyncError, text, phase="pack", members=[self._hub.member.name])
@@ -138,6 +137,7 @@ class Publisher(Part):
     # ------------------------------------------------------------ session thread
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
+        """Return the functions that handle the coordinator's messages, by type."""
         return {PublishAdmitted: self._admitted, PublishEnd: self._ended}
 
     def open_jobs(self) -> list[Promise[Receipt]]:
@@ -200,7 +200,7 @@ class Publisher(Part):
     def _handle_walk_end(
         self, job: PublishJob, manifest: PartManifest | None, device: str, packing: Packing | None, walked: float
     ) -> None:
-        """Handle the end of the walk: start a task that follows the copies, if any."""
+        """Keep the walk's results (ended at ``walked``); have the copies followed."""
         job.manifest, job.device = manifest, device
         if job.state == "walking":  # else the publish has ended; its slot is freed after the last write
             job.step("walked")
@@ -282,7 +282,7 @@ class Publisher(Part):
             raise _not_finite(self._hub, job.version, found)
 
     def _ready(self, job: PublishJob) -> None:
-        """Handle the known digest: report the version as packed, in its turn."""
+        """Handle the known digest: send Filled if streaming, else Packed in turn."""
         if job.slot is not None and job.slot.image is not None:
             self._hub.held_versions.record_facts(job.version, digest=job.digest)
         job.step("digested")
@@ -311,7 +311,7 @@ class Publisher(Part):
         self._hub.send(Packed(job.number, manifest.hash, device, job.wait_s, 0.0, streaming=True))
 
     def _grown(self, job: PublishJob, nbytes: int) -> None:
-        """Tell the parts that send it how many bytes are packed."""
+        """Tell the parts that send the version how many bytes of it are packed."""
         if job.streaming:
             self._hub.tell(Part.filled_up_to, job.version, nbytes)
 
@@ -330,7 +330,7 @@ class Publisher(Part):
             self._report_failed(job, error)
 
     def _report_failed(self, job: PublishJob, error: BaseException) -> None:
-        """Send PackFailed, so that the other ranks need not wait."""
+        """Send PackFailed with ``error``, so that the other ranks need not wait."""
         job.step("fail")
         if job.unsettled:
             return  # the caller has its error already

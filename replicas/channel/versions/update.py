@@ -33,8 +33,7 @@ from replicas.weights.memory.buffers import Buffer
 _T = TypeVar("_T")
 
 
-# One object for the user, so it has a method for each way to read a version; its fields
-# are the version, the slot, and its current readers.
+# One object for the user, so it has a method for each way to read a version.
 class Update:
     """The newest committed version, the same for all ranks of this replica.
 
@@ -88,10 +87,9 @@ class Update:
     def path(self) -> str:
         """The slot as a safetensors file, for engines that load from disk; read-only.
 
-        Open it before the end of the block. Files are mostly mapped rather than read
-        (``load_file``, ``safe_open``, ``np.memmap``), and such a mapping never changes,
-        whatever is published later. So the memory is not reused for a later version,
-        but freed when no process maps it; :attr:`path_to_copy` saves that.
+        Open it before the end of the block. A mapping of it (``safe_open``,
+        ``np.memmap``) never changes, whatever is published later. So the memory is not
+        reused, but freed when no process maps it; :attr:`path_to_copy` saves that.
 
         A tied tensor is in the file under its first name only, as a safetensors file
         cannot name the same bytes twice. Its metadata maps the other names to the first
@@ -115,7 +113,7 @@ class Update:
         return self._file_path(to_copy=True)
 
     def _file_path(self, *, to_copy: bool) -> str:
-        """Return the path, read-only from now on; see :attr:`path_to_copy`."""
+        """Seal the slot's file and return its path; ``to_copy``: no mapping stays."""
         if self.ended and self._path:
             return self._path
         self.manifest.check_file()
@@ -183,6 +181,7 @@ class Update:
         return self
 
     def __enter__(self) -> Update:
+        """Wait for the decision of ``adopt_together``, if set; open the block."""
         if self._owner.together and not self._by_hand:
             self.adopt().wait()
         locked(self._lock, self._enter)
@@ -273,7 +272,7 @@ class Update:
         return (change if change.name == name else replace(change, name=name) for name, change in found)
 
     def _changes(self, image: torch.Tensor, sharing: int) -> Iterator[tuple[str, Change]]:
-        """Yield (name, change) of each tensor since the base; read the slot."""
+        """Yield (name, change) of each tensor of ``image`` since the base."""
         with Difference(image, self.manifest, self._owner.open_base(self._base, self.manifest), sharing) as difference:
             for spec in self.manifest.tensors:
                 self._slot_or_raise()
@@ -429,6 +428,7 @@ class Update:
         return slot
 
     def _slot_or_raise(self) -> Slot:
+        """Mark the update as used; return its slot, or raise UsageError if ended."""
         return locked(self._lock, self._touch)
 
     def _end(self) -> None:
