@@ -54,7 +54,11 @@ AGAIN = Backoff(0.1, 6.4)
 
 @naming_limits()
 def start_forkserver(environment: Mapping[str, str], listener: int) -> subprocess.Popen[bytes]:
-    """Start a forkserver on a listening socket; its output goes to our stderr."""
+    """Start a forkserver process on a listening socket; its output goes to our stderr.
+
+    :param environment: all variables of the process.
+    :param listener: descriptor of the socket, which the process inherits.
+    """
     return subprocess.Popen(
         python_module("replicas.sidecar.forkserver", "--listener", str(listener), "--parent", str(os.getpid())),
         stdout=2 if Path("/proc/self/fd/2").exists() else subprocess.DEVNULL,
@@ -107,7 +111,7 @@ class KeptForkserver:
 
     @property
     def over(self) -> bool:
-        """Whether it was given up or killed; nothing listens at its address then."""
+        """True once it was given up or killed; nothing listens at its address then."""
         return self._listener.fileno() < 0
 
     def need(self) -> None:
@@ -135,7 +139,7 @@ class KeptForkserver:
             log.error("leaving forkserver %d, which survives SIGKILL", self.pid)
 
     def _listen(self) -> None:
-        """Start the process at the next connection."""
+        """Have the loop start the process at the next connection."""
         self._loop.add_reader(self._listener, self._start)
 
     def _start(self) -> None:
@@ -154,7 +158,7 @@ class KeptForkserver:
         self._schedule()
 
     def _reap(self) -> None:
-        """Handle the end of the process."""
+        """Collect the status of the process, which has ended; time the next start."""
         assert self._child is not None
         child, self._child = self._child, None
         self._loop.remove_reader(child.pidfd)
@@ -163,7 +167,10 @@ class KeptForkserver:
         self._ended("died")
 
     def _ended(self, how: str) -> None:
-        """Schedule the next start, or give up. ``how``: the end in words."""
+        """Schedule the next start, or give up after too many.
+
+        :param how: the end in words, for logs.
+        """
         if self.over:
             self._life.ended(self._loop.time())
         elif self._life.ended(self._loop.time()):
@@ -174,14 +181,14 @@ class KeptForkserver:
             self._schedule()
 
     def _schedule(self) -> None:
-        """Set the timer to the next step of the child's lifecycle."""
+        """Set the timer to the next step of the child's lifecycle: start or look."""
         if self._timer is not None:
             self._timer.cancel()
         due = self._life.due
         self._timer = self._loop.call_at(due, self._on_time) if due < math.inf else None
 
     def _on_time(self) -> None:
-        """Take the due step: start the process, or look whether it stalls."""
+        """Take the due step: start the process, or check whether it stalls."""
         match self._life.on_time(self._loop.time()):
             case "start":
                 (self._start if self._ahead else self._listen)()

@@ -109,7 +109,10 @@ def meet(store: SignedStore, spec: GroupSpec, deadline: float) -> None:
 
 
 def _check(mine: _Card, card: _Card) -> None:
-    """Raise Preflight if the two members cannot be in one group."""
+    """Raise Preflight if ``card``, of a member, cannot be in one group with ``mine``.
+
+    A card is a member's entry in the store.
+    """
     if card.error:
         raise Preflight(
             f"{card.name} cannot bind its address {card.address}: {card.error}",
@@ -125,7 +128,7 @@ def _check(mine: _Card, card: _Card) -> None:
 
 
 def _check_hosts(cards: Iterable[_Card]) -> None:
-    """Raise Preflight, on every member, if two machines have one address."""
+    """Raise Preflight if two machines have one address, on every member alike."""
     known: dict[str, _Card] = {}
     for card in cards:
         first = known.setdefault(card.address, card)
@@ -140,7 +143,14 @@ def _check_hosts(cards: Iterable[_Card]) -> None:
 def _collect(
     store: SignedStore, spec: GroupSpec, what: str, kind: type[_T], deadline: float, check: Callable[[_T], None]
 ) -> dict[int, _T]:
-    """Wait for every member's ``what`` in the store; check each, return all by rank."""
+    """Wait for the values of all members in the store; check each; return all by rank.
+
+    :param what: first part of the keys: ``card`` or ``finding``.
+    :param kind: type of the decoded values.
+    :param deadline: by ``time.monotonic()``.
+    :param check: called with each value as it comes; raises to end the wait.
+    :raises RuntimeError: a member's value is missing at the deadline, or malformed.
+    """
     found: dict[int, _T] = {}
     while missing := [rank for rank in range(spec.size) if rank not in found]:
         remaining = deadline - time.monotonic()
@@ -164,9 +174,10 @@ def _collect(
 
 @contextmanager
 def _listening(spec: GroupSpec, *, listen: bool) -> Iterator[tuple[int, str]]:
-    """Bind a port and, with ``listen``, greet all callers on a thread in the block.
+    """Context manager: bind a port and, with ``listen``, greet callers on a thread.
 
-    Yield (port, ""), or (0, the error's text) if the address cannot be bound.
+    Yields (port, ""), (0, "") if it does not listen, or (0, the error's text) if the
+    address cannot be bound. Ends the thread and closes the port on exit.
     """
     with ExitStack() as stack:
         try:
@@ -198,7 +209,7 @@ def _greeting(spec: GroupSpec, rank: int, port: int) -> bytes:
 
 
 def _greet(listener: socket.socket, words: bytes) -> None:
-    """Send the greeting to each caller, until the listener is shut down."""
+    """Thread: send the greeting ``words`` to each caller, until ``listener`` ends."""
     while True:
         try:
             caller, _ = listener.accept()
@@ -213,7 +224,10 @@ def _greet(listener: socket.socket, words: bytes) -> None:
 
 
 async def _reach(spec: GroupSpec, mine: _Card, cards: dict[int, _Card]) -> _Finding:
-    """Connect to all members with another address; return failures by rank."""
+    """Connect to all members with another address; return the failures, by rank.
+
+    :param mine: this member's card. ``cards``: those of all members, by rank.
+    """
     others = [rank for rank, card in cards.items() if rank != spec.rank and card.address != mine.address]
     calls = [_call(cards[rank], _greeting(spec, rank, cards[rank].port)) for rank in others]
     reasons = await asyncio.gather(*calls)
@@ -221,7 +235,10 @@ async def _reach(spec: GroupSpec, mine: _Card, cards: dict[int, _Card]) -> _Find
 
 
 async def _call(card: _Card, greeting: bytes) -> Reason | None:
-    """Connect to a member and check its greeting; return the failure, or None."""
+    """Connect to a member and check its greeting; return the failure, or None.
+
+    :param greeting: the bytes that only this member can send.
+    """
     loop = asyncio.get_running_loop()
     began, heard = loop.time(), b""
     awaited, limit_s = "connection", CONNECT_S
@@ -245,7 +262,7 @@ async def _call(card: _Card, greeting: bytes) -> Reason | None:
 
 
 def blame(edges: set[tuple[int, int]]) -> list[int]:
-    """Return the ranks at fault, given pairs of (caller, unreachable).
+    """Return the ranks at fault, given pairs of ranks (caller, unreachable).
 
     Greedy: blame the ranks that most others failed to reach, drop their pairs, repeat.
     """
