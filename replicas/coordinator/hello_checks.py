@@ -35,13 +35,14 @@ class HelloChecks:
         sessions: Mapping[Member, MemberSession],
         process: ProcessIdentity,
     ) -> None:
+        """Keep the run's name and the caller's mappings, which it keeps up to date."""
         self.run = run
         self.process = process
         self._channels = channels
         self._sessions = sessions
 
     def channel(self, hello: wire.Hello) -> ChannelState:
-        """Return the channel that the member wants to join.
+        """Return the channel that the member wants to join, by its first message.
 
         :raises errors.ReplicasError: its protocol, run or channel is not ours.
         """
@@ -62,9 +63,10 @@ class HelloChecks:
         return channel
 
     def check_incarnation(self, hello: wire.Hello, channel: ChannelState) -> None:
-        """Raise Fenced for a Hello that names another member's incarnation.
+        """Raise Fenced if the Hello uses the incarnation of another member.
 
-        All members know incarnations of others. An observer is another member, too.
+        An incarnation names one join; all members know those of others. A member that
+        comes back with its own on the same channel passes.
         """
         session = self._sessions.get(hello.member)
         owner = session.channel if session is not None else None
@@ -73,7 +75,7 @@ class HelloChecks:
             raise errors.Fenced(f"{hello.member} is another member's incarnation", members=[hello.member.name])
 
     def replica(self, hello: wire.Hello, channel: ChannelState) -> int:
-        """Return the replica index for a rank 0 that asks for any.
+        """Return the replica index for a rank 0 that joins with ``replica="auto"``.
 
         It is the index that this process has already, on this channel (its Welcome was
         lost) or another one; otherwise the lowest free one. It is not reserved.
@@ -95,9 +97,10 @@ class HelloChecks:
         return next(index for index in wanted if not channel.roster.replica(hello.group, index))
 
     def watch(self, hello: wire.Hello, member: Member) -> ProcessWatch | None:
-        """Return a watch of the member's process, not started yet.
+        """Return a watch of the joining member's process, which the caller starts.
 
-        Return None if the process is not of this machine, or cannot be watched.
+        It reports the process's end by a pidfd, and the caller must close it. Return
+        None if the process is not of this machine, or cannot be watched.
 
         :raises errors.Fenced: the process has ended already.
         """

@@ -44,6 +44,10 @@ class StoreWatcher:
     """
 
     def __init__(self, bind: str, port: int, on_change: Callable[[bool], None]) -> None:
+        """Keep the arguments; nothing is started before :meth:`start`.
+
+        :param bind: address or host name to listen on. :param port: of the first store.
+        """
         self._bind = bind
         self._port = port
         self._on_change = on_change
@@ -69,15 +73,16 @@ class StoreWatcher:
         return self._process.pid if self._process is not None else None
 
     async def resolve(self) -> None:
-        """Resolve the name to bind to, so that members can be given an address.
+        """Replace the host name to bind to by its IP address, to give to members.
 
-        :raises errors.WorldError: the name has no address here.
+        Waits for the name service. :raises errors.WorldError: the name has no address
+        here.
         """
         self._bind = await _resolved(self._bind)
         self.address = (self._bind, self._port)
 
     async def start(self) -> None:
-        """Start the process and wait until it listens.
+        """Start the store's process, wait until it listens, and watch it from then on.
 
         :raises errors.WorldError: it could not listen, or was not up within 60 s.
         """
@@ -86,8 +91,11 @@ class StoreWatcher:
         keep_until_done(asyncio.create_task(self._sweep_forever()), self._tasks)
 
     async def _spawn(self, port: int) -> None:
-        """Start one process, and report it as up once it listens.
+        """Start one store process, wait until it listens, and call ``on_change(True)``.
 
+        Sets :attr:`address`. A failed or cancelled start leaves no process.
+
+        :param port: to listen on; 0 lets the kernel choose.
         :raises errors.WorldError: it could not listen, or was not up in time.
         """
         self._life.start(asyncio.get_running_loop().time())
@@ -125,9 +133,10 @@ class StoreWatcher:
 
     @staticmethod
     async def _read_first_message(process: asyncio.subprocess.Process, reader: asyncio.StreamReader) -> Reply:
-        """Return the process's first message, or one made here that has an error.
+        """Wait for the new process's first message, and return it.
 
-        The error says that none came in time, or that the process has ended.
+        If none comes in time, or the process ends, return a reply made here that has
+        the error.
         """
         try:
             text = f"waiting up to {START_TIMEOUT_S:g} s for the process of the TCPStore to start"
@@ -145,8 +154,10 @@ class StoreWatcher:
         return Reply(0, error=f"the store process {ended} before it listened", hint="its standard error says why")
 
     async def ask(self, prefixes: tuple[str, ...] = ()) -> Reply:
-        """Have the keys under the prefixes deleted; return the process's reply.
+        """Send the process a request, wait for the reply (5 s at most), and return it.
 
+        :param prefixes: keys of the store under these are deleted first; none is a
+            ping.
         :raises TimeoutError: no reply came. :raises ConnectionError: the store is down.
         """
         async with asyncio.timeout(REPLY_TIMEOUT_S), self._turn:
@@ -164,7 +175,11 @@ class StoreWatcher:
     # ----------------------------------------------------------- watching and replacing
 
     async def _watch(self) -> None:
-        """Ping the process; replace it when it has ended or does not respond."""
+        """Ping the process for ever; when it has ended or does not respond, replace it.
+
+        Calls ``on_change(False)``, kills it, and starts another. A task of
+        :meth:`start`.
+        """
         while (process := self._process) is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(PING_INTERVAL_S):
@@ -179,7 +194,7 @@ class StoreWatcher:
             await self._respawn()
 
     async def _answers(self) -> bool:
-        """Return True if the process responds and is not full.
+        """Ping the process; return True if it responds and is not full.
 
         Asks again if this process was suspended meanwhile.
         """
@@ -199,7 +214,10 @@ class StoreWatcher:
             return not reply.error
 
     async def _respawn(self) -> None:
-        """Start stores, each on a new port, until one is up."""
+        """Start store processes, each on a new port, until one is up.
+
+        Wait longer each time.
+        """
         now = asyncio.get_running_loop().time
         while not self.up:
             self._life.ended(now())
@@ -210,9 +228,9 @@ class StoreWatcher:
                 log.warning("retrying to start the TCPStore: %s", error)
 
     def replace(self, address: tuple[str, int]) -> None:
-        """Kill the process if it listens at ``address``.
+        """Kill the store's process if it listens at ``address``.
 
-        The watch then starts another.
+        The watch starts another.
         """
         if self.up and address == self.address and self._process is not None:
             log.warning("replacing the TCPStore at %s:%d: a process that is not a member writes into it", *address)
@@ -222,20 +240,27 @@ class StoreWatcher:
     # ------------------------------------------------------------ sweeping
 
     def sweep(self, prefix: str) -> None:
-        """Have the store's keys under ``prefix`` deleted soon, and again after 30 s.
+        """Have all keys under ``prefix`` deleted soon, and again after 30 s.
 
-        Returns at once.
+        Does not wait.
+
+        The second time is for keys that a dying process has written after the first.
         """
         self._sweep_soon(prefix)
         asyncio.get_running_loop().call_later(STRAGGLER_S, self._sweep_soon, prefix)
 
     def _sweep_soon(self, prefix: str) -> None:
-        """Queue a prefix, whose keys the process then deletes."""
+        """Queue a prefix of keys for :meth:`_sweep_forever`, and wake that."""
         self._sweeps.append(prefix)
         self._sweep_due.set()
 
     async def _sweep_forever(self) -> None:
-        """Have the process delete the keys under queued prefixes, again if it fails."""
+        """Have the process delete the keys under queued prefixes.
+
+        A task of :meth:`start`.
+
+        If the process does not answer, they stay queued.
+        """
         while True:
             await self._sweep_due.wait()
             self._sweep_due.clear()
@@ -249,7 +274,7 @@ class StoreWatcher:
     # ------------------------------------------------------------ stopping
 
     async def _kill(self) -> None:
-        """SIGKILL the process, if there is one, and wait for its end."""
+        """Send the process, if there is one, SIGKILL; wait for its end, 5 s at most."""
         process, self._process = self._process, None
         if self._pipe is not None:
             self._pipe[1].close()
@@ -265,14 +290,17 @@ class StoreWatcher:
             log.error("the store process %d survives SIGKILL", process.pid)
 
     async def aclose(self) -> None:
-        """End the process, and its keys with it."""
+        """End the process, and its keys with it; cancel the tasks that watch it."""
         self._life.stop()
         await cancelled(*self._tasks)
         await self._kill()
 
 
 async def _next(reader: asyncio.StreamReader) -> Reply | None:
-    """Return the next message of the store process, or None if it has ended."""
+    """Wait for the next message of the store's process; return None if it has ended.
+
+    None also stands for a message that is malformed.
+    """
     try:
         return msgspec.json.decode(await reader.readline(), type=Reply)
     except (ConnectionError, *MALFORMED):
@@ -280,7 +308,7 @@ async def _next(reader: asyncio.StreamReader) -> Reply | None:
 
 
 async def _resolved(host: str) -> str:
-    """Return the first IP address of ``host``.
+    """Return the first IP address of ``host``, by the name service; waits for it.
 
     :raises errors.WorldError: it has none, none came in time, or it means all
         addresses.

@@ -21,19 +21,20 @@ class Subscribers:
     """Calls its functions with each event, in the order in which they were added."""
 
     def __init__(self) -> None:
+        """Begin without functions."""
         self._callbacks: list[Callable[[Event], None]] = []
         self._ends = False
         """True if a function has ended the program."""
 
     def add(self, callback: Callable[[Event], None]) -> None:
-        """Call ``callback`` with each later event."""
+        """Have ``callback`` called with each later event, after those added before."""
         self._callbacks.append(callback)
 
     def emit(self, event: Event) -> None:
-        """Call each function with the event, here and now.
+        """Call each subscriber with the event, here and now; log what it raises.
 
-        Log its error, and call the next. A KeyboardInterrupt or SystemExit of one on
-        the main thread ends the loop afterwards.
+        A KeyboardInterrupt or SystemExit of one, on the main thread, ends the program's
+        event loop afterwards, once.
         """
         for callback in self._callbacks:
             try:
