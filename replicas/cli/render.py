@@ -95,11 +95,9 @@ def config_tables(config: Config) -> RenderableType:
 
 
 def outlook(where: Mapping[str, Sequence[str]], waits: Mapping[str, str], nodes: Sequence[NodeStatus]) -> list[str]:
-    """Return a line for each node with replicas, and for each replica that fits no
-    node.
+    """Return a line for each node with replicas, and each replica that fits no node.
 
-    :param where: nodes' names by replica. :param waits: the lacking resource by
-        replica.
+    :param where: nodes' names by replica. :param waits: its lack, by replica.
     """
     if not waits and all(node.local for node in nodes):
         return []
@@ -337,8 +335,7 @@ def _lines(columns: Sequence[str], rows: Iterable[Sequence[str | Text]], width: 
 
 
 def _cut(text: str, width: int) -> str:
-    """Return the text in exactly ``width`` terminal cells: padded, or cut with an
-    ellipsis."""
+    """Return the text in ``width`` terminal cells: padded, or cut with an ellipsis."""
     return set_cell_size(text, width) if cell_len(text) <= width else f"{set_cell_size(text, max(0, width - 1))}…"
 
 
@@ -405,8 +402,7 @@ def _replica_row(replica: ReplicaStatus) -> tuple[str | Text, ...]:
 
 
 def _open_updates(replica: ReplicaStatus) -> str:
-    """Return the replica's updates that are open for suspiciously long, as text, or
-    ""."""
+    """Return the replica's updates that are open for too long, as text, or ""."""
     open_s = sorted(replica.open_s.items())
     return ", ".join(f"update of {name} open for {duration_text(s)}" for name, s in open_s if s > OPEN_S)
 

@@ -60,7 +60,7 @@ def read(config: Config | Path | str | Mapping[str, Any]) -> Config:
 
 
 def _absolute(config: Config) -> Config:
-    """Return a copy of the config with absolute folders, as helpers work in others."""
+    """Return a copy with absolute folders, as helper processes work in other ones."""
     groups = {name: replace(group, cwd=group.cwd.absolute()) for name, group in config.groups.items()}
     state_dir, door = config.run.state_dir.absolute(), config.control.socket
     door = None if door is None else door.absolute()
@@ -77,8 +77,7 @@ def load(path: Path | str) -> Config:
     Relative folders in it are relative to its own folder, with symbolic links resolved.
     The path itself keeps its links, so that a reload follows them again.
 
-    :raises BadConfig: with every problem found, also when the file cannot be read or is
-        not TOML.
+    :raises BadConfig: with every problem found, or as the file is not TOML.
     """
     path = Path(path)
     source = visible(str(path))
@@ -138,7 +137,7 @@ def channels_from(
 
 
 def _as_table(channel: ChannelConfig) -> Mapping[str, Any]:
-    """Return a resolved channel as its table in a file."""
+    """Return a resolved channel as the table that a file would have."""
     table = {name: getattr(channel, name) for name in channel.__struct_fields__ if name not in ("name", "deadline_s")}
     for role in ("sources", "targets", "peers"):
         table[role] = [{"group": party.group, "ranks": party.ranks} for party in table[role]]
@@ -155,7 +154,8 @@ def _parse(
     path: Path | None = None,
     lines: config_text.Lines | None = None,
 ) -> Config:
-    """Return the config of a mapping; raise BadConfig with all problems."""
+    """Return the config of a mapping; raise BadConfig with all problems. ``path``: its
+    file, if it has one, ``source``: its name in the error, ``lines``: of the keys."""
     if config_text.is_too_deep(mapping):
         raise BadConfig([config_text.TOO_DEEP], source=source)
     if odd := [one for one in {place.base, place.home or place.base} if not encodable(str(one))]:
@@ -170,7 +170,7 @@ def _parse(
 
 
 def _with_on_failure(config: Config, mapping: Mapping[str, Any]) -> dict[str, GroupConfig]:
-    """Return groups; ``on_failure`` defaults to ``replica`` for mere targets."""
+    """Return the groups; mere targets get ``on_failure`` "replica" by default."""
     sending = {party.group for one in config.channels.values() for party in (*one.sources, *one.peers)}
     receiving = {party.group for one in config.channels.values() for party in one.targets} - sending
     return {
@@ -185,13 +185,13 @@ def _with_on_failure(config: Config, mapping: Mapping[str, Any]) -> dict[str, Gr
 
 
 def _build_run(place: Place, fields: dict[str, Any]) -> RunConfig:
-    """Build the table; its state folder has a default beside the file."""
+    """Return ``[run]``; its state folder defaults to one beside the file."""
     fields.setdefault("state_dir", default_state_dir(place, fields["name"]))
     return RunConfig(**fields)
 
 
 def _build_control(place: Place, fields: dict[str, Any]) -> ControlConfig:
-    """Build the table; add problems of its paths and of TLS."""
+    """Return ``[control]``; add problems of its paths and of TLS to ``place``."""
     if "listen" in fields:
         fields["host"], fields["port"] = fields.pop("listen")
     control = ControlConfig(**fields)
@@ -211,7 +211,7 @@ def _build_control(place: Place, fields: dict[str, Any]) -> ControlConfig:
 
 
 def _build_restart(place: Place, fields: dict[str, Any]) -> RestartConfig:
-    """Build the table; add a problem if its delays contradict each other."""
+    """Return a table ``restart``; add a problem if its delays contradict each other."""
     restart = RestartConfig(**fields)
     if restart.initial_delay_s > restart.max_delay_s:
         place.at("initial_delay").problem(
@@ -221,7 +221,7 @@ def _build_restart(place: Place, fields: dict[str, Any]) -> RestartConfig:
 
 
 def _build_group(place: Place, fields: dict[str, Any]) -> GroupConfig:
-    """Build a group; add problems of its environment, command and folder."""
+    """Return a group; add problems of its environment, command and folder."""
     for variable, value in fields.get("env", {}).items():
         if _is_reserved(variable):
             place.at("env", variable).problem("is set for each rank by the supervisor; remove it")
@@ -254,7 +254,7 @@ def _build_group(place: Place, fields: dict[str, Any]) -> GroupConfig:
 
 
 def _check_external(place: Place, group: GroupConfig, fields: Mapping[str, Any]) -> None:
-    """Add a problem for each field that has no effect on an external group."""
+    """Add a problem for each field without effect on a group that others start."""
     health = [
         ("health", name)
         for name in HealthConfig.__struct_fields__
@@ -311,7 +311,7 @@ def _check_command(place: Place, group: GroupConfig) -> None:
 
 
 def _build_channel(place: Place, fields: dict[str, Any]) -> ChannelConfig:
-    """Build a channel; add problems of its roles and options."""
+    """Return a channel of these fields; add problems of its roles and options."""
     ranks = fields.pop("ranks", None)
     for role, default, allowed in (
         ("sources", "leader", ("leader", "all")),

@@ -307,6 +307,7 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def world_size(self) -> int:
+        """Number of ranks of a replica, on all its nodes."""
         return self.nproc_per_node * self.nnodes
 
     @property
@@ -328,7 +329,11 @@ class ChannelRole(msgspec.Struct, frozen=True):
 
 
 def _parties(ranks: str) -> Form:
-    """Return the form of any value, read later, as ``ranks`` may be another key's."""
+    """Return a form that accepts any value: groups are read later, when the key
+    ``ranks`` of the channel is known.
+
+    :param ranks: the allowed ranks in words, for the reference.
+    """
     return Form(lambda _, value: value, _ROLES, ranks)
 
 
