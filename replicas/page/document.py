@@ -101,7 +101,7 @@ def difference(old: Tree, new: Tree, *, jitters: bool = False) -> Tree:
     """Return the merge patch (RFC 7396) from ``old`` to ``new``, empty if they are
     equal; change neither.
 
-    :param jitters: the values are times: ignore differences below ``SETTLED_S``.
+    :param jitters: the values are times: ignore differences below 0.75 s.
     """
     patch: Tree = dict.fromkeys(old.keys() - new.keys())
     for name, value in new.items():
