@@ -83,6 +83,7 @@ def supervise(config: Config, surroundings: SchedulerHooks = SchedulerHooks()) -
 
 
 async def _supervise(config: Config, console: Console, surroundings: SchedulerHooks) -> int:
+    """Run the config on this event loop, and return the exit code of the run."""
     say = console.say
     notifier = Notifier.from_environ(os.environ)
     supervisor = Supervisor(surroundings.adapt(config), report=say)
@@ -189,7 +190,7 @@ class _Operator:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Context manager: handle the signals, and ignore them after the block."""
+        """Handle signals during the block; leave them ignored after it."""
         loop = asyncio.get_running_loop()
         signals = {
             signal.SIGTERM: self._drain,
@@ -199,6 +200,7 @@ class _Operator:
         }
 
         def arrived(number: int, frame: object) -> None:
+            """Python's signal handler: pass the signal on to the loop."""
             signum = signal.Signals(number)
             loop.call_soon_threadsafe(signals[signum], signum.name)
 
@@ -219,7 +221,7 @@ class _Operator:
         await asyncio.gather(*self._tasks, return_exceptions=True)  # each has reported its own error
 
     async def entered(self, stack: AsyncExitStack) -> bool:
-        """Start the supervisor. Return False if the start was cancelled and undone."""
+        """Start the supervisor in ``stack``. Return False if a signal undid it."""
         entered = False
         self._starting = asyncio.current_task()
         try:
@@ -239,7 +241,7 @@ class _Operator:
         return entered
 
     def _give_up(self, name: str) -> bool:
-        """Cancel the start, if it is in progress. Return True if it was."""
+        """Cancel the start for signal ``name``. Return True if it was in progress."""
         if self._starting is None:
             return False
         self._say(f"{name}: cancelling the start")
@@ -268,12 +270,12 @@ class _Operator:
         self._watcher.stopping()
 
     async def _end(self, *, hurry: bool = False, preempted: bool = False) -> None:
-        """Wait for the start, then preempt or drain the run; ``hurry``: by SIGKILL."""
+        """Wait for the start, then for a preemption or drain (``hurry``: SIGKILL)."""
         await self.started.wait()
         await (self._supervisor.preempt() if preempted else self._supervisor.drain(hurry=hurry))
 
     def _hang_up(self, name: str) -> None:
-        """Reload the config, or drain the run if its terminal is gone."""
+        """Have the config reloaded, or drain the run if its terminal is gone."""
         if self._terminal.gone:
             if not self._ending:
                 self._drain(f"{name} of a terminal that is gone")
@@ -301,6 +303,7 @@ class _Operator:
         """Reload the config once; set ``decided`` when it is in use or refused."""
 
         def accepted(reloaded: Reloaded) -> None:
+            """Print what changes, and set ``decided``."""
             parts = (("changed", reloaded.changed), ("added", reloaded.added), ("removed", reloaded.removed))
             words = "; ".join(f"{word}: {', '.join(names)}" for word, names in parts if names)
             self._say(f"SIGHUP: in use{'; ' if words else ''}{words}")
@@ -314,11 +317,11 @@ class _Operator:
             decided.set()
 
     def spawn(self, work: Coroutine[object, object, object]) -> asyncio.Task[None]:
-        """Run the work in a task, which prints its error."""
+        """Start the work in a task, which prints its error and does not raise it."""
         return keep_until_done(asyncio.create_task(self._reporting(work)), self._tasks)
 
     async def _reporting(self, work: Coroutine[object, object, object]) -> None:
-        """Run the work, and print its error at once instead of raising it."""
+        """Run the work, and print its error instead of raising it."""
         try:
             await work
         except errors.ReplicasError as error:
@@ -340,7 +343,7 @@ class Notifier:
 
     @classmethod
     def from_environ(cls, environ: MutableMapping[str, str]) -> Notifier:
-        """Create it; remove its variables from ``environ``, which replicas inherit."""
+        """Return a notifier; remove its variables, which replicas would inherit."""
         address = environ.pop("NOTIFY_SOCKET", "")
         usec, pid = environ.pop("WATCHDOG_USEC", ""), environ.pop("WATCHDOG_PID", "")
         ours = not pid or pid == str(os.getpid())
@@ -353,7 +356,7 @@ class Notifier:
         return self._socket is not None
 
     def send(self, **fields: str) -> bool:
-        """Send these fields and those not sent before. Return True if it worked."""
+        """Send these fields and unsent earlier ones. Return False if that fails."""
         if self._socket is None:
             return False
         self._unsent.update(fields)
@@ -373,7 +376,7 @@ class Notifier:
 
     @contextmanager
     def reloading(self) -> Iterator[None]:
-        """Context manager: send that a reload has begun, and that it is over."""
+        """Send RELOADING before the block, and READY after it."""
         self.send(RELOADING="1", MONOTONIC_USEC=str(time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000))
         try:
             yield
@@ -400,7 +403,7 @@ class Watcher:
         self._loop_at: float | None = None
 
     async def run(self) -> None:
-        """Send ``READY=1``, then changes every second; more often for a watchdog."""
+        """Send ``READY=1``, then changes each second or, for a watchdog, faster."""
         if not self._notifier.wanted:
             return
         watchdog_s = self._notifier.watchdog_s
@@ -411,13 +414,13 @@ class Watcher:
             self.send_changes(time.monotonic())
 
     def stopping(self) -> None:
-        """Send, once, that the run is being ended."""
+        """Send ``STOPPING=1``, unless it was sent before."""
         if not self._stopping:
             self._stopping = True
             self._notifier.send(STOPPING="1")
 
     def send_changes(self, now: float, **fields: str) -> None:
-        """Send the changes since the last call, and ``fields``."""
+        """Send ``fields``, a changed status line, and the watchdog's sign of life."""
         status = self._supervisor.status()
         line = status_line(status)
         if line != self._status:
@@ -435,7 +438,7 @@ class Watcher:
 
 
 def status_line(status: RunStatus) -> str:
-    """Return ``STATUS``: ``rollout 3/4, trainer 1/1 ready; policy at version 17``."""
+    """Return the status as ``rollout 3/4, trainer 1/1 ready; policy at version 17``."""
     groups = ", ".join(
         f"{group.name} {sum(one.state in ('ready', 'finished') for one in group.replicas)}/{len(group.replicas)}"
         for group in status.groups

@@ -3,10 +3,9 @@
 One asyncio loop. :class:`Supervisor` takes the state folder's lock, opens the events,
 the coordinator (store, sessions, control port) and the control socket, and passes the
 groups to a :class:`~replicas.supervisor.fleet.fleet.Fleet`. All commands arrive here,
-from an embedding program, the control port, the socket or a signal. Every event goes
-through :meth:`Supervisor.emit`. State that must survive a kill is written before it
-takes effect. At the end the replicas end first, then the events close, then the agents
-end, and the coordinator and its port last. This process never imports torch.
+from an embedding program, the control port, the socket or a signal, and every event
+goes through :meth:`Supervisor.emit`. State that must survive a kill is written before
+it takes effect. The end: replicas, events, agents, then the coordinator and its port.
 """
 
 from __future__ import annotations
@@ -139,7 +138,7 @@ class Supervisor:
         return self._reporting.metrics
 
     def _make_coordinator(self) -> Coordinator:
-        """Create the coordinator, not started, with routes of agents and orders."""
+        """Create the coordinator, with routes of agents and orders; start nothing."""
         config = self.config
         access = ByToken(lambda: self.coordinator.tokens, self._count_refusal)
         coordinator = Coordinator(
@@ -167,7 +166,10 @@ class Supervisor:
         return coordinator
 
     def _vouch(self, hello: Hello) -> bool:
-        """Return True for members of own replicas; raise Fenced for a false claim."""
+        """Return True if a joining member is of a replica that this run starts.
+
+        :raises replicas.errors.Fenced: it claims to be, without a mark of that replica.
+        """
         config, saved = self.config.groups.get(hello.group), self.state.saved
         shims: tuple[ShimRecord, ...] | None = saved.shims if saved else ()  # members of a run taken over come first
         if self._fleet is not None:
@@ -210,7 +212,7 @@ class Supervisor:
         return self
 
     async def _open(self, stack: AsyncExitStack, config: Config) -> None:
-        """Start all parts of the run, and register their ends on the stack."""
+        """Start all parts of the run; the end of ``stack`` ends them in reverse."""
         stack.callback(self._release)
         events = self._reporting.open(stack, self.state.open_events(config.run.events_max_nbytes), config.run.name)
         self._reporting.tell_of_leases(self.state.heritage.unseen)
@@ -254,8 +256,8 @@ class Supervisor:
     def _resume(self, saved: Saved) -> None:
         """Continue an earlier supervisor's drain, or apply a changed config, in a task.
 
-        A preemption concerns one machine: it is continued if this machine's agent is
-        still the same, and not in a job that runs again.
+        ``saved`` is its state. A preemption concerns one machine: it is continued if
+        this machine's agent is still the same, and not in a job that runs again.
         """
         preempted = saved.draining == "preempted"
         if saved.draining and self.config.run.adopt_s and (self.state.heritage.known is not None or not preempted):
@@ -266,6 +268,7 @@ class Supervisor:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Drain what still runs, unless a next supervisor takes it; end the rest."""
         try:
             self._crashed = self._tasks is not None and self._tasks.cancel_scope.cancel_called
             if self._crashed and self.config.run.adopt_s:
@@ -293,11 +296,11 @@ class Supervisor:
         self._reporting.conclude(RunEnded(exit_code=code, reason=reason or self.fleet.words_of_end))
 
     def _count_refusal(self, reason: str) -> None:
-        """Count a connection that was refused for this reason."""
+        """Count a connection that was refused, by its reason."""
         self.coordinator.engine.refused(reason)
 
     def _release(self) -> None:
-        """Release the state folder; keep the run's state if the run goes on."""
+        """Unlock the state folder; save the state if a next supervisor needs it."""
         ended = self._fleet is not None and self._fleet.over.is_set() and not (self.detached or self._crashed)
         if self._goes_on:
             self.save()
@@ -310,9 +313,9 @@ class Supervisor:
 
     @staticmethod
     async def check_plan(config: Config) -> Machine:
-        """Return this machine's resources, after a check that the plan fits them.
+        """Check that the groups of ``config`` fit this machine; return its resources.
 
-        :raises replicas.errors.BadConfig: it does not fit.
+        :raises replicas.errors.BadConfig: they do not fit.
         """
         found = await anyio.to_thread.run_sync(machine_for, config)
         refuse_unfit(config, found)
@@ -360,8 +363,7 @@ class Supervisor:
 
         Waits for the end of drained replicas, not for new ones.
 
-        :raises replicas.errors.UsageError: no such group, a negative number, or the run
-            is being drained.
+        :raises replicas.errors.UsageError: no such group, a bad number, or in a drain.
         :raises replicas.errors.BadConfig: the replicas do not fit this machine.
         :raises replicas.errors.WorldError: writing the new size failed.
         """
@@ -375,7 +377,7 @@ class Supervisor:
         await fleet.scale(scaled, replicas)
 
     async def steer(self, order: VersionOrder) -> Steered:
-        """Carry out an order about versions: :func:`replicas.coordinator.orders`."""
+        """Carry out an order about versions, such as a promotion; return its result."""
         return await carry_out(self.coordinator.engine, order)
 
     async def restart(self, target: str, *, rolling: bool = False) -> None:
@@ -385,8 +387,7 @@ class Supervisor:
 
         :param rolling: ``max_unavailable`` replicas at a time; wait until all are
             ready.
-        :raises replicas.errors.UsageError: no such group or replica, or it is being
-            stopped.
+        :raises replicas.errors.UsageError: no such target, or it is being stopped.
         :raises replicas.errors.WorldError: a replica failed in a rolling restart, which
             stops there; or writing the state failed, and no replicas are restarted.
         """
@@ -443,7 +444,7 @@ class Supervisor:
         fleet.over.set()
 
     def _leave(self, why: str) -> None:
-        """Let agents and replicas continue for the next supervisor; print ``why``."""
+        """Let agents and replicas run on for the next supervisor; print ``why``."""
         self.detached = True
         self._nodes.leave()
         self.say(f"{why}: leaving the run to the next supervisor, which has {self.config.run.adopt_s:g} s to come")
@@ -475,8 +476,7 @@ class Supervisor:
         started differently restart, rolling; all others continue.
 
         :param config: default: read the file of the present one again.
-        :raises replicas.errors.BadConfig: it is invalid, or changes a setting that is
-            fixed for the run.
+        :raises replicas.errors.BadConfig: it is invalid, or changes a fixed setting.
         """
         return await self.reloading.reload(config)
 
@@ -643,6 +643,7 @@ class Supervisor:
         self._tasks.start_soon(work)
 
     def say(self, text: str) -> None:
+        """Pass a line for people to ``report``; log an exception that it raises."""
         self._reporting.say(text)
 
     def emit(self, event: Event) -> None:

@@ -174,14 +174,17 @@ class Agent:
         return self._code
 
     def _end(self, reason: str, code: int = 0) -> None:
-        """Note the reason and the exit code, and let :meth:`run` end all processes."""
+        """Note reason and exit code, once, and let :meth:`run` end all processes."""
         if not self._tenancy.ended:
             self._tenancy.step("end")
             self._reason, self._code = reason, code
             self._stop.set()
 
     async def _end_everything(self) -> None:
-        """End all processes, and wait until none is left."""
+        """End all processes of this node and its forkservers; wait until none is left.
+
+        SIGTERM first, SIGKILL 2 s later; shims that are then still there are killed.
+        """
         self._shims.stop_all(_GRACE_S)
         with say_if_slow(log.warning, f"node {self.node}: waiting up to {_KILL_S:g} s for its processes to end"):
             await is_set_within(self._shims.empty, _KILL_S)
@@ -192,9 +195,9 @@ class Agent:
     # ------------------------------------------------------------ time
 
     async def _watch(self) -> None:
-        """Ping the shims, send beats, and end everything when the lease is over.
+        """Ping the shims and send a beat each second; end all after the lease.
 
-        Return when the agent is to end.
+        Return when the agent must end.
         """
         while not self._tenancy.ended:
             now = self._loop.time()
@@ -214,7 +217,7 @@ class Agent:
             await asyncio.sleep(BEAT_S if until is None else max(0.01, min(BEAT_S, until - now)))
 
     async def _end_with_lease(self) -> None:
-        """End all replicas, as they may start elsewhere; then offer the node again."""
+        """End all replicas, as they may start elsewhere; wait, then allow to rejoin."""
         log.warning("node %s: ending all its replicas: %s within the lease", self.node, _UNREACHED)
         self._tenancy.step("lease_over")
         self._lease_ended_at = self._loop.time()
@@ -228,7 +231,11 @@ class Agent:
     # ------------------------------------------------------------ the connection
 
     async def _serve(self) -> None:
-        """Dial the supervisor, again after each disconnection, until the agent ends."""
+        """Dial the supervisor and obey it, again after each disconnection, to the end.
+
+        :raises replicas.errors.WorldError: the supervisor refuses this node for good,
+            or none accepted it within 5 minutes.
+        """
         failures, tell_at, problem = 0, self._loop.time() + WAIT_S, ""
         give_up_at = self._loop.time() + JOIN_S
         while not self._tenancy.ended:
@@ -280,9 +287,10 @@ class Agent:
         return refused and not self._tenancy.serves
 
     def _should_give_up(self, error: Exception) -> bool:
-        """Return True if this empty node should stop waiting for a supervisor.
+        """Return True if this node, without processes, should stop dialling.
 
-        A refused connection means that the machine runs and its supervisor does not.
+        :param error: of the last try; a refused connection means that the machine runs
+            and its supervisor does not.
         """
         if not self._shims.empty.is_set() or self._tenancy.state not in ("leaving", "ending", "rejoining"):
             return False
@@ -293,7 +301,7 @@ class Agent:
     def _disconnected(self) -> None:
         """End an agent without a lease, or limit its life to ``adopt_s`` from now.
 
-        An agent with a lease continues; so does one that has not joined.
+        An agent with a lease continues; so does an agent that has not joined.
         """
         if self._welcome is None or self._tenancy.leased or not self._tenancy.serves:
             return
@@ -303,7 +311,7 @@ class Agent:
             self._tenancy.limit_without_supervisor(self._loop.time(), self._welcome.adopt_s)
 
     def _is_stale(self, began_after: float | None) -> bool:
-        """Return True if messages of this connection are for ended processes.
+        """Return True if this connection's messages concern processes that were ended.
 
         :param began_after: when the last lease before this connection had ended.
         """
@@ -361,7 +369,7 @@ class Agent:
             await cancelled(writer)
 
     def _apply_welcome(self, welcome: wire.Welcome, asked_at: float) -> None:
-        """Use the lease and token of a Welcome. ``asked_at``: when Hello was sent."""
+        """Use a Welcome's lease (from the Hello at ``asked_at`` on) and token."""
         before = self._tenancy.until
         self._tenancy.granted(welcome.lease_s, asked_at)
         self._shims.lease_until = self._tenancy.until  # for shims that start before the next tick
@@ -393,12 +401,12 @@ class Agent:
                 await link.send(wire.encode(message))
 
     def _send(self, message: wire.AgentMessage) -> None:
-        """Queue a message for the supervisor. Never waits."""
+        """Queue a message for :meth:`_write`, to the supervisor. Never waits."""
         self._outbox.append(message)
         self._news.set()
 
     def _obey(self, order: wire.Order) -> None:
-        """Carry out an order; slow ones run in a task, and those for shims there."""
+        """Carry out an order, in a task if it is slow; pass orders for shims on."""
         match order:
             case wire.Heard(number):
                 before = self._tenancy.until
@@ -418,7 +426,7 @@ class Agent:
 
 
 def _order(data: str | bytes) -> wire.Order:
-    """Decode an order. Raises _Refused if the order is not valid."""
+    """Decode an order. Raise _Refused if the data is not a valid order."""
     try:
         return wire.decode_order(data if isinstance(data, bytes) else data.encode())
     except msgspec.DecodeError as error:
@@ -426,6 +434,6 @@ def _order(data: str | bytes) -> wire.Order:
 
 
 def _refusal(error: InvalidStatus) -> str:
-    """Return the supervisor's HTTP refusal in words."""
+    """Return the supervisor's HTTP refusal of the connection as a text."""
     body = bytes(error.response.body or b"").decode(errors="replace")[:200]
     return f"the supervisor refuses this node ({error.response.status_code}): {body}"

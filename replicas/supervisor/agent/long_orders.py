@@ -38,7 +38,7 @@ class LongOrders:
         self.tasks: set[asyncio.Task[None]] = set()
 
     def start_order(self, order: wire.Clean | wire.Query) -> None:
-        """Start a task that carries out an order and sends the reply."""
+        """Start a task that carries out an order and sends the reply. Does not wait."""
         keep_until_done(asyncio.create_task(self._carry_out(order)), self.tasks)
 
     async def _carry_out(self, order: wire.Clean | wire.Query) -> None:
@@ -52,7 +52,12 @@ class LongOrders:
                 await self._examine(order)
 
     async def _clean(self, shims: tuple[wire.ShimLeft, ...]) -> None:
-        """End the processes of unknown shims; report the shims with none left."""
+        """Kill the processes of shims of an earlier agent, until none is left.
+
+        Report each time which shims have no process left. Skip shims of this agent.
+
+        :param shims: marks, pids and control groups of the shims to clean up after.
+        """
         left = [shim for shim in shims if shim.nonce not in self._shims]
         while left:
             try:
@@ -65,7 +70,10 @@ class LongOrders:
             left = [shim for shim in left if shim.nonce not in gone]
 
     async def _examine(self, order: wire.Examine) -> None:
-        """Examine the machine, once at a time, and send the findings."""
+        """Examine the machine in a thread, and send the findings to the supervisor.
+
+        Waits for an examination that is in progress.
+        """
         async with self._examining:
             findings = await anyio.to_thread.run_sync(
                 examine_node, self._state_dir, order.supervisor, order.demand, abandon_on_cancel=True

@@ -23,12 +23,15 @@ class TokenFile:
         self._problem = ""
 
     def set_token(self, token: str) -> None:
-        """Write the token, now or at a later :meth:`write_if_changed`."""
+        """Keep a new token, and write it now or, after an error, at the next try."""
         self._token = token
         self.write_if_changed()
 
     def write_if_changed(self) -> None:
-        """Write the token if the file has another one. To be called each second."""
+        """Write the token to the file, unless it is there. To be called each second.
+
+        An error is logged, and does not raise.
+        """
         if self._token == self._written:
             return
         try:

@@ -53,6 +53,10 @@ class StartObstacles:
     def report_remains(self, remains: Remains | None, *, gave_up: bool = False) -> bool:
         """Emit an event for each new process that SIGKILL has not ended.
 
+        Keep them for :attr:`text`, too.
+
+        :param remains: the processes, with the time of the first SIGKILL; None for
+            none.
         :param gave_up: the run leaves them behind: report all again.
         :returns: True if any was reported.
         """
@@ -95,14 +99,14 @@ class StartObstacles:
 
 
 def _named(pid: int, command: str) -> str:
-    """Return "process PID (COMMAND)" for a message."""
+    """Return "process PID (COMMAND)" for a message; pid 0 is a hidden process."""
     return f"process {pid} ({command or 'dying'})" if pid else "a process that is not visible from here"
 
 
 def gpu_memory(pids: Collection[int]) -> set[Held]:
-    """Return (amount, holder) of GPU memory still booked to these processes.
+    """Return amounts and holders of GPU memory still booked to these processes.
 
-    Blocks up to 5 s.
+    Asks nvidia-smi; blocks up to 5 s. An empty set if that is missing or fails.
     """
     try:
         users = gpu_processes(_SMI_TIMEOUT_S)

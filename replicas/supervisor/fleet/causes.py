@@ -63,7 +63,13 @@ class Health:
         return f"no heartbeat from rank {ranks} (limit: {config.heartbeat_timeout_s:g} s)", view.heartbeat_age_s or 0.0
 
     def step(self, state: ReplicaState, *, ready: bool, silent: bool, now: float) -> ReplicaEvent | None:
-        """Note the observed state. Return the event that leads to it, if it is new."""
+        """Note the observed state. Return the event that leads to it, if it is new.
+
+        :param state: the present state of the replica.
+        :param ready: it is ready now.
+        :param silent: a node or rank of it is silent now.
+        :param now: time of the loop's clock.
+        """
         if ready:
             self.was_ready, self.unready_at = True, now
         if silent:
@@ -77,12 +83,23 @@ class Health:
         """Return when :meth:`judge` reports its start or load as late, or 0 (never).
 
         On the clock of ``now``, the loop's.
+
+        :param config: has the timeouts.
+        :param life: the replica's states, with the time of its start.
         """
         ready_by = 0.0 if self.left else self.unready_at + config.load_deadline_s
         return ready_by if self.was_ready else now - life.starting_s(now) + config.start_timeout_s
 
     def judge(self, config: HealthConfig, *, ready: bool, starting_s: float, now: float) -> Cause | None:
-        """Return the fault shown by :attr:`view` or a timeout, or None."""
+        """Return why the generation must be ended for its health, or None.
+
+        Reasons are faults in :attr:`view`, and timeouts of the start, of heartbeats, of
+        progress and of loading.
+
+        :param ready: it is ready now.
+        :param starting_s: seconds since its start.
+        :param now: time of the loop's clock.
+        """
         view = self.view
         if not ready and not self.was_ready and starting_s > config.start_timeout_s:
             why = f": {view.reason}" if view is not None and view.reason else ""
@@ -103,7 +120,12 @@ class Health:
 
 
 def verdict(reports: list[ExitReport]) -> Cause | None:
-    """Return the first failure, not its consequences, or None if all reports are ok."""
+    """Return the failure that came first, not its consequences.
+
+    Return None if all reports are ok.
+
+    :param reports: of the parts of one generation.
+    """
     if all(report.outcome == "ok" for report in reports):
         return None
     failed = [report for report in reports if report.outcome == "failed"]
@@ -120,7 +142,7 @@ def verdict(reports: list[ExitReport]) -> Cause | None:
 
 
 def _words(rank: RankExit) -> str:
-    """Return how a rank ended, in words."""
+    """Return how a rank ended, in words: "rank 3 exited with code 1: KeyError"."""
     what = f"rank {rank.rank} exited with code {rank.code}{' after ' if rank.after else ''}{rank.after}"
     if rank.code < 0:
         what = f"rank {rank.rank} was killed by {signal_name(-rank.code)}"
@@ -128,7 +150,13 @@ def _words(rank: RankExit) -> str:
 
 
 def exited(group: str, replica: int, generation: int, reports: list[ExitReport], *, reason: str) -> ReplicaExited:
-    """Return the event for the end of the programs, with log lines of one rank."""
+    """Return the event for the end of a generation's programs.
+
+    It has the last log lines of the rank that ended first.
+
+    :param reports: of the generation's parts.
+    :param reason: why the generation ended, in words.
+    """
     outcomes: tuple[Literal["failed", "lost", "stopped"], ...] = ("failed", "lost", "stopped")
     found = {"lost" if report.outcome == "node" else report.outcome for report in reports}
     ranks = sorted((rank for report in reports for rank in report.ranks), key=lambda rank: (rank.at, rank.rank))
@@ -146,7 +174,7 @@ def exited(group: str, replica: int, generation: int, reports: list[ExitReport],
 
 
 def dropped(group: str, replica: int, generation: int, loss: LogLoss) -> LogLinesDropped:
-    """Return the event for log lines that were lost."""
+    """Return the event for lines that a generation's log or the terminal lost."""
     where: Literal["file", "tee"] = "tee" if loss.where == "tee" else "file"
     return LogLinesDropped(
         group=group, replica=replica, generation=generation, count=loss.lines, where=where, reason=loss.reason
@@ -202,7 +230,9 @@ class WaitReports:
         self._since: dict[tuple[str, str], float] = {}
 
     def due(self, waits: Mapping[str, str], now: float) -> list[str]:
-        """Return a line for each reason that has lasted :data:`WAIT_S`, once.
+        """Return a line for each wait that has become long, once for each wait.
+
+        Long is more than :data:`WAIT_S`; a wait ends when its reason changes.
 
         :param waits: the present waits by name: the text after "waits", "" for none.
         :param now: seconds of any steady clock.
@@ -222,7 +252,10 @@ class FailureReports:
         self._said: set[tuple[str, int, str, str]] = set()
 
     def text(self, event: Event) -> str:
-        """Return lines to print for an event, or "" for no news; remember the event."""
+        """Return lines to print for an event, or "" if it needs none.
+
+        Remembers reported losses of log lines, which are not repeated.
+        """
         match event:
             case ReplicaExited(outcome="failed"):
                 return _last_words(event)
@@ -257,9 +290,10 @@ def _last_words(event: ReplicaExited) -> str:
 
 
 def lacks(view: Readiness | None) -> Reason | None:
-    """Return, in words, which versions a ready replica lacks, or None if it has all.
+    """Return, in words, which versions a ready replica does not serve.
 
-    None may be committed yet, or it refused the newest one.
+    No version may be committed yet, or it refused the newest one. Return None if it
+    serves all, or if ``view``, the coordinator's view of it, is None.
     """
     if view is None:
         return None

@@ -45,13 +45,19 @@ class External(Replica):
         return self._context.coordinator.joined(group).get(index, frozenset())
 
     def _is_another(self, joined: frozenset[str]) -> bool:
-        """Return True if none of these members belongs to the current program."""
+        """Return True if none of the members ``joined`` belongs to the current program.
+
+        Also True if there are none.
+        """
         return not joined or joined.isdisjoint(self._seen)
 
     # ------------------------------------------------------------ requests
 
     def restart(self, cause: Cause = REQUESTED, *, drain: bool = True) -> None:
-        """:raises replicas.errors.UsageError: always: another launcher starts it."""
+        """Refuse: only the launcher of an external replica can restart it.
+
+        :raises replicas.errors.UsageError: always.
+        """
         raise errors.UsageError(f"replica {self.name} is external", hint="restart its program where it was started")
 
     def halt(self, hurry_s: float | None = None) -> None:
@@ -75,14 +81,20 @@ class External(Replica):
         return _EVERY_GENERATION
 
     def member_lost(self, rank: int, reason: str) -> None:
-        """Note how a member ended, and wake the task."""
+        """Note how a member ended, and wake the replica's task.
+
+        :param reason: "left" if it left in order, or why the coordinator removed it.
+        """
         self._end = f"rank {rank} left" if reason == "left" else f"rank {rank} is lost ({reason})"
         self.wake()
 
     # ------------------------------------------------------------ its lives
 
     def check(self, now: float) -> None:
-        """Update readiness; wake the task when a program joins or has left."""
+        """Update readiness; wake the task when a program joins or has left.
+
+        :param now: time of the loop's clock.
+        """
         if self.life.state not in RUNNING or self._is_another(self._joined):
             self.current.check_sync(now)
             self.wake()
@@ -111,7 +123,10 @@ class External(Replica):
         return bool(joined)
 
     async def _run_generation(self) -> None:
-        """Follow the program until its members are gone or it is to stop."""
+        """Wait until the program's members are gone or the replica is to stop.
+
+        Then report its end.
+        """
         self.check(self._now())
         while self.current.state in ("running", "syncing") and not self._is_another(joined := self._joined):
             self._seen |= joined
@@ -125,7 +140,10 @@ class External(Replica):
         self._ask("done")
 
     def _end_life(self, event: ReplicaEvent, reason: str) -> None:
-        """Forget the members of a program that is gone, and step the lifecycle."""
+        """Have the coordinator forget the members of a program that is gone.
+
+        Then step the replica's states by ``event``.
+        """
         self._seen, self._end = frozenset(), ""
         self._context.coordinator.forget(*self._key)
         self._apply(event, reason=reason)

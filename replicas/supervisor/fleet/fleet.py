@@ -5,22 +5,19 @@ fleet before a start or restart, and reports failures to it. A monitor checks al
 replicas four times a second, and after each change (a transition, or an event of the
 coordinator). The monitor also decides when the run is over:
 
-* with exit code 0 when the groups of ``stop_when``, or all groups, have finished;
+* with exit code 0 when the groups of ``stop_when``, or all, have finished (a group that
+  is scaled to 0 has not);
 * with exit code 2 when ``cluster.min_nodes`` nodes have not joined in time;
 * with exit code 1 when a group's failures end the run: by its ``on_failure``, if fewer
   than ``min_ready`` of its replicas are left, or if no target of a channel is left
   (``least_left``). A group for which the end of the run waits always ends it when no
   replica of it is left.
 
-A group that is scaled to 0 has not finished.
-
 Groups start when their dependencies are met, and end in reverse order, level by level
 of ``depends_on``. With ``strategy = "group"`` a failed replica ends the others of its
 group; they start again together, when all are gone.
-
 An *external* group (:mod:`replicas.supervisor.fleet.external`) has each expected
 replica, and each other one that has joined; the run does not wait for its end.
-
 Commands run in their callers' tasks, which wait for conditions that the monitor checks
 (:meth:`Fleet.until`). The clock is the loop's: tests run a fleet in virtual time.
 """
@@ -64,6 +61,7 @@ Adopted = Mapping[tuple[str, int], tuple[list[ShimRecord], list[ShimHandle]]]
 
 
 def _now() -> float:
+    """Return the time of the loop's clock, in seconds."""
     return asyncio.get_running_loop().time()
 
 
@@ -101,7 +99,7 @@ class Fleet:
     # ------------------------------------------------------------ start
 
     def start(self, adopted: Adopted | None = None) -> None:
-        """Start the monitor and all replicas.
+        """Start the monitor and the tasks of all replicas. Does not wait.
 
         :param adopted: generations that continue; None without agents that continue.
         """
@@ -120,7 +118,10 @@ class Fleet:
         self._fill(group)
 
     def _fill(self, group: Group, adopted: Adopted | None = None) -> None:
-        """Add and start the missing replicas of a group, or adopt their generations."""
+        """Add and start the missing replicas of a group, or continue generations.
+
+        ``adopted``, if not None, has those that an earlier supervisor started.
+        """
         joined = self._context.coordinator.joined(group.config.name) if group.config.external else ()
         kind = External if group.config.external else Replica
         name, found = group.config.name, adopted or {}
@@ -202,7 +203,7 @@ class Fleet:
                 self._finish(DONE, f"done: {', '.join(wanted)} finished")
 
     def _finish(self, code: int, words: str) -> None:
-        """Set the run to be over, with this exit code and reason."""
+        """Note that the run is over, with this exit code and reason, and print it."""
         self.exit_code, self.ended_by = code, words
         self._context.say(words)
         self.over.set()
@@ -254,9 +255,11 @@ class Fleet:
         return tuple(record for replica in self.all() for record in replica.shims)
 
     def replica(self, group: str, index: int) -> Replica | None:
+        """Return the replica, or None if there is none."""
         return self.groups[group].replicas.get(index) if group in self.groups else None
 
     def all(self) -> list[Replica]:
+        """Return all replicas of all groups."""
         return [replica for group in self.groups.values() for replica in group.replicas.values()]
 
     def group(self, name: str) -> Group:
@@ -267,7 +270,7 @@ class Fleet:
         return group
 
     def targets(self, target: str | None) -> list[Replica]:
-        """Return replicas of ``group``, ``group/index`` or all. Raises UsageError."""
+        """Return replicas of ``group``, ``group/index`` or all (None)."""
         if target is None:
             return self.all()
         name, slash, index = target.partition("/") if isinstance(target, str) else (target, "", "")
@@ -282,6 +285,7 @@ class Fleet:
     # ------------------------------------------------------------ called by replicas
 
     def size(self, group: str) -> int:
+        """Return the wanted number of replicas of the group."""
         return self.groups[group].size
 
     def waits_for(self, group: str, replica: int, *, first: bool) -> Reason | None:
@@ -298,7 +302,7 @@ class Fleet:
         return waits or (f"for {lacks}" if lacks else None)
 
     def _held_back(self, group: Group) -> bool:
-        """Return True if the group restarts as a whole, and is not ready for that."""
+        """Return True if a restart of the whole group waits for its last replica."""
         if group.config.restart.strategy != "group":
             return False
         return any(one.falling for one in group.replicas.values()) or group.rules.resume_in_s(_now()) > 0
@@ -371,7 +375,7 @@ class Fleet:
         await self._remove_when_ended(group, leaving, reason).wait()
 
     def _remove_when_ended(self, group: Group, leaving: list[Replica], reason: DrainReason) -> asyncio.Event:
-        """Remove stopped replicas when they end. The result is set when all are."""
+        """Remove these, in a task, when they end. Return an event: all are removed."""
         ended = asyncio.Event()
 
         async def finish() -> None:
@@ -384,7 +388,7 @@ class Fleet:
         return ended
 
     async def _await_end(self, group: Group, leaving: list[Replica], reason: DrainReason) -> None:
-        """Wait for the end of stopped replicas, and remove them."""
+        """Wait for the end of stopped replicas; remove each, and an emptied group."""
         name, began = group.config.name, _now()
         for replica in leaving:
             self._context.emit(Draining(target=replica.name, reason=reason))
@@ -491,10 +495,11 @@ class Fleet:
         return names
 
     async def drain(self, target: str | None = None, *, hurry: bool = False, reason: DrainReason = "requested") -> None:
-        """End replicas, and wait until their processes are gone.
+        """End replicas after their sync, and wait until their processes are gone.
 
-        Replicas of a target stay stopped until they are restarted. ``hurry``: SIGKILL
-        immediately, also in a drain that is in progress.
+        Replicas of a target stay stopped until they are restarted. Without a target,
+        the run is over then. ``hurry``: SIGKILL immediately, also in a drain that is in
+        progress.
         """
         if target is not None:
             chosen, began = self.targets(target), _now()

@@ -65,6 +65,8 @@ class LocalAgent:
     def start(self, known: ProcessRecord | None = None) -> None:
         """Start the agent, unless that of an earlier supervisor (``known``) lives.
 
+        Does not wait for it to join.
+
         :raises OSError: the start fails.
         """
         self._again = None
@@ -78,7 +80,7 @@ class LocalAgent:
             raise
 
     def _watch_known(self, known: ProcessRecord) -> bool:
-        """Watch the known agent if it lives. Return True if so."""
+        """Watch the known agent, if it lives, as if it were ours. Return True if so."""
         with contextlib.suppress(ProcessLookupError):
             pidfd = os.pidfd_open(known.pid)
             if known.alive():
@@ -98,7 +100,10 @@ class LocalAgent:
         self._watch(self._popen.pid, os.pidfd_open(self._popen.pid))
 
     def _watch(self, pid: int, pidfd: int) -> None:
-        """Note the process, and call :meth:`_on_exit` at its end."""
+        """Note the process, and have :meth:`_on_exit` called at its end.
+
+        :param pidfd: of the process; closed later by this object.
+        """
         self.pid, self._pidfd = pid, pidfd
         self._ended.clear()
         self._loop.add_reader(pidfd, self._on_exit)
@@ -125,7 +130,10 @@ class LocalAgent:
         self._life.ready()
 
     def _on_exit(self) -> None:
-        """Handle the end of the agent, and schedule a new one."""
+        """Handle the end of the agent: reap it, and schedule a new one.
+
+        Called by the loop.
+        """
         ended = "ended" if self._popen is None else f"ended with code {self._popen.wait()}"
         self._clear_process()
         self._ended.set()
@@ -134,13 +142,17 @@ class LocalAgent:
         self._schedule(now, ended)
 
     def _schedule(self, now: float, problem: str) -> None:
-        """Schedule a new agent, unless :meth:`_stop` was called; log ``problem``."""
+        """Schedule a new agent, unless :meth:`_stop` was called.
+
+        :param now: time of the loop's clock.
+        :param problem: how the last one ended, for the log.
+        """
         if self._life.due < math.inf:  # it may be started again
             log.warning("the agent of this machine %s; a new one starts in %.2g s", problem, self._life.due - now)
             self._again = self._loop.call_at(self._life.due, self._start_again)
 
     def _start_again(self) -> None:
-        """Start a new agent, or schedule the next try."""
+        """Start a new agent; schedule the next try if that fails. A timer calls it."""
         try:
             self.start()
         except OSError as error:
@@ -170,9 +182,10 @@ class LocalAgent:
         send_signal(self._pidfd, signal.SIGKILL)
 
     async def aclose(self) -> None:
-        """Wait until the agent has ended, as ordered; start no other.
+        """Wait until the agent has ended, as it was ordered to; start no other.
 
-        Leave it if it has processes left, or survives SIGKILL for 5 s.
+        Kill one that never joined or does not end. Leave it if it has processes left,
+        or survives SIGKILL for 5 s.
         """
         self._stop()
         if self.pid is None:
@@ -190,7 +203,7 @@ class LocalAgent:
         self._let_go()
 
     def leave(self) -> None:
-        """Leave the agent, which lives on, to the next supervisor."""
+        """Let the agent live on for the next supervisor; stop watching it."""
         self._stop()
         if self.pid is not None:
             self._let_go()
@@ -202,7 +215,7 @@ class LocalAgent:
             self._again.cancel()
 
     def _let_go(self) -> None:
-        """Forget the process, which lives on."""
+        """Stop watching the process, which lives on and is never waited for."""
         if self._popen is not None:
             self._popen.returncode = 0  # this process does not wait for it
         self._clear_process()

@@ -118,7 +118,10 @@ class Nodes:
         return self
 
     def _arguments(self) -> list[str]:
-        """Return the command line of this machine's agent."""
+        """Return the command-line arguments for this machine's agent.
+
+        May move this process into a control group of its own.
+        """
         context, config = self._context, self._context.config
         limited = self._limited
         words = ["--run", config.run.name, "--node", context.resources.local]
@@ -136,7 +139,11 @@ class Nodes:
         return any(getattr(one, field) is not None for one in limits for field in LIMITS.values())
 
     async def joined(self) -> None:
-        """Wait for this machine's agent. WorldError if it cannot set the limits."""
+        """Wait until this machine's agent has joined, if it has one.
+
+        :raises replicas.errors.WorldError: it has not joined in time, or cannot set the
+            limits that a group wants.
+        """
         if self._local is None:
             return
         await self._local.joined()
@@ -153,14 +160,18 @@ class Nodes:
         return self._context.awaited.left([name for name, one in self.cluster.members.items() if one.living])
 
     def leave(self) -> None:
-        """Leave the agents and their processes to the next supervisor."""
+        """Let the agents and their processes run on for the next supervisor."""
         self._left = True
         if self._local is not None:
             self._local.leave()
             self._local = None
 
     async def finish(self) -> None:
-        """Order all agents to end their processes; wait for this machine's agent."""
+        """Order all agents to end their processes, and wait for the agents.
+
+        Waits for this machine's agent first, and one second at most for the others.
+        Does nothing after :meth:`leave`.
+        """
         if self._left:
             return
         self.cluster.order_all_to_end()
@@ -188,8 +199,10 @@ class Nodes:
     def adopted(self, config: Config) -> Adopted | None:
         """Take over the replicas that an earlier supervisor left running.
 
-        End those of groups that the config no longer has, or leaves to others. Return
-        the others; None if this run takes over nothing.
+        End those of groups that the config no longer has, or leaves to other launchers.
+
+        :returns: the others, by group and index, with records and shims of their parts;
+            None if this run takes over nothing.
         """
         if not self.adopting:
             return None
@@ -210,10 +223,14 @@ class Nodes:
         return found
 
     def _end(self, record: ShimRecord, handle: ShimHandle) -> None:
-        """End a shim without a present replica; hold its share until it is gone."""
+        """Order the end of a shim without a replica. Does not wait.
+
+        Its GPUs and memory stay taken until its processes are gone.
+        """
         let_go = self._context.resources.hold(record.nonce, record.share)
 
         def gone() -> None:
+            """Free the share, and let replicas that wait for it start."""
             let_go()
             self._context.wake_monitor()
             self._context.save()
@@ -223,7 +240,7 @@ class Nodes:
     # ------------------------------------------------------------ while it runs
 
     async def tick_forever(self) -> None:
-        """Check the nodes regularly until cancelled."""
+        """Check the nodes and this machine's agent twice a second until cancelled."""
         while True:
             await anyio.sleep(BEAT_S / 2)
             self.cluster.tick()
@@ -233,7 +250,12 @@ class Nodes:
     async def drain(self, node: str, *, undo: bool = False) -> None:
         """Move a node's replicas elsewhere; then end its agent, unless it is our own.
 
-        :param undo: let replicas start there again instead.
+        Waits until no process of a replica is on the node.
+
+        :param undo: let replicas start there again instead, and do not wait.
+        :raises replicas.errors.UsageError: the run has no such node.
+        :raises replicas.errors.WorldError: the drain was undone meanwhile, or its order
+            cannot be saved.
         """
         cluster, fleet, context = self.cluster, self._fleet(), self._context
         self._refuse_unknown(node)
@@ -270,7 +292,12 @@ class Nodes:
             )
 
     async def examine(self, node: str | None) -> tuple[Finding, ...]:
-        """Return the findings of ``replicas doctor`` for this node, or for all."""
+        """Return the findings of ``replicas doctor`` for this node, or for all (None).
+
+        Asks the agents, and waits up to 40 s for their answers.
+
+        :raises replicas.errors.UsageError: the run has no such node.
+        """
         if node is not None:
             self._refuse_unknown(node)
         asked = sorted(self.cluster.members) if node is None else [node]
@@ -279,7 +306,7 @@ class Nodes:
         return tuple(replace(one, node=name) for name, each in zip(asked, found, strict=True) for one in each)
 
     async def _examine(self, node: NodeStatus) -> tuple[Finding, ...]:
-        """Return the findings of a node's agent, and one about the node."""
+        """Ask a node's agent for its findings; return them, and one about the node."""
         if node.state in ("away", "lost"):
             text = f"{node.state}: its agent has been silent for {node.heard_age_s:.0f} s"
             remedy = f"check its machine, or remove it with: replicas drain --node {node.name}"
@@ -297,7 +324,7 @@ class Nodes:
         return (Finding("node", "note", f"{release}, and the supervisor's is {replicas.__version__}"), *answer.findings)
 
     def _demand(self, node: str) -> Demand:
-        """Return the numbers of processes and log bytes that the run needs there."""
+        """Return how many processes and log bytes the run needs on the node."""
         groups, resources = self._context.config.groups, self._context.resources
         parts = [
             groups[group].nproc_per_node
@@ -309,7 +336,11 @@ class Nodes:
         return Demand.of(self._context.config.logs, replicas=len(parts), ranks=sum(parts))
 
     def read_logs(self, folder: Path, selection: Selection) -> LogReader:
-        """Return a reader of the logs of all nodes. ``folder``: of this machine."""
+        """Return a reader of the logs of all nodes.
+
+        :param folder: the logs of this machine.
+        :param selection: which lines to read.
+        """
         if self.cluster.others():
             return NodesReader(folder, self.cluster, selection, self._newest)
         return FolderReader(folder, selection)
@@ -319,27 +350,34 @@ class Nodes:
         return {one.name: one.life.generation for one in self._fleet().all()}
 
     def _leaving(self, node: str, reason: str) -> None:
-        """Drain a node that is about to be taken away."""
+        """Let no replica start on a node that is about to be taken away.
+
+        Its agent has said so. Start a task that moves its replicas, unless the run is
+        still being started.
+        """
         self._context.say(f"node {node} is leaving: {reason}")
         self.cluster.drain(node)
         if self._started:
             self._drain_on(node)
 
     def go_on(self) -> None:
-        """Continue node drains that an earlier supervisor began, or that were ordered
-        during the start."""
+        """Start tasks for the node drains that are not done, now that replicas run.
+
+        An earlier supervisor began them, or they were ordered during the start.
+        """
         self._started = True
         for node, member in [*self.cluster.members.items()]:
             if member.life.duty != "open" and (node != self._context.resources.local or member.living):
                 self._drain_on(node)
 
     def _drain_on(self, node: str) -> None:
-        """Drain a node in a task, unless a task does."""
+        """Drain a node in a new task, unless a task for it runs."""
         if node in self._draining:
             return
         self._draining.add(node)
 
         async def drain() -> None:
+            """Drain the node; print an error."""
             try:
                 await self.drain(node)
             except errors.ReplicasError as error:

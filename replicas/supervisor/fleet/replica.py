@@ -5,12 +5,10 @@
 resources, runs one *generation* through ``starting``, ``ready`` and ``draining``, waits
 in ``backoff``, and rests in ``finished`` or ``failed`` until a request.
 
-Requests to the replica are a table (:data:`replicas.core.lives.ending.ASKED`), and so
-is a generation, from its start to its end
-(:mod:`replicas.supervisor.fleet.generation_lifecycle`). When its last process is gone,
-the lifecycle gets the end event, and only then the next generation starts: a process
-that survives SIGKILL is reported, and killed again and again. Only the end of the run
-leaves it behind. Requests change the state at once and never wait.
+Requests to the replica are a table (:data:`replicas.core.lives.ending.ASKED`); so is a
+generation (:mod:`replicas.supervisor.fleet.generation_lifecycle`). The next one starts
+when the last process of the previous one is gone: a process that survives SIGKILL is
+reported and killed again; only the end of the run leaves it. Requests never wait.
 """
 
 from __future__ import annotations
@@ -76,6 +74,7 @@ class Replica:
 
     @property
     def group_size(self) -> int:
+        """The wanted number of replicas of its group."""
         return self._fleet.size(self.group.name)
 
     @property
@@ -105,10 +104,7 @@ class Replica:
 
     @property
     def _silence(self) -> tuple[str, float]:
-        """Silent nodes or ranks, in words ("" if none), and the seconds of silence.
-
-        Its processes may be healthy, so silence alone does not end them.
-        """
+        """Silent nodes or ranks, in words ("" if none), and the seconds of silence."""
         if self.life.state != "starting" and (unheard := self._generation.unheard):
             return f"no message from node {', '.join(unheard)}", UNHEARD_S
         return self.current.health.silence(self.group.health)
@@ -146,7 +142,7 @@ class Replica:
     # ------------------------------------------------------------ requests
 
     def adopt(self, records: list[ShimRecord], nodes: list[ShimHandle]) -> None:
-        """Continue a generation that an earlier supervisor started."""
+        """Continue a generation that an earlier supervisor started, with its shims."""
         self._context.resources.keep(*self._key, tuple(one.share for one in records))
         self.life.generation = records[0].generation
         self.current = GenerationLifecycle(self, self._context)
@@ -154,7 +150,7 @@ class Replica:
         self._apply(ReplicaEvent.ADOPT)
 
     def end_as(self, cause: Cause) -> None:
-        """End an adopted generation for the reason that was saved."""
+        """End an adopted generation for the reason that was saved; start the next."""
         if request_of(cause.reason) == "fault":
             self.end_for_failure(cause)
             self._end_processes(self.group.stop_timeout_s)
@@ -182,7 +178,7 @@ class Replica:
             self._request("fail", None, Cause("group", reason))
 
     def _request(self, request: Request, hurry_s: float | None, cause: Cause | None, why: str = "") -> None:
-        """Note a request, step the lifecycle, and end processes if that is required."""
+        """Note a request for ``why`` or ``cause``; end the processes if it says so."""
         if self._ask(request, cause) and not self.life.settled:
             event = ReplicaEvent.GROUP_FAILED if request == "fail" else ReplicaEvent.STOP
             self._apply(event, reason=cause.text if cause is not None else why)
@@ -195,7 +191,7 @@ class Replica:
         self.wake()
 
     def _ask(self, request: Request, cause: Cause | None = None) -> bool:
-        """Note a request. Return True if the replica must be ended for it."""
+        """Note a request and its cause. Return True if the replica must end for it."""
         actions = self._asked.step(request)
         if "note_cause" in actions:
             self.current.cause = cause
@@ -227,6 +223,7 @@ class Replica:
         return True
 
     def wake(self) -> None:
+        """Wake the replica's task, which then looks at its state."""
         self._poke.set()
 
     def forgive(self, pause_s: float) -> None:
@@ -238,7 +235,7 @@ class Replica:
     # ------------------------------------------------------------ while it runs
 
     def check(self, now: float) -> None:
-        """Update the replica's health, from the coordinator and the clock."""
+        """Update health from coordinator and clock; end a generation that is ill."""
         if self.life.state in ("pending", "backoff"):
             self.wake()
         self.current.check_sync(now)
@@ -293,7 +290,7 @@ class Replica:
             self._end_silent(Cause("heartbeat_timeout", text), rank // self.group.nproc_per_node)
 
     def _end_silent(self, cause: Cause, part: int | None = None) -> None:
-        """End it for ``cause``, or for its silent node (of ``part``, or of any)."""
+        """End it for ``cause``, or for a silent node of its part, or of any part."""
         for one in self._generation.parts if part is None else self._generation.parts[part : part + 1]:
             if one.unheard_s() > UNHEARD_S:
                 cause = Cause("node", f"no message from node {one.node}")
@@ -302,14 +299,14 @@ class Replica:
     # ------------------------------------------------------------ ending a generation
 
     def _end_unhealthy(self, event: ReplicaEvent, cause: Cause) -> None:
-        """End the generation after saving its stacks; report the cause to the fleet."""
+        """Stop the generation, stacks saved first; restart the group if it is to."""
         self._ask(request_of(cause.reason), cause)
         self._apply(event, reason=cause.text)
         self._end_processes(self.group.stop_timeout_s, stacks=True)
         self._fleet.restart_group_with(*self._key, cause.text)
 
     def end_for_failure(self, cause: Cause) -> None:
-        """Note why the generation ends, and report it to the fleet."""
+        """Note why the generation ends; restart its group if that is configured."""
         self._ask(request_of(cause.reason), cause)
         self._fleet.restart_group_with(*self._key, cause.text)
 
@@ -322,13 +319,13 @@ class Replica:
         self.current.apply_event("stop", timeout_s, stacks=stacks)
 
     def _apply(self, event: ReplicaEvent, **about: Any) -> None:
-        """Step the lifecycle, and report the transition to the fleet."""
+        """Step the lifecycle by an event, with details, and report it to the fleet."""
         self._fleet.on_transition(self.life.apply(event, now=self._now(), **about))
 
     # ------------------------------------------------------------ the task
 
     async def run(self) -> None:
-        """Run until :meth:`stop` and the end of its processes, or a cancellation."""
+        """Follow the state until :meth:`stop` and the end of the last process."""
         try:
             while self.asked != "over":
                 if self.life.alive:
@@ -412,6 +409,7 @@ class Replica:
         return self._restarts.ended(self.index, ok=ok, progressed=progressed, ran_s=ran_s, now=now)
 
     async def stacks(self) -> dict[str, str]:
+        """Ask for the stacks of its ranks; return texts by ``group/replica/rank``."""
         return await self._generation.stacks()
 
     @property
@@ -429,6 +427,7 @@ class Replica:
         return self._generation.awaits or self.current.hold_ups.waits or self._generation.ending
 
     def status(self, now: float) -> ReplicaStatus:
+        """Return a snapshot of the replica, at loop time ``now``."""
         life, parts = self.life, self._generation.parts
         view = self.current.health.view if life.state in RUNNING else None
         reason = life.reason if view is None else self._silence[0] or view.reason

@@ -103,12 +103,20 @@ class Leases:
             self.records = tuple(_lease(line) for line in lines[1:])
 
     def write(self, records: Sequence[Lease]) -> None:
-        """Replace the leases, on disk first. After an OSError, the old ones hold."""
+        """Replace the leases, on disk first. Blocks for a sync if they differ.
+
+        :raises OSError: writing failed, and the old leases hold.
+        """
         if tuple(records) != self.records:
             self._write(records)
 
     def _write(self, records: Iterable[Lease], *, generations: int | None = None, floor: int | None = None) -> None:
-        """Replace the file; None keeps a number. An OSError leaves all as before."""
+        """Replace the file and sync it, then the attributes.
+
+        :param generations: highest number that a generation may have; None keeps it.
+        :param floor: number above which new generations are numbered; None keeps it.
+        :raises OSError: all is as before.
+        """
         new = tuple(records)
         numbers = self._generations if generations is None else generations
         lowest = self.floor if floor is None else floor
@@ -127,12 +135,20 @@ class Leases:
         self._write(records, floor=max(self.floor, self._generations, unread))
 
     def reserve_generation(self, generation: int) -> None:
-        """Write that this number may be used, before it is. Raises OSError."""
+        """Write that this number of a generation may be used, before it is.
+
+        Raises the number in the file in steps, so that few calls write.
+
+        :raises OSError: writing failed.
+        """
         if generation > self._generations:
             self._write(self.records, generations=generation + _STEP - 1)
 
     def write_starts(self) -> None:
-        """Write the number of starts. Raises OSError."""
+        """Write :attr:`starts`, the number of started generations, without a sync.
+
+        :raises OSError: writing failed.
+        """
         try:
             private.overwrite(self.path, f"{self.starts:{_WIDTH}}".encode(), _AT)
         except FileNotFoundError:  # the run is new, or the file was removed by hand

@@ -19,10 +19,11 @@ from replicas.supervisor.state.run_state import ShimRecord
 
 
 def check_mark(hello: Hello, shims: Iterable[ShimRecord] | None) -> None:
-    """Check that the member runs under one of these shims, of its own generation.
+    """Check that a joining member proves the mark of one of these shims.
 
-    :param shims: None: its group has no such replica.
-    :raises replicas.errors.Fenced: it does not.
+    :param hello: the first message of the member, with its proof.
+    :param shims: those of its replica; None if its group has no such replica.
+    :raises replicas.errors.Fenced: no shim of the member's generation has that mark.
     """
     own, name = (hello.group, hello.replica, hello.generation), hello.member.name
     known = [one.nonce for one in shims or () if (one.group, one.replica, one.generation) == own]

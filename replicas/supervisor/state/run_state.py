@@ -191,12 +191,12 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def generations(self) -> int:
-        """Return the highest number of a generation."""
+        """The highest number of a generation of any replica; 0 if there is none."""
         return max((one.generation for group in self.groups.values() for one in group.replicas.values()), default=0)
 
     @property
     def agent(self) -> ProcessRecord | None:
-        """Return the agent of this machine, if it still lives."""
+        """The process of this machine's agent, or None if it does not live."""
         records = [one.process for one in self.agents if one.local and one.scope == machine()]
         return next((one for one in records if one is not None and one.alive()), None)
 
@@ -216,18 +216,24 @@ class RunState:
 
     @property
     def problem(self) -> Reason | None:
-        """Return why the last write failed, or None."""
+        """Why the last write failed, for people, or None if it worked."""
         return f"{self.path}: {self._problem}" if self._problem else None
 
     def peek(self) -> Saved | None:
-        """Read the state without the run's lock; return None if it is not valid."""
+        """Read the state without the run's lock; return None if it is not valid.
+
+        Changes nothing, unlike :meth:`load`.
+        """
         try:
             return decode(private.read(self.path))
         except (OSError, ValueError):
             return None
 
     def load(self) -> Saved | None:
-        """Return a dead supervisor's state, if there is one; set a bad file aside."""
+        """Return the state that a dead supervisor left, or None.
+
+        A file that is not valid is renamed, logged, and noted in :attr:`set_aside`.
+        """
         try:
             return decode(private.read(self.path))
         except FileNotFoundError:
@@ -241,7 +247,13 @@ class RunState:
         return None
 
     def save(self, saved: Saved, *, sync: bool = False) -> bool:
-        """Save the state. Return False if writing fails; the run continues."""
+        """Replace the state file. Return False if writing fails; the run continues.
+
+        A failure is logged, once for each reason, and kept as :attr:`problem`. Blocks.
+
+        :param sync: also sync the disk, so that the state survives a crash of the
+            machine.
+        """
         try:
             private.replace(self.path, msgspec.json.encode(saved), sync=sync)
         except OSError as error:
@@ -262,7 +274,10 @@ class RunState:
 
 
 def decode(data: bytes) -> Saved:
-    """Decode a state. :raises ValueError: it is not a state of this schema."""
+    """Decode the content of a state file.
+
+    :raises ValueError: it is not a state of this schema.
+    """
     try:
         schema = msgspec.json.decode(data, type=_Head).schema
     except MALFORMED as error:
@@ -281,12 +296,13 @@ def machine() -> str:
 
 
 def this_process() -> ProcessRecord:
+    """Return the record (pid and start time) of this process."""
     found = process_record(os.getpid())
     assert found is not None
     return found
 
 
 def process_record(pid: int) -> ProcessRecord | None:
-    """Return the record of a process, or None if the process is gone."""
+    """Return pid and start time of a process, or None if it is gone."""
     started = start_time(pid)
     return None if started is None else ProcessRecord(pid, started)
