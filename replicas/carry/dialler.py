@@ -69,6 +69,10 @@ class HolderConnection:
     """
 
     def __init__(self, sock: socket.socket, holder: Holder, *, last: bool) -> None:
+        """Use the authenticated ``sock``; the caller closes it.
+
+        :param last: no other holder is left; this one gets more time.
+        """
         self.sock, self.holder = sock, holder
         self.patience_s = LAST_SILENT_S if last else SILENT_S
         if isinstance(sock, ssl.SSLSocket):  # Python waits, record by record
@@ -101,7 +105,10 @@ class HolderConnection:
             return nbytes
 
     def receive_all(self, into: memoryview) -> None:
-        """Fill all of ``into``; raise as :meth:`receive`."""
+        """Fill all of ``into``, however long that takes.
+
+        :raises OSError: the holder closed the connection, or sent nothing for too long.
+        """
         while into:
             into = into[self.receive(into) :]
 
@@ -162,7 +169,7 @@ class Connector:
                     tls.hang_up(sock)
 
     def is_far(self, holder: Holder | None) -> bool:
-        """Return True if the holder's last round trip was above 10 ms."""
+        """Return True if the last round trip to the holder was above 10 ms."""
         return holder is not None and self._trips.get(holder.host, 0.0) > FAR_S
 
     def reopen(self) -> None:
@@ -229,7 +236,10 @@ class Connector:
             raise
 
     def _sealed(self, sock: socket.socket, holder: Holder, context: ssl.SSLContext) -> ssl.SSLSocket:
-        """Return the socket wrapped for TLS; :meth:`hang_up` then finds that one."""
+        """Return ``sock`` wrapped for TLS; :meth:`hang_up` then finds the new one.
+
+        :param context: the puller's TLS settings.
+        """
         with self._lock:  # hang_up finds one of both sockets
             self._sockets.pop(sock, None)
             sealed = tls.wrap(sock, context)
@@ -254,9 +264,10 @@ class Connector:
         sock.close()
 
     def _greet(self, sock: socket.socket, holder: Holder) -> None:
-        """Do the handshakes: TLS if encrypted, then the proof of the secret.
+        """Do the handshakes: TLS if encrypted, then the proof of the secret. Blocks.
 
         :raises HandshakeBroken: no answer within 3 s, or the connection broke.
+        :raises UnknownSecret, NotTheHolder: the peer is not the holder.
         """
         deadline, binding = time.monotonic() + GREET_S, b""
         try:
