@@ -201,7 +201,10 @@ def _views(plan: Plan) -> dict[str, torch.Tensor]:
 
 
 def _is_resident(plan: Plan) -> bool:
-    """Return True if all tensors of the plan are views of the model's own memory."""
+    """Return True if all tensors of the plan are views of the model's own memory.
+
+    Then none has to be gathered, merged or computed.
+    """
     used = {name for row in plan.rows.values() for name in row.inputs}
     if plan.merging is not None and not used.isdisjoint(plan.merging.origins):
         return False

@@ -111,6 +111,7 @@ class Mirror:
         os.close(self._lock)
 
     def __enter__(self) -> Self:
+        """Return this mirror."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -306,7 +307,7 @@ def _is_beside(path: Path) -> bool:
 
 
 def _is_component(name: str) -> bool:
-    """Return True for a valid, visible name of one file or folder."""
+    """Return True for a valid, visible name of one file or folder, without "/"."""
     return (
         bool(name)
         and not name.startswith(".")

@@ -54,9 +54,13 @@ def check(model: Any, state: Mapping[str, torch.Tensor]) -> None:
 
 
 def _names_of_class(model: Any) -> set[str]:
-    """Return the names of the tensors that the model's class makes from its
-    configuration; if the class needs more arguments, those of its nearest base class
-    that does not."""
+    """Return the names of the tensors that a model of this configuration should have.
+
+    Its class is made on the meta device; if the class needs more arguments, its nearest
+    base class that does not.
+
+    :raises replicas.errors.UsageError: no class can be made so.
+    """
     import transformers
 
     failed: Exception | None = None
@@ -130,8 +134,11 @@ def _check_names(rows: Mapping[str, Arrangement], forms: Mapping[str, Form]) -> 
 
 
 def kept_names(model: Any, names: Iterable[str], dtype: torch.dtype) -> set[str]:
-    """Return the names of tensors in memory that a cast to ``dtype`` leaves in
-    float32."""
+    """Return those of ``names`` that transformers leaves in float32 in a cast to
+    ``dtype``.
+
+    :param names: of tensors in memory.
+    """
     from transformers.core_model_loading import build_glob_alternation
 
     plan = model._get_dtype_plan(dtype)
