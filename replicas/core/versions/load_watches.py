@@ -31,9 +31,10 @@ class LoadWatches:
         self._watches.pop(member, None)
 
     def answer(self) -> None:
-        """Answer the watches of versions that all targets have loaded or some refused.
+        """Answer the members that watch a version which all targets have loaded.
 
-        A version counts as loaded by all even if a target has left since.
+        Also one that no target will load, as it was refused. A version counts as loaded
+        by all even if a target has left since.
         """
         loaded = self._rounds.loaded_by_all()
         decided = self._seen != self._ledger.changes
@@ -45,10 +46,12 @@ class LoadWatches:
                 self.watch(member, watch)
 
     def watch(self, member: Member, watch: wire.WatchLoaded) -> None:
-        """Answer the watch now, or store it in place of this member's earlier one.
+        """Answer a member's watch now, or store it in place of its earlier one.
 
         It is answered when no target is waited for, with the reasons of those that
         refused.
+
+        :param watch: the request to be told when all targets have loaded a version.
         """
         refusals: dict[str, str] = {}
         if watch.version > self._loaded_once:

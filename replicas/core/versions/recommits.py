@@ -49,8 +49,12 @@ class Recommits:
         self.waiting: Recommit | None = None
 
     def begin(self, version: int, on_end: Callable[[errors.ReplicasError | None], None]) -> int:
-        """Give a recommit of the version a number, and return it.
+        """Give the version's content a new number, under which it will be committed.
 
+        Return that number. :meth:`advance` commits it in its turn.
+
+        :param version: an older version, whose bytes the new one has.
+        :param on_end: called with None when it is committed, or with the error.
         :raises errors.Busy: another one is under way.
         :raises errors.Gone: no member holds its content.
         """
@@ -65,11 +69,14 @@ class Recommits:
         return number
 
     def blocks(self, number: int) -> bool:
-        """Return True if a publish with this number must wait."""
+        """Return True if a publish with this number must wait for the recommit."""
         return self.waiting is not None and number > self.waiting.number
 
     def advance(self) -> None:
-        """Commit it if its turn has come; give it up if its content is lost."""
+        """Commit the waiting version when all publishes with lower numbers have ended.
+
+        Give it up if no member holds its content now. Call ``on_end`` then.
+        """
         one = self.waiting
         if one is None or any(publish.version < one.number for publish in self._publishes.without_verdict()):
             return

@@ -63,13 +63,16 @@ class Steering:
     # ------------------------------------------------------------ orders
 
     def order(self, order: VersionOrder, sender: Sender, wall: float) -> None:
-        """Carry out an order; its sender is told the outcome, now or later.
+        """Check and carry out an order; its sender is told the outcome, now or later.
 
+        :param sender: a member, with its number of the order, or a function to be
+            called.
         :param wall: seconds since 1970.
         """
         member = sender[0] if isinstance(sender, tuple) else None
 
         def reply(outcome: Steered | errors.ReplicasError) -> None:
+            """Queue the outcome of the order to its sender."""
             if not isinstance(sender, tuple):
                 self._context.out.append(Reply(sender, outcome))
             elif isinstance(outcome, Steered):
@@ -84,6 +87,10 @@ class Steering:
             reply(error)
 
     def _carry_out(self, asked: _Asked) -> None:
+        """Check an order and take its decisions.
+
+        :raises errors.ReplicasError: it cannot be carried out; nothing has changed.
+        """
         match asked.order:
             case orders.Promote(version=text):
                 self._promote(asked, self._find(text))
@@ -106,7 +113,12 @@ class Steering:
                 self._score(asked, asked.order)
 
     def _promote(self, asked: _Asked, version: int) -> None:
-        """Serve a version: by its own number, or by a new one if a newer was served."""
+        """Serve a version: by its own number, or by a new one if a newer was served.
+
+        :param asked: the order, with its sender, who gets the reply.
+        :raises errors.UsageError: it is served already, was rejected, or nothing is
+            promoted on this channel.
+        """
         if self._context.config.follow == "newest":
             text = f"channel {self._name} serves each committed version: there is nothing to promote"
             raise errors.UsageError(text, hint=f'set channels.{self._name}.follow = "promoted"')
@@ -118,15 +130,20 @@ class Steering:
             self._recommit(asked, version, "promoted")
 
     def _roll_back(self, asked: _Asked, version: int) -> None:
-        """Serve an older version's content again; a candidate is rejected."""
+        """Commit an older version's content again; then the candidate is rejected."""
         self._check_servable(version)
         self._recommit(asked, version, "rolled_back", self._ledger.candidate())
 
     def _recommit(self, asked: _Asked, version: int, what: What, candidate: int = 0) -> None:
-        """Commit the version's content again; then ``candidate``, if any, is rejected,
-        unless it was promoted meanwhile."""
+        """Commit the version's content again under a new number, then reply.
+
+        Then ``candidate``, unless 0 or promoted meanwhile, is rejected.
+
+        :param what: the kind of decision to report.
+        """
 
         def ended(error: errors.ReplicasError | None) -> None:
+            """Report the end of the recommit, and reply to the order."""
             if error is None:
                 self._serving.report(what, number, value=version)
                 if candidate and self._ledger.labels.get(PREVIOUS) != candidate:
@@ -147,7 +164,10 @@ class Steering:
             )
 
     def _hold(self, asked: _Asked, order: orders.Hold) -> None:
-        """Make or renew a lease."""
+        """Make or renew a lease: a promise to keep a version's bytes.
+
+        :raises errors.ReplicasError: the name is taken, or there is no room.
+        """
         version, ledger = self._find(order.version), self._ledger
         name = order.name or next(name for n in range(1, LEASES_MAX + 2) if (name := f"lease-{n}") not in ledger.leases)
         known = ledger.leases.get(name)
@@ -165,6 +185,7 @@ class Steering:
         asked.reply(Steered(channel=self._name, version=version, name=name, until=until))
 
     def _release(self, asked: _Asked, name: str) -> None:
+        """End a lease by its name, and reply; raise UsageError for an unknown one."""
         lease = self._ledger.leases.get(name)
         if lease is None:
             there = f"its leases are {list_text(sorted(self._ledger.leases))}" if self._ledger.leases else "it has none"
@@ -173,12 +194,17 @@ class Steering:
         asked.reply(Steered(channel=self._name, version=lease.version, name=name))
 
     def _end_lease(self, name: str, why: str) -> None:
+        """Decide that the lease ends, and emit the event with the reason."""
         version = self._ledger.leases[name].version
         self._context.decide("release", version, name=name)
         self._serving.report("released", version, name=name, why=why)
 
     def _label(self, asked: _Asked, order: orders.Label) -> None:
-        """Set, move or remove a label of the user's."""
+        """Set, move or remove a label of the user's, and reply.
+
+        :raises errors.ReplicasError: the label is invalid or taken, or there is no
+            room.
+        """
         label, ledger = order.label, self._ledger
         if label in OWN_LABELS or not _LABEL.match(label):
             text = f"{label!r} cannot be used as a label"
@@ -201,7 +227,10 @@ class Steering:
         asked.reply(Steered(channel=self._name, version=version or known, name=label))
 
     def _score(self, asked: _Asked, order: orders.Score) -> None:
-        """Record scores, and take the decision that they make due."""
+        """Record scores of a version.
+
+        Promote or reject the candidate if these decide.
+        """
         version = self._find(order.version, held=False)
         scores = self._ledger.versions[version].scores
         if len(scores.keys() | order.scores.keys()) > SCORES_MAX:
@@ -217,7 +246,7 @@ class Steering:
     # ------------------------------------------------------------ what is there
 
     def _find(self, text: str, *, held: bool = True) -> int:
-        """Return the version that a number or a label names.
+        """Return the number of the version that a number or a label names.
 
         :param held: a member must hold its content.
         :raises errors.UsageError: there is no such label or version.
@@ -239,7 +268,7 @@ class Steering:
         return number
 
     def _there(self) -> str:
-        """Return which versions members hold, with their labels."""
+        """Return the versions that members hold, with labels, as a hint for errors."""
         holders = self._context.roster.holders
         held = [number for number, known in sorted(self._ledger.versions.items()) if holders.of(known.content)]
         words = [f"{number}{self._labels_text(number)}" for number in held]
@@ -250,29 +279,37 @@ class Steering:
         )
 
     def _labels_text(self, version: int) -> str:
+        """Return the version's labels as text, such as " (current)", or ""."""
         labels = self._ledger.labels_of(version)
         return f" ({', '.join(labels)})" if labels else ""
 
     def _state_of(self, version: int) -> str:
-        """Return the state of a version that is not the candidate, as text."""
+        """Return as text what became of a version that is not the candidate."""
         why = self._ledger.why_rejected(version)
         return f"it was rejected ({why})" if why else f"its label is{self._labels_text(version) or ' none'}"
 
     def _fixed(self, ledger: Ledger, without: str = "") -> dict[int, str]:
-        """Return the contents that stay until a person says otherwise, and why."""
+        """Return the contents that stay until a person says otherwise, with reasons.
+
+        A content is named by the version with which its bytes were published.
+
+        :param without: a label to ignore.
+        """
         fixed = {ledger.content(version): label for label, version in ledger.labels.items()
                  if label not in (without, *OWN_LABELS[1:])}  # fmt: skip
         return {ledger.content(lease.version): f"lease {name}" for name, lease in ledger.leases.items()} | fixed
 
     @property
     def _room(self) -> int:
-        """How many contents may stay: a slot is left for the next version, and for a
-        candidate one more."""
+        """How many contents may be kept for long, beside the slots for new versions."""
         config = self._context.config
         return config.slots - (2 if config.follow == "promoted" else 1)
 
     def _check_room(self, version: int, without: str = "") -> None:
-        """Raise NoCapacity if a version's content does not fit beside the others."""
+        """Raise NoCapacity if a version's content cannot be kept beside the others.
+
+        :param without: a label to ignore, as it is moved.
+        """
         ledger, content = self._ledger, self._ledger.content(version)
         fixed = self._fixed(ledger, without)
         if content in fixed or len(fixed) < self._room:
@@ -290,7 +327,7 @@ class Steering:
         self._newcomers = True
 
     def _message(self) -> wire.Labels:
-        """Return what members are to know of labels, and to keep."""
+        """Return the message on labels, and on contents that must not be evicted."""
         ledger, config = self._ledger, self._context.config
         fixed, waiting = self._fixed(ledger), self._recommits.waiting
         # a slot is left for the publish that the recommit waits for
@@ -302,7 +339,11 @@ class Steering:
         return wire.Labels(dict(ledger.labels), tuple(sorted(kept)))
 
     def tick(self, wall: float, *, recovering: bool) -> None:
-        """End leases that are over."""
+        """End leases whose time is over, or whose holder is lost.
+
+        :param wall: seconds since 1970.
+        :param recovering: lost holders may still come back.
+        """
         for name, lease in list(self._ledger.leases.items()):
             if lease.until and wall >= lease.until:
                 self._end_lease(name, "its time has ended")
@@ -310,7 +351,10 @@ class Steering:
                 self._end_lease(name, "its holder has left or died")
 
     def advance(self) -> None:
-        """Go back from a rejected version if needed; tell members what to keep."""
+        """Replace a rejected version that targets serve; tell members what to keep.
+
+        Only members to which there is something new get a message.
+        """
         if self._serving.must_go_back and self._recommits.waiting is None and self._ledger.current():
             self._go_back()
         waiting = self._recommits.waiting
@@ -328,16 +372,21 @@ class Steering:
         return [state.member for state in self._context.roster]
 
     def _tell(self, state: MemberState) -> None:
+        """Queue the present labels and kept contents to a member that lacks them."""
         if (state.labels or _NOTHING) != self._told:
             state.labels = self._told
             self._context.send(state.member, self._told)
 
     def _go_back(self) -> None:
-        """Commit the current content again: a target may serve a rejected version."""
+        """Commit the current content again: a target may serve a rejected version.
+
+        Do nothing if no member holds that content.
+        """
         current = self._ledger.current()
         if self._context.roster.holders.of(self._ledger.content(current)):
 
             def ended(error: errors.ReplicasError | None) -> None:
+                """Report the rollback if it was committed."""
                 if error is None:
                     self._serving.report("rolled_back", number, value=current)
 
