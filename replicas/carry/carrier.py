@@ -139,7 +139,10 @@ class Carrier:
             frames.write_frame(self._channel, message)
 
     def _serve(self, request: wire.Serve) -> None:
-        """Offer a version to pullers on other hosts, with deltas if it has a base."""
+        """Main thread: offer a version to pullers on other hosts.
+
+        If the request names a base (an older version), also deltas against it.
+        """
         transfer, place, filled, base = request.transfer, request.place, request.filled, request.base
         slot = self._slots[place.key]
         image = slot.image(place, full=filled == place.nbytes, mapped=request.encrypt)

@@ -127,7 +127,9 @@ class HolderConnection:
     def piece(self, most: int) -> int:
         """Receive a head; return how many bytes follow, or :data:`DELTA_FOLLOWS`.
 
-        0 is a sign of life. :raises ConnectionError: they are more than ``most``.
+        Returns 0 for a sign of life.
+
+        :raises ConnectionError: more than ``most`` bytes follow.
         """
         piece = self.number()
         if piece > most and piece != DELTA_FOLLOWS:
@@ -249,7 +251,7 @@ class Connector:
     def _register_socket(self, sock: socket.socket, holder: Holder) -> None:
         """Register a socket, so that :meth:`hang_up` ends it.
 
-        :raises HungUp: it was called already.
+        :raises HungUp: all connections were hung up already.
         """
         with self._lock:
             self._sockets[sock] = holder

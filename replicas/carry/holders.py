@@ -85,7 +85,7 @@ class Holders:
         return self._left[0] if self._left else None
 
     def is_last(self, holder: Holder) -> bool:
-        """Return True if this holder is the only usable one."""
+        """Return True if this holder is the only one that is still usable."""
         return self._left == [holder]
 
     def mark_connected(self, holder: Holder) -> None:

@@ -102,7 +102,8 @@ class Pull:
         """Pull all missing blocks, verify them, and return the digest. Blocks.
 
         :param holders: carriers to pull from, in order of preference.
-        :param deadline: of the monotonic clock. :param start: starts a thread.
+        :param deadline: of the monotonic clock.
+        :param start: starts a thread that runs the given function.
         :param digest: of the version; empty if not known yet, to skip the check.
         :raises Failed: no holder is left, or the deadline has passed.
         """
@@ -122,7 +123,8 @@ class Pull:
     def _receive_all(self, deadline: float, start: Start) -> None:
         """Receive all missing blocks, unverified, over several threads; then end these.
 
-        :param deadline: of the monotonic clock. :param start: starts a thread.
+        :param deadline: of the monotonic clock.
+        :param start: starts a thread that runs the given function.
         :raises Failed: no holder is left, or the deadline has passed.
         """
         with self._changed:
@@ -142,7 +144,8 @@ class Pull:
 
         The caller holds the lock, which is free during waits.
 
-        :param deadline: of the monotonic clock. :param start: starts a thread.
+        :param deadline: of the monotonic clock.
+        :param start: starts a thread that runs the given function.
         :raises Failed: no holder is left, or the deadline has passed.
         """
         best, at, received = 0.0, time.monotonic(), self.received.nbytes

@@ -255,7 +255,7 @@ class Channel(Collectives):
         reserve(self._hub, weights, dtype, self._publisher.mode, number)
 
     def _check_can_fill(self, what: str, dtype: object) -> None:
-        """For method ``what``: raise UsageError unless it may run with this dtype."""
+        """Raise UsageError unless an open source calls ``what`` with a torch dtype."""
         self._check_role(what)
         self._check_open()
         if dtype is not None and not isinstance(dtype, torch.dtype):

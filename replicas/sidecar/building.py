@@ -152,7 +152,10 @@ def _build_gloo(store: Any, spec: GroupSpec, timeout: timedelta) -> CollectiveGr
 
 
 def _build_nccl(store: Any, spec: GroupSpec) -> CollectiveGroup:
-    """Return an NCCL group on this process's GPU; raise RuntimeError without one."""
+    """Select this process's GPU, and return an NCCL group on it.
+
+    :raises RuntimeError: there is no GPU, or no NCCL.
+    """
     device = accelerator()
     uuid = "" if device is None else device.device()
     if device is None or not uuid or not _c10d.is_nccl_available():

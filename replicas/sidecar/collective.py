@@ -183,7 +183,8 @@ class _Operation:
         """Send the region along a chain of all members, from the root, in pieces.
 
         Each member receives a piece while it sends the piece before to the next member:
-        so each link carries every byte once, for any number of members.
+        so each link carries every byte once, for any number of members. Waits for the
+        pieces; yields the sends that it starts.
         """
         ranks, me, count = self.spec.lane_ranks, self.spec.me, self.group.size
         place = (me - self.spec.root) % count
@@ -252,7 +253,7 @@ class _Operation:
         return self.spec.lane_ranks[self.spec.root]
 
     def _one_each(self, participant: int) -> tuple[Segment, ...]:
-        """Check and return ``participant``'s segments: one per member of attempt 1.
+        """Return ``participant``'s segments: one for each member of the first attempt.
 
         :raises ValueError: their number is wrong.
         """

@@ -80,6 +80,7 @@ class KeptForkserver:
     """
 
     def __init__(self, environment: Mapping[str, str], given_up: Callable[[str], None]) -> None:
+        """Bind the socket, and wait for connections on the loop; start no process."""
         self._loop = asyncio.get_running_loop()
         self._given_up = given_up
         address = SocketAddress(f"replicas-{secrets.token_hex(16)}", secrets.token_hex(16))

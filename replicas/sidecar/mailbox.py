@@ -51,6 +51,7 @@ class Mailbox:
     """
 
     def __init__(self, channel: socket.socket, pidfd: int) -> None:
+        """Start the watch: a thread that reads the channel while this one is busy."""
         self._channel = channel
         self._pidfd = pidfd
         self._frames = frames.FrameReader(channel)

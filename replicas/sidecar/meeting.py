@@ -83,9 +83,13 @@ _Finding = dict[int, str]
 
 
 def meet(store: SignedStore, spec: GroupSpec, deadline: float) -> None:
-    """Exchange cards and findings with all members of the group over ``store``.
+    """Check with all members of the group, over ``store``, that it can be built; block.
+
+    Each member puts a card (its view of the group) and its findings (members that it
+    cannot connect to) into the store, and reads those of all.
 
     :param store: has the group's prefix.
+    :param deadline: by ``time.monotonic()``.
     :raises replicas.errors.Preflight: they cannot work together; its ``members`` are at
         fault.
     :raises replicas.errors.StoreTampered: another client writes into the store.

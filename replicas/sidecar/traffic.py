@@ -143,7 +143,7 @@ def _descriptors() -> Iterator[int]:
 def _borrowed(fd: int, family: int = -1, kind: int = -1) -> Iterator[socket.socket]:
     """Context manager: a socket object for descriptor ``fd``, which stays open.
 
-    :param family: -1: found by asking the kernel. ``kind``, too.
+    :param family: address family of the socket, as its ``kind``; -1: ask the kernel.
     """
     sock = socket.socket(family, kind, -1, fd)
     try:

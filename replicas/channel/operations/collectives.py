@@ -93,8 +93,11 @@ class Collectives:
         """Check the arguments of a method, and start the operation ``kind``.
 
         :param given: the caller's tensors; ``out``: tensors for the results, or None.
+        :param op: how to reduce.
         :param root: (name of the argument, peer), of operations with a source or
             destination.
+        :param step: a tag that all peers' calls must share, or None.
+        :param deadline: seconds; None: the channel's.
         """
         inputs = () if given is None and kind in ("scatter", "recv", "barrier") else _tensors(kind, given)
         if kind in ("all_reduce", "reduce", "reduce_scatter"):
@@ -264,7 +267,7 @@ class Collectives:
 
 
 def _fail(text: str, hint: str) -> NoReturn:
-    """Raise a UsageError."""
+    """Raise a UsageError with ``text``, and ``hint``: what the caller should do."""
     raise errors.UsageError(text, hint=hint)
 
 

@@ -114,13 +114,13 @@ class RankOperations(Part):
     # ------------------------------------------------------------ session thread
 
     def close(self) -> None:
-        """Drop results that no caller collected, and free the idle buffers."""
+        """Drop results that no caller waited for, and free the idle buffers."""
         self._unknown.close()
         for scratch in list(self._scratches.values()):
             scratch.close()
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
-        """Return the handlers of this part by message type."""
+        """Return the functions that handle the coordinator's messages, by type."""
         return {
             wire.OperationGo: self._start_attempt,
             wire.OperationEnd: self._ended,
@@ -148,9 +148,9 @@ class RankOperations(Part):
             self._end(job, error)
 
     def _post(self, job: Job) -> None:
-        """Session thread: number the job, start its timer, and send its message.
+        """Session thread: number the operation, start its timer, send OperationPost.
 
-        Ends the job if the session is over.
+        Ends it instead if the session is over.
         """
         hub = self._hub
         if hub.over is not None:
@@ -210,7 +210,8 @@ class RankOperations(Part):
     async def _run(self, job: Job, attempt: OperationAttempt) -> None:
         """Run one attempt, send OperationDone or OperationFailed, and free its buffers.
 
-        Keeps the buffers if a sidecar that uses them does not die.
+        Waits for its turn on the lane (process group). Keeps the buffers if a sidecar
+        that uses them does not die.
         """
         hub, lane, operation = self._hub, None, attempt.go.operation
         answer: wire.OperationDone | wire.OperationFailed

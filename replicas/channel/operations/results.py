@@ -61,7 +61,7 @@ class OperationCall:
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
-        """Dtypes and shapes to post: of ``inputs`` or, without any, of ``targets``."""
+        """Dtypes and shapes, for the message: of ``inputs``, or else of ``targets``."""
         return segments_of(self.inputs or self.targets or ())
 
     @cached_property
@@ -98,7 +98,7 @@ class OperationCall:
 
     @property
     def quick(self) -> bool:
-        """True if the results are small enough for the session thread to write."""
+        """True if the session thread may write the results: few bytes, on the CPU."""
         small = self.kind in ("barrier", *_IN_PLACE) and self.device == "cpu" and _nbytes(self.segments) <= QUICK_NBYTES
         return small and all(type(one) in _PLAIN for one in self.inputs)  # subclasses may run any code
 

@@ -33,7 +33,7 @@ class Carriers(Part):
         self._told: Carrier | None = None
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
-        """Return the handlers of this part by message type."""
+        """Return the functions that handle the coordinator's messages, by type."""
         return {LaneAhead: self._handle_lane_ahead}
 
     def new_term(self) -> None:
@@ -58,7 +58,7 @@ class Carriers(Part):
             self._prepare_lanes()
 
     async def _prepare(self) -> None:
-        """Start the carrier process ahead of its use; only log a failure."""
+        """Start the carrier (transfer server) ahead of its use; only log a failure."""
         try:
             await self.get()
         except (OSError, RuntimeError, errors.ReplicasError) as error:

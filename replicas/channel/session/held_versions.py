@@ -127,9 +127,11 @@ class HeldVersions(ToldVersions):
         self._device = ""
 
     def open(self, slots: int, device: str = "") -> None:
-        """Make the arena of ``slots`` slots, on GPU ``device`` or (if "") on the host.
+        """Make the arena: memory for ``slots`` versions, on GPU ``device`` or host.
 
-        Memory is allocated when a slot is first filled.
+        The memory is allocated when a slot (that of one version) is first filled.
+
+        :param device: UUID of the GPU; "" for host memory.
         """
         self._device = device
         self.arena = Arena(
@@ -250,16 +252,18 @@ class HeldVersions(ToldVersions):
         self.protect()
 
     def mark_doubtful(self) -> None:
-        """Mark all held versions without a digest as doubtful, after a new coordinator.
+        """Mark the versions here without a digest as doubtful.
 
-        Such a version must pass :meth:`verify_doubtful` before it counts as committed.
+        A new coordinator may have given the number to other bytes. Such a version must
+        pass
+        :meth:`verify_doubtful` before it counts as committed.
         """
         self.doubtful = {held.version for held in self.held() if not held.digest}
 
     async def verify_doubtful(self, version: int, digest: str) -> bool:
-        """Compute a version's digest on a thread; return True if it is ``digest``.
+        """Digest a version on another thread; return True if that gives ``digest``.
 
-        Also returns True if the version is no longer held.
+        Also returns True if the version is no longer held. Records the digest if right.
         """
         slot = self.arena.find_pinned(version)
         if slot is None:
@@ -273,7 +277,7 @@ class HeldVersions(ToldVersions):
         return found == digest
 
     def protect(self) -> None:
-        """Recompute which versions are kept; unmap other foreign slots; wake waits.
+        """Recompute which versions are kept; unmap memory not needed; wake waits.
 
         Call it after each change of what is kept. The waits are those for a free slot.
         """
@@ -330,6 +334,8 @@ class Loans:
     def lend(self, holder: Holder, take_back: Callable[[], object]) -> weakref.ref[Holder]:
         """Record that ``holder`` has a loan; return a weak reference to it.
 
+        A loan is a resource of the channel that a user's thread uses, such as a slot.
+
         :param take_back: called once: at :meth:`give_back`, or after ``holder`` was
             garbage-collected.
         """
@@ -349,7 +355,7 @@ class Loans:
         return self._end(holder) is not None
 
     def sweep(self) -> None:
-        """Run ``take_back`` of all loans whose holders were garbage-collected."""
+        """Take back the loans whose holders were garbage-collected."""
         while self._gone:
             loan = self._lent.pop(id(self._gone.popleft()), None)
             if loan is not None:

@@ -77,6 +77,7 @@ class SessionLoop:
     """The thread with the asyncio loop of all channels (:func:`session_loop`)."""
 
     def __init__(self) -> None:
+        """Make the loop; :meth:`start_thread` starts the thread that runs it."""
         self.pid = os.getpid()
         self.fds: set[int] = set()
         """Descriptors that a forked child must not keep open."""
@@ -154,7 +155,10 @@ class SessionLoop:
 
     @property
     def alive(self) -> bool:
-        """True if calls will run; ``Thread.is_alive`` is wrong after an interrupt."""
+        """True while queued calls will run, that is, until the thread ends.
+
+        (``Thread.is_alive`` is wrong after an interrupt.)
+        """
         return self._begun and not self._over and not self._stopping
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
@@ -199,7 +203,7 @@ class SessionLoop:
             pending.fail(error if isinstance(error, Exception) else _as_internal(error))
 
     def spawn(self, coroutine: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-        """Session thread: start a task; an unhandled error is logged as a bug."""
+        """Session thread: start a task named ``name``; log an unhandled error."""
         task = self.loop.create_task(coroutine, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
@@ -366,7 +370,7 @@ def session_loop() -> SessionLoop:
 
 
 def _session_loop() -> SessionLoop:
-    """Do :func:`session_loop`, under the lock."""
+    """Return the session loop, started if need be; the caller holds the lock."""
     global _current
     if _current is None or not _current.alive:
         _current = SessionLoop()

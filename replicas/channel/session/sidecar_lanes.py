@@ -115,11 +115,11 @@ class SidecarLanes(Part):
         self._preparing: asyncio.Task[None] | None = None
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
-        """Return the handlers of this part by message type."""
+        """Return the functions that handle the coordinator's messages, by type."""
         return {LaneForm: self._form_asked, LaneDrop: self._drop}
 
     def get(self, name: str) -> SidecarLane:
-        """Return the lane ``name``, ready for use.
+        """Return the lane (process group) ``name``, ready for use.
 
         :raises replicas.errors.Gone: it is not formed, or has ended.
         """

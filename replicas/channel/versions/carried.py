@@ -46,7 +46,7 @@ class Carried:
         self._lent = self._number, secret, memory, (memory.nbytes - nbytes, nbytes)
 
     def _number_at(self, member: str) -> int:
-        """Return the part's number at the carrier (transfer server) of ``member``."""
+        """Compute the part's number at the carrier (transfer server) of ``member``."""
         text = f"{self.part} {member}".encode()
         digest = hashlib.blake2b(text, key=self._secret, digest_size=8, person=b"transfer").digest()
         return int.from_bytes(digest, "little")
@@ -133,7 +133,10 @@ class Transfer:
         return self.offer.role in ("send", "serve")
 
     async def is_filled(self, hub: Hub, slot: Slot) -> bool:
-        """Wait until ``slot`` is complete; return False if it is late, or withdrawn."""
+        """Wait until ``slot`` is complete, up to the offer's deadline.
+
+        :returns: False if it is late, or the transfer was withdrawn.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.offer.deadline_s):
                 while slot.state == "filling" and not self.cancelled:
@@ -155,7 +158,10 @@ class Transfer:
         return carried
 
     async def end_carried(self, arena: Arena) -> bool:
-        """End all carried parts; return True if the carrier uses none of the memory."""
+        """Have the carrier release all memory; return False if it may still use some.
+
+        Then the slot must not be reused.
+        """
         ended = all([await carried.end() for carried in self.carried])
         if ended:
             self.unpin_base(arena)

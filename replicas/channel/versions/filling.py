@@ -90,7 +90,10 @@ class PublishJob:
         self.state = PUBLISH_JOB.next(self.state, event)
 
     def ask_meta(self, feed: Feed) -> None:
-        """Store the result of the user's ``meta`` function, if any; it may raise."""
+        """Call the user's ``meta`` function, if there is one, and store the result.
+
+        Its exception passes; ``feed`` is then marked as failed by the user's code.
+        """
         if not callable(self.asked_meta):
             return
         try:
@@ -107,7 +110,7 @@ class PublishJob:
 
     @property
     def filled(self) -> bool:
-        """True if the coordinator may commit the version."""
+        """True if this rank's slot is complete, so that a commit is possible."""
         return self.state in ("filled", "ready", "told")
 
     @property
@@ -170,7 +173,7 @@ class CopiesUnderWay:
         self._copies: dict[int, DeviceCopies] = {}
 
     def add(self, copies: DeviceCopies) -> None:
-        """On the publishing thread: add copies, until they have ended."""
+        """Publishing thread: remember these copies until they have ended."""
         self._copies[id(copies)] = copies
         copies.ended.add(lambda: self._copies.pop(id(copies), None))
 
@@ -184,7 +187,7 @@ class CopiesUnderWay:
                     one.fence()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until all copies have ended or failed; return False after a timeout."""
+        """Block until all copies have ended or failed; False after ``timeout_s``."""
         until = time.monotonic() + timeout_s
         return all(one.ended.wait(until - time.monotonic()) for one in list(self._copies.values()))
 
@@ -300,7 +303,10 @@ class Filling:
         return slot
 
     def _adopt_written_slot(self, job: PublishJob, written: WritableSlot) -> Slot:
-        """End the loan of a written slot, and give the slot the job's version."""
+        """End the loan of a written slot, and give the slot the job's version.
+
+        :raises replicas.errors.UsageError: another channel, or session, lent the slot.
+        """
         self._check(job)
         if not (isinstance(written.holder, Holder) and self._hub.loans.keep(written.holder)):
             text = "publish: this slot belongs to another channel, or to an earlier session of this channel"
@@ -309,7 +315,7 @@ class Filling:
         return written.slot
 
     def _check(self, job: PublishJob) -> None:
-        """Raise an error if the publish has ended or failed: it needs no slot."""
+        """Raise an error if the publish has ended or failed, and needs no slot."""
         if job.pending.done():
             job.pending.wait()
         if job.state != "walking":
@@ -410,9 +416,11 @@ def _planned(hub: Hub, what: str, weights: object, dtype: torch.dtype | None, mo
 
 
 async def _lend_slot(hub: Hub, wanted: weakref.ref[Holder], manifest: PartManifest, until: float) -> Slot:
-    """Session thread: wait for a slot, and lend it to the holder ``wanted``.
+    """Session thread: wait for a free slot, and lend it to the holder ``wanted``.
 
-    :param until: deadline by ``time.monotonic()``. :raises Gone: the holder is dead.
+    :param wanted: dies if the caller is interrupted.
+    :param until: deadline by ``time.monotonic()``.
+    :raises Gone: the holder is dead. :raises Busy: no slot became free in time.
     """
 
     def check() -> None:

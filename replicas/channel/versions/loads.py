@@ -66,7 +66,7 @@ class Loads:
 
     @property
     def together(self) -> bool:
-        """True if the channel has ``adopt_together``."""
+        """True if all targets load a version, or none does (``adopt_together``)."""
         return self._hub.settings.adopt_together
 
     # ------------------------------------------------------------ caller's thread
@@ -118,7 +118,7 @@ class Loads:
         self._hub.call(self._report, LoadFailed(version, self._as_wire(version, error), kept))
 
     def _as_wire(self, version: int, error: BaseException) -> WireError:
-        """Caller's thread (the exception's text may run any code): convert an error."""
+        """Caller's thread (the exception's text may run code): convert an error."""
         if isinstance(error, errors.ReplicasError):
             return WireError.of(error)
         text = f"{self._hub.member} failed to load version {version}: {type(error).__name__}: {text_of(error)}"
@@ -165,7 +165,7 @@ class Loads:
             self.end(self._hub.over)
 
     def new_term(self) -> None:
-        """Repeat the last failure and an open CanLoad to a new coordinator."""
+        """Send the last failure and an open CanLoad again, to the new coordinator."""
         if self._failure is not None:
             self._hub.send(self._failure)
         if self._wait is not None:

@@ -35,7 +35,7 @@ class ManifestExchange(Part):
         self._fetches: dict[str, tuple[Fetch, Promise[bytes]]] = {}
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
-        """Return the handlers of this part by message type."""
+        """Return the functions that handle the coordinator's messages, by type."""
         return {wire.ManifestAsk: self._asked, wire.ManifestPiece: self._piece}
 
     def new_term(self) -> None:
@@ -66,7 +66,10 @@ class ManifestExchange(Part):
         return await self._fetches[manifest_hash][1]
 
     async def decoded(self, manifest_hash: str) -> Manifest:
-        """Do :meth:`get`, and decode the manifest; small ones are kept decoded."""
+        """Return the manifest of this hash, fetched if need be; decode it on a thread.
+
+        Small ones are kept decoded.
+        """
         known = self._decoded.get(manifest_hash)
         if known is None:
             encoded = await self.get(manifest_hash)

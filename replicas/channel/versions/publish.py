@@ -71,9 +71,9 @@ class Publisher(Part):
         return job.pending
 
     def _walk(self, job: PublishJob, feed: Feed) -> None:
-        """Copy the weights; after an error of ours walk on to the end, then raise.
+        """Copy the weights; after an error of ours iterate to the end, then raise.
 
-        The other ranks' gathers need the walk. The error raised is the replica's common
+        The other ranks' gathers need that. The error raised is the replica's common
         verdict; the user's own exception passes unchanged.
         """
         try:
@@ -99,7 +99,7 @@ class Publisher(Part):
                 del verdict
 
     def _fill(self, job: PublishJob, feed: Feed) -> None:
-        """Walk the weights into a slot; on ranks that send nothing only walk."""
+        """Copy the weights into a slot; on ranks that send nothing only iterate."""
         hub = self._hub
         if hub.leader and (earlier := hub.failures.take_unreported()) is not None:
             raise earlier
@@ -124,7 +124,7 @@ class Publisher(Part):
         return as_wire_error(error, channel=self._hub.name, phase="pack", version=job.version or None).exception()
 
     def _verdict(self, job: PublishJob, error: Exception) -> Exception:
-        """Wait for and return the replica's common verdict, or our own ``error``."""
+        """Block for the common outcome; return its error, or else our ``error``."""
         try:
             job.pending.wait(min(job.left_s + 2 * GRACE_S, SECONDS_MAX))
         except errors.ReplicasError as verdict:
@@ -145,7 +145,7 @@ class Publisher(Part):
         return [job.pending for job in list(self._jobs.values()) if not job.pending.done()]
 
     def new_term(self) -> None:
-        """Announce all open or unsettled publishes to a new coordinator."""
+        """Announce all publishes without a verdict to the restarted coordinator."""
         for job in list(self._jobs.values()):
             job.streaming = False
             if job.state == "told":
@@ -156,7 +156,7 @@ class Publisher(Part):
         self._announce()
 
     def fail_all(self, error: errors.ReplicasError) -> None:
-        """Fail all open publishes; end the unsettled ones as unknown."""
+        """Fail all open publishes; those of unknown outcome stay unknown."""
         for job in list(self._jobs.values()):
             if job.unsettled:
                 self._end_decided(job, None)
@@ -164,7 +164,7 @@ class Publisher(Part):
                 self._fail(job, error)
 
     def _begin_publish(self, job: PublishJob, walk: Holder) -> None:
-        """Number the publish and send PublishBegin; fail it if one is being walked."""
+        """Number the publish; send PublishBegin, or fail. ``walk`` holds its loan."""
         hub = self._hub
         if hub.over is not None:
             self._fail(job, hub.over)
@@ -190,7 +190,7 @@ class Publisher(Part):
         job.timer = hub.after(job.deadline + GRACE_S - time.monotonic(), self._overdue, job)
 
     def _end_walk(self, job: PublishJob) -> None:
-        """Fail a publish whose walk an interrupt has ended; allow the next one."""
+        """Allow the next publish; fail ``job`` if an interrupt has ended its walk."""
         self._walking = None
         if job.state == "walking":
             job.pending.mark_reported()  # the interrupt tells the caller
@@ -200,7 +200,7 @@ class Publisher(Part):
     def _handle_walk_end(
         self, job: PublishJob, manifest: PartManifest | None, device: str, packing: Packing | None, walked: float
     ) -> None:
-        """Keep the walk's results (ended at ``walked``); have the copies followed."""
+        """Keep the results of the iteration (over at ``walked``); follow the copies."""
         job.manifest, job.device = manifest, device
         if job.state == "walking":  # else the publish has ended; its slot is freed after the last write
             job.step("walked")
@@ -258,7 +258,7 @@ class Publisher(Part):
         job.admitted.resolve(message.version)
 
     def _pin_filled(self, job: PublishJob) -> Slot | None:
-        """Pin the filled slot, if any, as a held version; raise Gone if not wanted."""
+        """Pin and return the filled slot (None without one); Gone if it is over."""
         if job.state != "copying":
             raise self._hub.error(errors.Gone, "the publish has ended", hint="")
         if job.slot is not None:
@@ -270,7 +270,7 @@ class Publisher(Part):
         return job.slot
 
     async def _check_finite(self, job: PublishJob, slot: Slot) -> None:
-        """Raise ManifestMismatch for values that are not finite."""
+        """Read the slot on a thread; raise ManifestMismatch for NaN or infinity."""
         if job.manifest is None or job.slot is not slot:
             return  # the publish has ended
         self._hub.arena.pin(slot)  # the publish may end, and its slot be released, meanwhile
@@ -282,7 +282,7 @@ class Publisher(Part):
             raise _not_finite(self._hub, job.version, found)
 
     def _ready(self, job: PublishJob) -> None:
-        """Handle the known digest: send Filled if streaming, else Packed in turn."""
+        """Report the digest: send Filled if streaming, else Packed in its turn."""
         if job.slot is not None and job.slot.image is not None:
             self._hub.held_versions.record_facts(job.version, digest=job.digest)
         job.step("digested")
@@ -293,7 +293,7 @@ class Publisher(Part):
             self._announce()
 
     def _announce(self) -> None:
-        """Announce ready publishes in order; stop at the first still in progress."""
+        """Send Packed of ready publishes, in order, up to the first in progress."""
         for job in list(self._jobs.values()):
             if job.state == "ready":
                 job.step("tell")
@@ -302,7 +302,7 @@ class Publisher(Part):
                 return
 
     def _begun_to_fill(self, job: PublishJob, manifest: PartManifest, device: str) -> None:
-        """Announce a version that is sent to other hosts while it is packed."""
+        """Send Packed before the copy: the version is sent on while it is packed."""
         if job.state != "walking" or not all(one.announced for one in self._jobs.values() if one.number < job.number):
             return  # it has ended; or announce it as a whole when it is packed
         job.streaming = True
@@ -322,7 +322,7 @@ class Publisher(Part):
         return found.encode() if found is not None else None
 
     def _fill_failed(self, job: PublishJob, error: errors.ReplicasError) -> None:
-        """Report a failed fill to the coordinator, and free the slot."""
+        """Free the slot after a failed copy; send PackFailed unless it is over."""
         if job.state not in ("walking", "over"):
             return  # the interrupt came after the last step: the publish continues
         self._free(job)
@@ -340,7 +340,7 @@ class Publisher(Part):
         self._announce()
 
     def _free(self, job: PublishJob) -> None:
-        """Free an unfilled slot, once nothing writes to it."""
+        """Free a slot that is not filled, once nothing writes to it."""
         slot, job.slot = job.slot, None
         if slot is None:
             return
@@ -391,7 +391,7 @@ class Publisher(Part):
             self._announce()
 
     def _fail(self, job: PublishJob, error: errors.ReplicasError) -> None:
-        """Fail the Pending; with OutcomeUnknown the slot stays for a late answer."""
+        """Fail the Pending; after OutcomeUnknown keep the slot for a late verdict."""
         filled = job.filled
         if filled and isinstance(error, errors.OutcomeUnknown) and self._hub.over is None:
             job.unsettled = True
@@ -432,7 +432,7 @@ class Publisher(Part):
             job.pending.replace_unknown(outcome)
 
     def settled(self, version: int, committed: bool) -> None:
-        """Settle an unknown outcome 5 s after a commit or discard of ``version``."""
+        """End an unknown outcome, 5 s after a commit or discard of ``version``."""
         for job in [job for job in self._jobs.values() if job.unsettled]:
             if job.version == version and job.timer is None:
                 job.timer = self._hub.after(GRACE_S, self._settle_without_verdict, job, committed)
@@ -440,7 +440,7 @@ class Publisher(Part):
                 self._release_slot(job, keep=False)  # the newer commit replaces it
 
     def _settle_without_verdict(self, job: PublishJob, committed: bool) -> None:
-        """End an unsettled publish by the commit or discard of its version."""
+        """End a publish of unknown outcome by its version's commit or discard."""
         if committed:
             self._end_decided(job, job.receipt(self._hub.epoch, self._hub.settings.staging))
             return
@@ -450,7 +450,7 @@ class Publisher(Part):
 
 
 def _not_finite(hub: Hub, version: int, found: dict[str, int]) -> errors.ReplicasError:
-    """Return the error for tensors with NaN or infinite values, by name."""
+    """Return (do not raise) the error for bad values; ``found``: counts by tensor."""
     text = f"version {version} has values that are not finite, in {counts_text(found)}"
     hint = "the training has diverged; to send the version nevertheless, publish without check_finite"
     return hub.error(errors.ManifestMismatch, text, version=version, phase="pack", hint=hint)

@@ -184,7 +184,7 @@ class Receiver(Part):
             logger.warning("%s: waiting for the first version, %s", self._hub.name, end)
 
     def _send_ask(self) -> None:
-        """Send the ask, with a new number, which outdates earlier grants."""
+        """Send ReceiveAsk with a new number; answers to earlier ones are ignored."""
         self._asks += 1
         after = max(self._hub.loaded - int(self._loaded_satisfies_bound()), self._wish.declined, self.loads.refused)
         self._hub.send(ReceiveAsk(self._asks, after, *self._wish.bound))

@@ -199,7 +199,7 @@ class Transfers(Part):
                 self._hub.spawn(transfer.drop_base(self._hub.arena), f"the base of transfer {transfer.offer.transfer}")
 
     async def _pull(self, transfer: Transfer) -> wire.TransferDone | None:
-        """Pull the version into a slot; other members may pull from there meanwhile."""
+        """Pull the version into a slot, from which others may pull meanwhile."""
         offer, hub = transfer.offer, self._hub
         manifest = await self._manifests.decoded(offer.manifest_hash)
         if not transfer.running:  # else this is a second pull
@@ -310,7 +310,7 @@ class Transfers(Part):
             raise self._hub.error(errors.Gone, "the slot was not filled in time", hint="")
 
     async def _map(self, transfer: Transfer) -> wire.TransferDone | None:
-        """Map the offered version from its holder's memory."""
+        """Map a holder's memory of the version here; return None if withdrawn."""
         offer, hub, started = transfer.offer, self._hub, time.monotonic()
         manifest = await self._manifests.decoded(offer.manifest_hash)
         place = self._place_of(offer)
@@ -356,7 +356,7 @@ class Transfers(Part):
         return offer.place
 
     def _pin(self, transfer: Transfer) -> None:
-        """Give the transfer the pinned slot to send, or a slot that still fills."""
+        """Give the transfer the pinned slot to send, or one that is being filled."""
         offer = transfer.offer
         if offer.streaming and (filling := self._hub.arena.find_filling(offer.version)) is not None:
             transfer.slot = filling  # the publish keeps the slot, and pins it when full

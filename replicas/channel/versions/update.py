@@ -168,7 +168,7 @@ class Update:
         return self._adoption
 
     def _decided(self, error: errors.ReplicasError | None) -> None:
-        """Session thread: record that all targets load the version, or refuse."""
+        """Session thread: note that all targets load the version, or refuse it."""
         if error is None:
             self._adopted, self._began = True, time.monotonic()
         else:
@@ -272,7 +272,7 @@ class Update:
         return (change if change.name == name else replace(change, name=name) for name, change in found)
 
     def _changes(self, image: torch.Tensor, sharing: int) -> Iterator[tuple[str, Change]]:
-        """Yield (name, change) of each tensor of ``image`` since the base."""
+        """Yield (name, change since the last load); ``sharing`` processes do so now."""
         with Difference(image, self.manifest, self._owner.open_base(self._base, self.manifest), sharing) as difference:
             for spec in self.manifest.tensors:
                 self._slot_or_raise()
@@ -375,7 +375,7 @@ class Update:
         return self._owner.score(self.version, scores)
 
     def _end_without(self, outcome: str, error: BaseException | str) -> None:
-        """Check ``error``, and report ``outcome`` with it."""
+        """Report the ``outcome``, ``failed`` or ``refused``, because of ``error``."""
         if not isinstance(error, (BaseException, str)):
             raise errors.UsageError(
                 f"{outcome}: error must be an exception or a text, not {shown(error)}",
@@ -388,7 +388,7 @@ class Update:
         self._conclude(outcome, partial(self._owner.failed, self.version, error, kept=outcome == "refused"))
 
     def _conclude(self, outcome: str, report: Callable[[], None]) -> None:
-        """Call ``report`` once, and end the update unless a block is open."""
+        """Set the outcome and call ``report``, once; end the update outside a block."""
         if not locked(self._lock, self._report, outcome):
             return
         try:
@@ -405,7 +405,7 @@ class Update:
             raise errors.UsageError(text, version=self.version, hint=hint)
 
     def _report(self, outcome: str) -> bool:
-        """Under the lock: set the outcome; return False if it was the same already."""
+        """Under the lock: set the outcome; return False if set; raise if another."""
         if self._outcome == outcome:
             return False
         if self._outcome is not None:
