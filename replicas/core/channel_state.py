@@ -69,7 +69,11 @@ class ChannelState:
         carry_port: int = 0,
         wall_offset_s: float = 0.0,
     ) -> None:
-        """:param secret: the coordinator's secret, from which those of lanes derive.
+        """Start without members, with the decisions of earlier coordinators (``past``).
+
+        :param term: number of this coordinator's life.
+        :param store: returns the address of the store of process groups.
+        :param secret: the coordinator's secret, from which those of lanes derive.
         :param here: boot id and beacon of this process, if it can hold the memory of
             members.
         :param carry_port: the first port at which a carrier may listen; 0: any.
@@ -119,12 +123,11 @@ class ChannelState:
         return effects
 
     def join(self, hello: wire.Hello, address: str, now: float) -> tuple[MemberState, MemberState | None]:
-        """Add the member that a Hello describes; return its state.
+        """Add the member that a Hello describes, and take the steps that it allows.
 
-        Return also the state of the earlier incarnation of this rank that it replaces,
-        or None. That one is lost, and so are members of older generations and silent
-        targets of the same server. The new member is not live until the channel's work
-        allows it.
+        Return its state, and that of the earlier incarnation of the same rank, or None.
+        That one is lost, and so are members of older generations and silent targets of
+        the same server. The new member is not live until the channel's work allows it.
 
         :param address: IP address of the member, as the coordinator sees it.
         :raises errors.ReplicasError: the Hello is refused; nothing has changed.
@@ -247,13 +250,8 @@ class ChannelState:
 
     def order(self, order: VersionOrder, sender: Sender, now: float) -> None:
         """Check and carry out an order about versions: promote, roll back, label, ...
-
-        The outcome goes to the sender, now or when a commit that the order needs is
-        done.
-
-        :param sender: a member with its number of the order, or a function that a
-            ``Reply`` calls with the outcome.
-        """
+        The outcome is queued for ``sender``, now or after a commit: a member with its
+        number of the order, or a function that a ``Reply`` calls with the outcome."""
         self.steering.order(order, sender, now + self._wall_offset_s)
         self._advance_all(now)
 
@@ -300,10 +298,8 @@ class ChannelState:
         return bool(self.commits.publishes.queue or self.roster.waiting(now))
 
     def view(self, group: str, replica: int) -> ReplicaView:
-        """Return a target replica's present ranks that carry bytes.
-
-        With them comes the number of such ranks that a complete replica has.
-        """
+        """Return a target replica's present ranks that receive bytes themselves, and
+        the number of such ranks in a complete replica."""
         ranks = [s for s in self.roster.replica(group, replica) if s.is_target and s.carries]
         ranks.sort(key=lambda state: state.member)
         party = next((party for party in self.config.targets if party.group == group), None)
@@ -354,10 +350,8 @@ class ChannelState:
     # ------------------------------------------------------------ messages
 
     def _handle(self, state: MemberState, message: FromMember, now: float) -> bool:
-        """Pass a message to the part of the channel that handles it.
-
-        Return True if it shows progress of the member's program.
-        """
+        """Pass a message to the part of the channel that handles it. Return True if it
+        shows progress of the member's program."""
         commits, member = self.commits, state.member
         match message:
             case wire.Progress():
@@ -416,10 +410,8 @@ class ChannelState:
         return True
 
     def _report(self, state: MemberState, message: FromMember, now: float) -> None:
-        """Handle a report of a member's sidecar or carrier, or of an operation.
-
-        These do not count as progress of the member's program.
-        """
+        """Handle a report of a member's sidecar or carrier (its transfer processes),
+        which does not count as progress of its program."""
         member = state.member
         match message:
             case wire.TransferMoved():

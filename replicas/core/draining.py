@@ -24,6 +24,7 @@ class Drains:
     """The drains of one channel: its replicas that finish their work and get no new."""
 
     def __init__(self, context: ChannelContext, commits: Commits, rounds: LoadRounds, operations: Operations) -> None:
+        """Start without drains; the other parts tell which replicas are busy."""
         self._context = context
         self._commits, self._rounds, self._operations = commits, rounds, operations
         self._waiting: dict[tuple[str, int], int] = {}

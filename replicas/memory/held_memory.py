@@ -148,6 +148,11 @@ class Living(Generic[T]):
     """
 
     def __init__(self, in_child: Callable[[T], object] | None = None) -> None:
+        """Start empty.
+
+        :param in_child: called with each object in a forked child; only for sets that
+            live as long as the process.
+        """
         self._known: dict[int, weakref.ref[T]] = {}
         self._dead: deque[weakref.ref[T]] = deque()
         if in_child is not None:

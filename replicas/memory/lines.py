@@ -53,6 +53,11 @@ class Lines:
     """
 
     def __init__(self, run: Bytes, base: Bytes) -> None:
+        """Start with all bits clear; neither ``run`` nor ``base`` may move.
+
+        :raises ValueError: the sizes differ, or ``run`` does not start at a multiple of
+            64.
+        """
         if run.nbytes != base.nbytes or (run.nbytes and run.ctypes.data % LINE_NBYTES):
             raise ValueError(f"a base of {base.nbytes} bytes does not fit {run.nbytes} bytes at {run.ctypes.data:#x}")
         self._run, self._base, self._lock = run, base, threading.Lock()

@@ -160,7 +160,7 @@ class Ledger:
         return tuple(label for label, number in self.labels.items() if number == version)
 
     def why_rejected(self, version: int) -> str:
-        """Return why the version is not served; empty if it may be."""
+        """Return why targets must not load the version; empty if they may."""
         return self.versions[version].rejected if version in self.versions else ""
 
     # ------------------------------------------------------------ decisions
@@ -229,7 +229,10 @@ class Ledger:
             self.soaking = None
 
     def pinned(self) -> set[int]:
-        """Return the versions that a label or a lease points to: they must be kept."""
+        """Return the versions that a label or a lease points to.
+
+        A label is a name such as ``current``; a lease is a promise to keep the version.
+        """
         return {*self.labels.values(), *(lease.version for lease in self.leases.values())}
 
     def _prune(self) -> None:

@@ -322,7 +322,7 @@ def packed_regions(sizes: Iterable[tuple[str, int]]) -> tuple[tuple[int, int, in
 def segment_layout(segments: Iterable[Segment | TensorSpec]) -> tuple[tuple[int, ...], int]:
     """Return ``(offset of each segment, total size)`` in bytes.
 
-    Each segment starts at a multiple of 64.
+    A segment is one tensor of an operation; each starts at a multiple of 64.
     """
     offsets: list[int] = []
     position = 0
@@ -351,7 +351,7 @@ def check_size(manifest: AnyManifest) -> None:
 
 
 def check_tensors(tensors: Sequence[TensorSpec], aliases: Sequence[tuple[str, str]]) -> None:
-    """Check names, shapes, dtypes, aliases and the total size.
+    """Check names, shapes, dtypes, the total size, and ``(alias, target)`` pairs.
 
     :raises ManifestMismatch: one of them cannot be published.
     """
@@ -386,7 +386,7 @@ def check_tensors(tensors: Sequence[TensorSpec], aliases: Sequence[tuple[str, st
 
 
 def _check_piece(piece: Piece, tensors: Sequence[TensorSpec]) -> None:
-    """Raise ManifestMismatch if the piece does not lie in its tensor."""
+    """Raise ManifestMismatch if the piece, a box, does not lie in its tensor."""
     if not 0 <= piece.tensor < len(tensors):
         raise ManifestMismatch(f"a piece names tensor number {piece.tensor} of {len(tensors)}", hint="")
     spec = tensors[piece.tensor]

@@ -177,6 +177,7 @@ class Lifecycle:
     """A replica's state, with the times and counters that its status shows."""
 
     def __init__(self, group: str, replica: int, *, now: float) -> None:
+        """Start as ``pending``, before the first generation."""
         self.group = group
         self.replica = replica
         self.state: ReplicaState = "pending"

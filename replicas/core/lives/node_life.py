@@ -64,6 +64,10 @@ class NodeLife:
     """
 
     def __init__(self, now: float, *, leased: bool) -> None:
+        """Start as ``away`` and ``open``, with silence counted from ``now``.
+
+        :param leased: whether silence alone makes the node away and lost.
+        """
         self.state: NodeState = "away"
         self.duty: Duty = "open"
         self.leased, self.heard_at, self.lease_s = leased, now, 0.0

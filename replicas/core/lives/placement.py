@@ -86,6 +86,11 @@ class _Room:
     """Free resources of one node."""
 
     def __init__(self, offer: Offer, taken: Sequence[Share], group: str) -> None:
+        """Subtract what others use from a node's offer.
+
+        :param taken: shares of others on this node.
+        :param group: the group whose parts are counted.
+        """
         used = {gpu for share in taken for gpu in share.gpus}
         self.offer = offer
         self.gpus = tuple(gpu for gpu in offer.gpus if gpu not in used)

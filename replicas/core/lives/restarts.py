@@ -59,6 +59,10 @@ class Restarts:
     """
 
     def __init__(self, config: RestartConfig, *, rng: random.Random | None = None) -> None:
+        """Start with an unspent budget.
+
+        :param rng: source of the jitter; a seeded one makes the delays reproducible.
+        """
         self._rng = random.Random() if rng is None else rng
         self._spent: deque[tuple[float, int]] = deque()
         """Time and replica of each restart in the window."""

@@ -71,6 +71,12 @@ class Hosts:
     """
 
     def __init__(self, roster: Roster, out: list[Effect], here: tuple[str, Beacon] | None) -> None:
+        """Start without members.
+
+        :param out: the channel's effects, to which messages are added.
+        :param here: boot id and beacon of the coordinator's process, if it has memory
+            to share.
+        """
         self._roster, self._out = roster, out
         self._shared = roster.config.transport != "group"
         self._by_device = roster.config.staging == "device"
@@ -103,7 +109,7 @@ class Hosts:
     # ------------------------------------------------------------ finding the host
 
     def joined(self, state: MemberState, now: float) -> None:
-        """Start the search for a new member's host: queue a Locate with beacons.
+        """Start the search for a new member's host, by a request to try beacons.
 
         Observers have no host.
         """
@@ -111,9 +117,11 @@ class Hosts:
             self._search(state, _Search(now + LOCATE_S))
 
     def _search(self, state: MemberState, search: _Search) -> None:
-        """Queue a Locate with the beacons of hosts that the member has not tried yet.
+        """Ask the member to try the beacons of hosts that it has not tried (Locate).
 
         If there are none, make the member a host of its own.
+
+        :param search: what was tried so far; it is stored until the answer.
         """
         beacons, search.hosts = self._candidates(state, search.tried)
         if not beacons:
@@ -193,8 +201,8 @@ class Hosts:
     def _put(self, state: MemberState, host: int) -> None:
         """Put the member on this host.
 
-        Once there are several hosts, queue LaneAhead to members that were not told of
-        that yet: they prepare to send bytes over the network.
+        Once there are several hosts, queue a notice (LaneAhead) to members that had
+        none: they prepare to send bytes over the network.
         """
         state.host = host
         self._members.setdefault(host, {})[state.member] = state
@@ -215,7 +223,7 @@ class Hosts:
     # ------------------------------------------------------------ lent memory
 
     def release(self, latest: int, now: float, *, host: int | None = None) -> None:
-        """Queue Released to owners of lent memory that no responsive member reads.
+        """Tell owners of lent memory that no responsive member reads it (Released).
 
         That is done for versions older than ``latest``: the owner need not wait for
         locks on their memory. A version is in use while another responsive member of
@@ -270,6 +278,10 @@ class Keeping:
     """
 
     def __init__(self, channel: str, roster: Roster, hosts: Hosts, out: list[Effect]) -> None:
+        """Start without memory.
+
+        :param out: the channel's effects, to which those that open memory are added.
+        """
         self._channel, self._roster, self._hosts, self._out = channel, roster, hosts, out
         self._version = 0
         self._asked: dict[Member, MemberState] = {}

@@ -80,9 +80,11 @@ class Life:
     counts: dict[int, tuple[ProcessIdentity, int] | None] = field(default_factory=dict)
 
     def is_continued_by(self, hello: Hello) -> bool:
-        """Return True if a rank with this Hello belongs to this life, without members.
+        """Return True if a joining rank continues this life, which has no member now.
 
-        Otherwise the rank begins another life of the replica.
+        A life is one run of a replica's processes. Otherwise the rank begins another.
+
+        :param hello: the rank's first message.
         """
         if hello.proof or self.generation != hello.generation:
             return self.generation == hello.generation
@@ -107,7 +109,7 @@ class Reading:
 
     @property
     def ends_at(self) -> float:
-        """The time when the member will have read all, at its average rate so far."""
+        """The time when the member will have read the manifest, at its average rate."""
         return self.since + (self.at - self.since) * self.total_nbytes / max(1, self.nbytes)
 
 
@@ -184,7 +186,7 @@ class MemberState:
     def drop_version(self, version: int) -> bool:
         """Forget the member's copy and part of the version; return True if it had any.
 
-        It sends the member nothing.
+        It sends the member nothing, and frees no memory.
         """
         had = self.held.pop(version, None) is not None or version in self.parts
         self.parts.discard(version)

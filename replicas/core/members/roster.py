@@ -177,7 +177,7 @@ class Roster:
     def _check_newer(self, hello: Hello, holder: MemberState) -> None:
         """Raise Fenced if ``hello`` is older than the present holder of its identity.
 
-        Of two from another coordinator, the one fenced there knows the lower epoch.
+        Two that come from another coordinator are compared by generation and epoch.
         """
         known = (hello.generation, hello.epoch)
         # a new join is the newest, whatever its numbers
@@ -259,7 +259,7 @@ class Roster:
         return list(self._replicas.get((group, replica), {}).values())
 
     def life(self, member: Member) -> Life:
-        """Return the present or last life of the member's replica."""
+        """Return the present or last life (one run of its processes) of the replica."""
         return self._lives[member.group, member.replica]
 
     def lost(self, group: str, replica: int, generation: int | None) -> set[int]:
@@ -287,12 +287,12 @@ class Roster:
 
     @property
     def live(self) -> tuple[MemberState, ...]:
-        """Members of the current epoch, in order."""
+        """Members of the current epoch (membership), in order."""
         return self._current()[1]
 
     @property
     def targets(self) -> tuple[MemberState, ...]:
-        """Live targets that carry bytes, in order."""
+        """Live targets that receive bytes themselves, in order."""
         return self._current()[2]
 
     def _current(self) -> tuple[int, tuple[MemberState, ...], tuple[MemberState, ...]]:
@@ -328,7 +328,7 @@ class Roster:
         return [s for s in members if MEMBER.allows(s.standing, "admitted") and self.admissible(s, now)]
 
     def admissible(self, state: MemberState, now: float) -> bool:
-        """Return True if the member is available, off probation, and misses no rank."""
+        """Return True if the member is available, its delay over, no rank missing."""
         return now >= state.not_before and self.available(state, now) and not self.missing_ranks(state)
 
     def missing_ranks(self, state: MemberState) -> list[str]:

@@ -23,6 +23,10 @@ class Views:
     """Sends the Views of one channel, and remembers the last one."""
 
     def __init__(self, roster: Roster, out: list[Effect]) -> None:
+        """Start with the roster's epoch as known to all members.
+
+        :param out: the channel's effects, to which Views (memberships) are added.
+        """
         self._roster, self._out = roster, out
         self._epoch = roster.epoch
         self._members: frozenset[Member] = frozenset()

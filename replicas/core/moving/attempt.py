@@ -208,7 +208,7 @@ class Attempt:
         self.stop_broadcast = self._context.broadcast(self.number, members, device, deadline, on_end, now)
 
     def _offer(self, one: Task, message: TransferOffer) -> None:
-        """Enter a task as the member's only one, as offered; queue its message."""
+        """Set the member's task, mark it as offered, and queue the message."""
         self.tasks[one.member] = one
         self.step(one, "holder_up")
         self._context.send(one.member, message)
@@ -221,9 +221,9 @@ class Attempt:
         return self._message("map", now, place=self._place(lender), sharing=sharing)
 
     def _message(self, role: Way, now: float, **more: Any) -> TransferOffer:
-        """Return an offer of this attempt.
+        """Return an offer of this attempt; it is not sent yet.
 
-        :param role: what the receiver is to do.
+        :param role: what the receiver is to do: map, pull, receive, send or serve.
         :param more: the offer's other fields.
         """
         payload = self._payload

@@ -75,6 +75,7 @@ class ChannelContext:
 
     @property
     def config(self) -> ChannelConfig:
+        """The channel's config."""
         return self.roster.config
 
     @property

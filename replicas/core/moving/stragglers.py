@@ -48,6 +48,10 @@ class Stragglers:
     """The stragglers of one transfer."""
 
     def __init__(self, roster: Roster, version: int, nbytes: int) -> None:
+        """Start before the first pull has ended.
+
+        :param nbytes: size of the version that is transferred.
+        """
         self._roster, self._version, self._nbytes = roster, version, nbytes
         self._first_at: float | None = None
         self._patience_s = 0.0

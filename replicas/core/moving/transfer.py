@@ -150,8 +150,7 @@ class Transfer:
 
     @property
     def is_unanswered(self) -> bool:
-        """True if no member that needs the version has answered, or reads a
-        manifest."""
+        """True if no member that needs the version has answered, or reads for it."""
         return self.needers <= self.never_answered - self._reading_until.keys()
 
     def slow_readers(self, until: float) -> set[Member]:
@@ -232,7 +231,7 @@ class Transfer:
         self._go_on(now)
 
     def _end_attempt_if_done(self, now: float) -> None:
-        """Go on if all tasks have ended and the version's digest is known."""
+        """Go on or end, once all tasks have ended and the digest is known."""
         attempt = self.attempt
         if self.over or attempt.any_open or self.payload.filling is not None:
             return
@@ -397,8 +396,8 @@ class Transfer:
             self._abandon_group(error.message, now)
 
     def _abandon_group(self, why: str, now: float) -> None:
-        """Pull the missing bytes, as the next publishes do; emit ``why`` in an
-        event."""
+        """Use no process group for a while: pull the missing bytes, as the next
+        publishes do. ``why``: text for the event."""
         self._by_group = False
         self._context.group_doubt.note_failed(why, now)
         self._retry("failed", now, why)

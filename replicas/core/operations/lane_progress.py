@@ -49,7 +49,7 @@ class LaneProgress:
         return bool(reports) and all(one is not None and now - one[0] <= FRESH_S and _still(one[1]) for one in reports)
 
     def held_up(self) -> set[tuple[Member, str]]:
-        """Return (member, peer address) of connections on which bytes wait."""
+        """Return the connections, as (member, peer address), on which bytes wait."""
         return {(member, address) for member, (_, last) in self._reports.items() for address in last.held_up}
 
     def still_s(self) -> float:

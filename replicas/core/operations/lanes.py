@@ -93,8 +93,13 @@ class Lanes:
         store: Callable[[], tuple[str, int]],
         secret: bytes = b"",
     ) -> None:
-        """:param secret: the coordinator's secret, from which the lanes' secrets
-        derive."""
+        """Start without lanes (process groups).
+
+        :param out: the channel's effects, to which messages are added.
+        :param run: name of the run; with ``term`` it makes store keys unique.
+        :param store: returns the address of the present store.
+        :param secret: the coordinator's secret, from which the lanes' secrets derive.
+        """
         self.roster = roster
         self._out = out
         self._base = f"{run}/{roster.config.name}/{term}"
@@ -152,9 +157,9 @@ class Lanes:
         return hashlib.blake2b(what.encode(), digest_size=SECRET_NBYTES, key=self._secret).digest()
 
     def formed(self, member: Member, name: str) -> None:
-        """Note that a member has joined the group of this lane; ignore unknown lanes.
+        """Note that a member has joined the process group called ``name``.
 
-        After the last member's report the lane is formed.
+        After the last member's report the lane is formed. Unknown lanes are ignored.
         """
         lane = self._lanes.get(name)
         if lane is None or lane.state != "forming" or member not in lane.ranks:
@@ -168,6 +173,8 @@ class Lanes:
 
         Return None if the lane is unknown, or its store failed: then another lane
         follows. Queue the replacement of a store to which others wrote.
+
+        :param name: of the lane.
         """
         lane = self._lanes.get(name)
         if lane is None or member not in lane.ranks:

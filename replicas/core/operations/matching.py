@@ -66,7 +66,7 @@ class Matching:
         reply: Callable[[Post, errors.ReplicasError], None],
         running: Callable[[str], bool],
     ) -> None:
-        """Start without posts; see the class for ``reply`` and ``running``."""
+        """``reply`` sends the error of a post; ``running`` tells if a ref runs."""
         self._expects = True
         self._context, self._roster = context, context.roster
         self._verdicts: OrderedDict[str, bool] = OrderedDict()
@@ -192,7 +192,7 @@ class Matching:
         return None  # wait for a peer that has never joined
 
     def end(self, post: Post) -> None:
-        """Remove a post that has its verdict, if it is still there."""
+        """Remove a post (a member's call) that has its verdict."""
         stream = self._streams.get(post.member)
         if stream is not None and post in stream:
             stream.remove(post)
@@ -213,10 +213,9 @@ class Matching:
     # ------------------------------------------------------------ due operations
 
     def due(self, now: float, *, collective_runs: bool) -> Iterator[Operation]:
-        """Yield the operations that can start now, with their posts marked as started.
-        At most one collective of each domain; refuse posts that match but disagree.
-        ``collective_runs``: then newcomers, if any wait, are let in before the next
-        one."""
+        """Yield the operations that can start now, their posts marked as started;
+        refuse posts that disagree. ``collective_runs``: let waiting newcomers in before
+        the next."""
         for domain in sorted({self.domain_of(member) for member in self._streams}):
             yield from self._due_pairs(domain)
             if not (collective_runs and self._roster.waiting(now)):  # newcomers are admitted once no collective runs
@@ -249,9 +248,8 @@ class Matching:
                 yield Operation("send", posts, give, domain, first, self._roster.config.name)
 
     def _due_collective(self, domain: int, now: float) -> Iterator[Operation]:
-        """Yield the domain's next collective, if all live peers have called it. Mark
-        its posts as started. Refuse them if they disagree. Peers that are behind, and
-        miss the operation, are told or will be."""
+        """Yield the domain's next collective, if all live peers have called it; refuse
+        its posts if they disagree. Peers that are behind miss it, and get an error."""
         firsts = [self._head(state.member) for state in self.live(domain)]
         heads = [post for post in firsts if post is not None and not post.pairwise]
         if len(heads) < len(firsts):
@@ -287,10 +285,9 @@ class Matching:
             self._verdicts.popitem(last=False)
 
     def _settle_earlier(self, heads: Sequence[Post]) -> bool:
-        """Send outcomes of earlier operations to members that do not know them. Return
-        True if the collective can start: a running operation, or one whose outcome only
-        an absent member knows, is waited for, and a member that missed a result is
-        refused. ``heads``: the posts of the next collective."""
+        """Tell the members of ``heads`` (posts of the next collective) unknown outcomes
+        of earlier operations. Return False if it must wait, for an outcome or another
+        post."""
         if any(self._running(ref) for post in heads for ref in post.message.unsettled):
             return False  # the verdict will come
         ready = True
@@ -363,9 +360,8 @@ class Matching:
                 self._refuse(post, self._overdue_error(post, now))
 
     def silent_blockers(self, running: Set[int], now: float) -> list[MemberState]:
-        """Return silent members for whose call all others of a domain wait. Roots,
-        which cannot be left out, are not among them. ``running``: domains to skip, as a
-        collective runs there."""
+        """Return silent members, without roots, for whose call all others of a domain
+        wait; ``running``: domains to skip, as a collective runs there."""
         found: list[MemberState] = []
         for domain in {self.domain_of(member) for member in self._streams} - running:
             live = self.live(domain)

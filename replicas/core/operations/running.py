@@ -67,6 +67,7 @@ class Operations:
     """The operations of one channel from their start to their verdict."""
 
     def __init__(self, context: ChannelContext, lanes: Lanes) -> None:
+        """Start without operations; lanes are the process groups that they use."""
         self._context, self._roster, self._lanes = context, context.roster, lanes
         self.matching = Matching(
             context, self.reply, lambda ref: any(operation.ref == ref for operation in self.running)
@@ -129,7 +130,10 @@ class Operations:
         return partial(self._cancel, operation)
 
     def _cancel(self, operation: Operation, reason: str) -> None:
-        """End the broadcast of a version without a verdict, and close its lane."""
+        """End a version's broadcast without a verdict.
+
+        Close its lane with ``reason``.
+        """
         if not operation.ended:
             del self._running[operation.number]
             operation.step("fail")
@@ -172,7 +176,7 @@ class Operations:
         return lanes.open(wanted, backend, now, timeout_s)
 
     def _close_idle_lanes(self) -> None:
-        """Close lanes that no operation uses and that none is likely to."""
+        """Close lanes that no operation uses or is likely to use."""
         lanes = list(self._lanes)
         live = {state.member for state in self._roster.live}
         busy = [operation.lane for operation in self.running]
@@ -227,7 +231,7 @@ class Operations:
         self._handle_failure(lane, [op for op in self.running if op.lane is lane], error, now)
 
     def lane_void(self, lane: Lane, now: float) -> None:
-        """Form the group of a lane whose store ended again, as another lane.
+        """Replace a lane whose store has ended; its operations start again.
 
         A broadcast of a version ends: it is tried once.
         """
@@ -244,7 +248,7 @@ class Operations:
                 self.lane_failed(lane, lane.overdue_error(), now)
 
     def store_moved(self, now: float) -> None:
-        """Form lanes again that were forming over the store before this one."""
+        """Replace the lanes that were forming over the store before this one."""
         for lane in self._lanes.store_moved():
             self.lane_void(lane, now)
 

@@ -52,6 +52,11 @@ class CatchUp:
     """
 
     def __init__(self, context: ChannelContext, on_end: Callable[[Payload], None], whom: Whom) -> None:
+        """Start without a transfer.
+
+        :param on_end: called with the payload at the end of each transfer.
+        :param whom: the kind of members that it serves.
+        """
         self._context, self._on_end, self._whom = context, on_end, whom
         self.transfer: Transfer | None = None
         self._bad_holder: Member | None = None

@@ -219,7 +219,7 @@ class Commits:
                 self.filled(state, message, now)
 
     def _prepare(self, publish: Publish, now: float) -> None:
-        """Make the publish's payload if its manifest was read; fail it on a misfit."""
+        """Make the publish's payload once its manifest was read, or fail it."""
         try:
             publish.payload = payload = self.manifests.payload(publish)
         except errors.ReplicasError as exc:
@@ -252,7 +252,7 @@ class Commits:
         return enough and not self._context.hosts.delays_publish(publish.packed_at, now)
 
     def _target_replicas(self) -> int:
-        """Count replicas with a live target; a publish waits for ``min_targets``."""
+        """Return how many replicas have a live target; ``min_targets`` are needed."""
         return len({(s.member.group, s.member.replica) for s in self._roster.targets if not s.draining})
 
     def _end_overtaken(self, publish: Publish, now: float) -> None:
@@ -388,7 +388,7 @@ class Commits:
             self._context.ledger.learn_digest(digest)
 
     def restore(self, payload: Payload) -> None:
-        """Store a payload that is known here again, after a coordinator's restart."""
+        """Store a version's manifest and facts, known here again after a restart."""
         self.contents.add(payload)
         if payload is self.committed or self.manifests.current is None:
             self.manifests.current = payload.manifest
@@ -418,8 +418,7 @@ class Commits:
         self._verdict(publish, snake_case(type(error).__name__), now)
 
     def _verdict(self, publish: Publish, outcome: str, now: float, transfer: Transfer | None = None) -> None:
-        """Queue the publish's end to its ranks; emit its record, with ``outcome``
-        (committed, or the name of an error)."""
+        """Queue the publish's end to its ranks; emit its record (``outcome``)."""
         context = self._context
         record = publish.record(outcome, now, moved=transfer is not None)
         self.publishes.end(publish, committed=publish.receipt is not None)
@@ -431,7 +430,8 @@ class Commits:
     # ------------------------------------------------------------ losses and deadlines
 
     def lost(self, state: MemberState, now: float, *, in_order: bool) -> None:
-        """Go on without a lost member, already out of the roster."""
+        """Go on without a lost member (out of the roster already); fail publishes that
+        it packed. ``in_order``: it left, and is not missed."""
         member = state.member
         self.manifests.lost(member)
         self._unread = [(one, message) for one, message in self._unread if one is not state]
@@ -516,7 +516,7 @@ class Commits:
         self.fail(publish, error, now)
 
     def _unpacked_error(self, publish: Publish, waited: str) -> errors.DeadlineExceeded:
-        """Return the error of a publish that not all ranks packed in time."""
+        """Return the error of a publish that ranks did not pack in ``waited``."""
         replica = self._roster.replica(publish.group, publish.replica)
         ranks = self.publishes.unpacked(publish, max((state.hello.world_size for state in replica), default=1))
         late = [rank for rank in ranks if rank not in {member.rank for member in publish.begun}]

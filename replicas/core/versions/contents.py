@@ -20,6 +20,7 @@ class Contents:
     """The contents of one channel whose payloads are known here."""
 
     def __init__(self, context: ChannelContext) -> None:
+        """Start without payloads; versions and labels are those of the ledger."""
         self._context = context
         self._ledger, self._promoted = context.ledger, context.config.follow == "promoted"
         self._payloads: dict[int, Payload] = {}

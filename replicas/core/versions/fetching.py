@@ -81,6 +81,7 @@ class Fetch:
     """The fetch of one manifest. Times are seconds of a monotonic clock."""
 
     def __init__(self, manifest_hash: str) -> None:
+        """Start without bytes; nothing is asked for before :meth:`ask`."""
         self.manifest_hash = manifest_hash
         self._data = bytearray()
         self._window_nbytes = PIECE_NBYTES  # small: the link is unknown yet

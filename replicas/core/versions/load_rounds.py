@@ -163,7 +163,7 @@ class LoadRounds:
         """By version: how many ranks that carry bytes serve it."""
 
     def of(self, group: str, replica: int) -> LoadRound:
-        """Return the replica's round, not a copy; begin one if there is none."""
+        """Return the replica's load round (not a copy); begin one if there is none."""
         return self._of_replica.setdefault((group, replica), LoadRound())
 
     @property
@@ -194,7 +194,7 @@ class LoadRounds:
         return due  # sorted: the same history gives the same messages
 
     def holds(self, state: MemberState, version: int) -> bool:
-        """Return True if the rank holds the version's content."""
+        """Return True if the rank has the bytes of the version."""
         return self._content(version) in state.held
 
     def loaded_by_all(self) -> int:
@@ -217,7 +217,7 @@ class LoadRounds:
         return member in self._known(member.group, member.replica).taken
 
     def loading(self, group: str, replica: int) -> bool:
-        """Return True if a round has begun to load and is not complete."""
+        """Return True if the replica's load of a version has begun and not ended."""
         round_ = self._known(group, replica)
         return round_.state == "loading" or bool(round_.taken)
 
@@ -276,7 +276,7 @@ class LoadRounds:
             round_.grant(state.member)
 
     def loaded(self, state: MemberState, version: int) -> None:
-        """Note that a rank serves ``version`` now."""
+        """Note that a rank serves ``version`` now; the round may be complete then."""
         round_ = self._take_result(state, version)
         if round_ is not None:
             if version > round_.version:
@@ -413,7 +413,7 @@ class LoadRounds:
 
         Return True if no other version may be opened, as a rank is still owed this one.
 
-        :param latest: the newest version; an older one is not given again to the first.
+        :param latest: the newest version that the replica may load.
         """
         version = round_.version
         asking = [state for state in view.ranks if state.member in round_.asks and state.member in round_.asks_same]
@@ -432,7 +432,7 @@ class LoadRounds:
         return bool(round_.owed)
 
     def _in_progress(self, round_: LoadRound, view: ReplicaView) -> bool:
-        """Return True if a rank has yet to load the round's version, and can."""
+        """Return True if a rank has yet to load the round's version, and can do so."""
         waiting = [state for state in view.ranks if state.loaded != round_.version]
         if round_.state in ("idle", "loaded") or not waiting or not view.begun(round_):
             return False

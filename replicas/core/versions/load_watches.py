@@ -18,6 +18,11 @@ class LoadWatches:
     def __init__(
         self, roster: Roster, rounds: LoadRounds, adoption: Lockstep, ledger: Ledger, out: list[Effect]
     ) -> None:
+        """Start without watches.
+
+        :param adoption: decides which version all targets load together.
+        :param out: the channel's effects, to which answers are added.
+        """
         self._roster, self._rounds, self._adoption, self._out = roster, rounds, adoption, out
         self._ledger, self._seen = ledger, 0
         self._watches: dict[Member, wire.WatchLoaded] = {}

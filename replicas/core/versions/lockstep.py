@@ -63,6 +63,11 @@ class Lockstep:
     """
 
     def __init__(self, config: ChannelConfig, rounds: LoadRounds, history: History, out: list[Effect]) -> None:
+        """Start without decisions.
+
+        :param rounds: the load rounds, which grant versions to replicas.
+        :param out: the channel's effects, to which answers are added.
+        """
         self._config, self._rounds, self._history, self._out = config, rounds, history, out
         self._adopted, self._rejected = {0}, dict[int, str]()
         self._served = self._newest = self._candidate = Newest(0)

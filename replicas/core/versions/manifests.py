@@ -167,6 +167,10 @@ class Manifests:
     """
 
     def __init__(self, channel: str, out: list[Effect]) -> None:
+        """Start without manifests.
+
+        :param out: the channel's effects, to which requests are added.
+        """
         self._channel = channel
         self._out = out
         self._encoded: Cache[bytes] = Cache()

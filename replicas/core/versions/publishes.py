@@ -197,6 +197,11 @@ class Publishes:
     """
 
     def __init__(self, channel: str, floor: int, *, all_ranks: bool = False) -> None:
+        """Start without publishes.
+
+        :param floor: the newest version number that was ever used.
+        :param all_ranks: all ranks of a replica have bytes, not only its leader.
+        """
         self._channel, self._all_ranks = channel, all_ranks
         self.numbered = floor
         """The newest version number ever given out."""

@@ -90,6 +90,10 @@ class Recovery:
     """The recovery of one channel under a new coordinator."""
 
     def __init__(self, context: ChannelContext, commits: Commits, pairing: Matching) -> None:
+        """Begin the window for returning members if the log has a commit.
+
+        :param pairing: the matching of operations.
+        """
         self._context, self._roster, self._commits, self._pairing = context, context.roster, commits, pairing
         self._aborted = context.past.aborted
         self._started: float | None = None

@@ -82,7 +82,7 @@ class Serving:
         self._note_told(state, state.hello.latest if state.from_before else new)
 
     def _note_told(self, state: MemberState, version: int) -> None:
-        """Note that the member knows the version as committed, so may load it."""
+        """Note that the member was told that the version is committed."""
         state.told = version
         if state.is_target:
             self.exposed = max(self.exposed, version)
@@ -124,7 +124,10 @@ class Serving:
             self.tell_all()
 
     def advance(self, wall: float) -> None:
-        """Take the decisions about the candidate that are due, as its promotion.
+        """Take the decisions about the candidate that are due, such as its promotion.
+
+        The candidate is the committed version that only its canary, a few replicas,
+        loads.
 
         :param wall: seconds since 1970.
         """

@@ -89,6 +89,7 @@ class Steering:
     def _carry_out(self, asked: _Asked) -> None:
         """Check an order and take its decisions.
 
+        :param asked: the order, with its sender, who gets the reply.
         :raises errors.ReplicasError: it cannot be carried out; nothing has changed.
         """
         match asked.order:
@@ -130,7 +131,10 @@ class Steering:
             self._recommit(asked, version, "promoted")
 
     def _roll_back(self, asked: _Asked, version: int) -> None:
-        """Commit an older version's content again; then the candidate is rejected."""
+        """Commit an older version's content again; then the candidate is rejected.
+
+        :param asked: the order's sender, who gets the reply at the end.
+        """
         self._check_servable(version)
         self._recommit(asked, version, "rolled_back", self._ledger.candidate())
 
@@ -166,6 +170,7 @@ class Steering:
     def _hold(self, asked: _Asked, order: orders.Hold) -> None:
         """Make or renew a lease: a promise to keep a version's bytes.
 
+        :param asked: the order's sender, who gets the reply.
         :raises errors.ReplicasError: the name is taken, or there is no room.
         """
         version, ledger = self._find(order.version), self._ledger
@@ -200,7 +205,7 @@ class Steering:
         self._serving.report("released", version, name=name, why=why)
 
     def _label(self, asked: _Asked, order: orders.Label) -> None:
-        """Set, move or remove a label of the user's, and reply.
+        """Set, move or remove a label of the user's, and reply to its sender.
 
         :raises errors.ReplicasError: the label is invalid or taken, or there is no
             room.
@@ -301,7 +306,7 @@ class Steering:
 
     @property
     def _room(self) -> int:
-        """How many contents may be kept for long, beside the slots for new versions."""
+        """How many versions' bytes may be kept for long, beside slots for new ones."""
         config = self._context.config
         return config.slots - (2 if config.follow == "promoted" else 1)
 
@@ -327,7 +332,7 @@ class Steering:
         self._newcomers = True
 
     def _message(self) -> wire.Labels:
-        """Return the message on labels, and on contents that must not be evicted."""
+        """Return the message that tells members the labels, and what to keep."""
         ledger, config = self._ledger, self._context.config
         fixed, waiting = self._fixed(ledger), self._recommits.waiting
         # a slot is left for the publish that the recommit waits for
@@ -369,6 +374,7 @@ class Steering:
                 self._tell(state)
 
     def _members(self) -> list[Member]:
+        """Return the channel's members."""
         return [state.member for state in self._context.roster]
 
     def _tell(self, state: MemberState) -> None:
