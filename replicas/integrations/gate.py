@@ -81,7 +81,8 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 
 def owner_of(path: str) -> int:
-    """Return the pid of the follower whose page is at ``path``: ``/proc/PID/fd/N``."""
+    """Return the pid of the follower (the process that loads versions into the server)
+    whose page is at ``path``: ``/proc/PID/fd/N``."""
     return int(path.split("/")[2])
 
 
@@ -143,7 +144,8 @@ class GatePage:
 
     @property
     def labels(self) -> dict[str, int]:
-        """The version of each label, as the follower knows them."""
+        """The version of each label (a name such as ``current``), as the follower last
+        set them."""
         changes = None
         while changes != self._memory[_CHANGES]:  # again if they were replaced meanwhile
             changes = self._memory[_CHANGES]
@@ -287,8 +289,9 @@ class Gate:
         await _refuse(scope, send, code, why, (VERSION_HEADER.encode(), answer.text.encode()))
 
     def _find_kind(self, path: str, root_path: str) -> str:
-        """Return "control", "readyz" or "always" by the route that Starlette finds for
-        this path, "odd" for one with control characters, or an empty text."""
+        """Return the kind of a path: "control" (changes the engine), "readyz", "always"
+        (answered while the gate is shut, too), "odd" (has control characters), or an
+        empty text for all others. Starlette's routes decide."""
         if any(ord(character) < 32 or ord(character) == 127 for character in path):
             return "odd"
         for kind, routes in (("control", self._control), ("readyz", self._readyz), ("always", self._always)):
@@ -299,7 +302,8 @@ class Gate:
         return ""
 
     def _may_control(self, scope: Scope) -> bool:
-        """Return True if the request carries the page's secret."""
+        """Return True if the request carries the page's secret, which only the follower
+        (the process that loads versions) knows."""
         given = next((value for name, value in scope["headers"] if name == HEADER.encode()), b"")
         return hmac.compare_digest(given, self._page.secret.encode())
 

@@ -81,7 +81,8 @@ class HttpEngine(Engine):
         self._health: EngineHealth | None = None
 
     def wait_until_up(self, timeout_s: float) -> None:
-        """Wait until the server answers, check its gate, read its identity, and start
+        """Block until the server answers; check that it has its gate (the middleware
+        that refuses requests before the first version), read its identity, and start
         the threads that watch its health.
 
         :raises replicas.errors.SyncError: it is gone, or does not answer within
@@ -121,8 +122,9 @@ class HttpEngine(Engine):
         self._health.__enter__()
 
     def _prove_gate(self) -> None:
-        """Send a request without the secret, and check that the shut gate refuses it. A
-        new release may start a front end without the gate.
+        """Send a request without the secret, and check that the server's gate (a
+        middleware), which is shut, refuses it. A new release may start a front end
+        without the gate.
 
         :raises replicas.errors.UsageError: the answer is not that of the shut gate.
         """

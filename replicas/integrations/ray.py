@@ -225,8 +225,10 @@ def options(
 
 
 def _must_be_connected(what: str) -> None:
-    """Raise UsageError if this process is not connected to Ray; ``what``: the caller's
-    name."""
+    """Raise UsageError if this process is not connected to Ray.
+
+    :param what: name of the called function, for the error.
+    """
     if not ray.is_initialized():
         raise errors.UsageError(f"{what}: this process is not connected to Ray", hint="call ray.init() first")
 

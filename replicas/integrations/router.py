@@ -75,8 +75,8 @@ def channel_of(status: RunStatus, channel: str) -> ChannelStatus:
 
 
 def ready_leaders(channel: ChannelStatus) -> list[MemberStatus]:
-    """Return rank 0 of each target that answers with a version, and shows its address
-    as ``info["url"]``."""
+    """Return, of the channel's members, rank 0 of each target replica that has loaded a
+    version, is live or only behind, and shows its address as ``info["url"]``."""
     return [
         one
         for one in channel.members
@@ -160,7 +160,7 @@ def keep(
     workers = WorkerList(router_url)
 
     def bring(status: RunStatus) -> None:
-        """Bring the list to the replicas that are ready."""
+        """Have the router add and remove workers until it has those that are ready."""
         workers.bring_to(frozenset(one.info["url"] for one in ready_leaders(channel_of(status, channel))))
 
     keep_in_step(bring, endpoint=endpoint, stop=stop, is_gone=is_gone)

@@ -102,8 +102,16 @@ class PublishCallback(SyncCallback):
         first: bool = True,
         **join: Any,
     ) -> None:
-        """Check ``every`` and ``wait``; join nothing before training. The class
-        describes the parameters."""
+        """Check ``every`` (optimizer steps between publishes) and ``wait`` (what to
+        wait for after each); join nothing before training.
+
+        :param deadline: seconds for the commit, and for the loads; None: their
+            defaults.
+        :param weights: returns the weights to publish of the model.
+        :param dtype: cast plain floating tensors to it; None: no cast.
+        :param first: publish the weights with which training begins, too.
+        :param join: further arguments of :func:`replicas.join`.
+        """
         self._steps = StepSync(channel, wait, deadline, join, every=every, weights=weights, dtype=dtype, first=first)
         super().__init__(self._steps)
 
@@ -113,8 +121,8 @@ class PublishCallback(SyncCallback):
         self._steps.begin_training(state.global_step, model)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Publish if ``every`` optimizer steps have passed, and wait as ``wait``
-        says."""
+        """Publish if ``every`` optimizer steps have passed, and block until the version
+        is committed or loaded if the callback's ``wait`` asks for that."""
         self._steps.step(state.global_step, model)
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:

@@ -64,8 +64,14 @@ class WeightTransfer:
     def __init__(
         self, channel: str = "policy", *, wait: Wait = None, deadline: float | None = None, **join: Any
     ) -> None:
-        """Check TRL's release and the arguments; join nothing yet. The class describes
-        the parameters."""
+        """Check TRL's release and ``wait``; join nothing yet.
+
+        :param wait: what the trainer waits for after a publish: "loaded", "committed"
+            or None.
+        :param deadline: seconds for the commit, and for the loads; None: their
+            defaults.
+        :param join: further arguments of :func:`replicas.join`.
+        """
         releases.check("trl")
         self._sync = WeightSync(channel, wait, deadline, join)
         self._logs: dict[str, list[float]] | None = None
@@ -104,8 +110,8 @@ class WeightTransfer:
         self._log(self._sync.figures())
 
     def resume(self) -> None:
-        """Wait for the last publish as ``wait`` says; no server was paused. A failure
-        is logged."""
+        """Block until the last publish has committed or is loaded by all servers, if
+        ``wait`` asks for that; no server was paused. A failure is logged."""
         self._sync.wait_for_last()
         self._log(self._sync.figures())
 

@@ -72,8 +72,14 @@ class ReplicasCheckpointEngine(Refit, CheckpointEngine):
         deadline: float = DEADLINE_S,
         **options: Any,
     ) -> None:
-        """Check verl's release and the arguments; join nothing yet. The class describes
-        the parameters, which verl passes from its configuration."""
+        """Check verl's release and the arguments; join nothing yet. ``bucket_size`` and
+        ``is_master`` are not used.
+
+        :param ranks: whether rank 0 alone publishes, or each trainer its share.
+        :param rollout_dtype: cast floating tensors to it; None: no cast.
+        :param deadline: seconds for a publish, and for a receive.
+        :param options: further keys of the channel, such as ``slots``.
+        """
         releases.check("verl")
         super().__init__(channel=channel, ranks=ranks, dtype=rollout_dtype, deadline=deadline, options=options)
 

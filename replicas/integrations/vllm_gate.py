@@ -34,8 +34,9 @@ class VllmGate(Gate):
     adapters."""
 
     def __init__(self, app: object) -> None:
-        """Put the gate in front of ``app``, and register the version's metrics with
-        Prometheus.
+        """Wrap the server's application ``app``, and register the version's metrics
+        with Prometheus. The gate refuses requests before a version is loaded, and
+        control requests of others than the process that loads versions.
 
         :raises RuntimeError: this release of vLLM has its control routes elsewhere.
         """
@@ -129,7 +130,8 @@ class ServedVersion(Collector):
 
 
 def _control_paths() -> Iterator[str]:
-    """Import the installed vLLM's control routers; yield the paths of their routes.
+    """Import the installed vLLM's control routers; yield the paths of their routes,
+    which only the process that loads versions may request.
 
     :raises RuntimeError: no paths were found, so vLLM must have moved them.
     """

@@ -90,7 +90,8 @@ class WeightSync:
 
     def publish(self, weights: object, **options: Any) -> None:
         """Join the channel unless joined, and publish ``weights``; return when they are
-        copied. A failure other than those below is logged, and counted in the figures.
+        copied. A failure other than those below is only logged, and counted as a
+        metric.
 
         :param options: of :meth:`replicas.Channel.publish`.
         :raises replicas.errors.UsageError: no publish has worked yet, and this one is
@@ -113,8 +114,9 @@ class WeightSync:
         self._open.append(self._last)
 
     def wait_for_last(self) -> None:
-        """Wait for the last publish to commit or to be loaded, as ``wait`` says, at
-        most for the deadline of each. A failure is logged, not raised."""
+        """Block until the last publish has committed, or all live targets have loaded
+        its version, or not at all, by the ``wait`` of the constructor; at most for the
+        deadline of each. A failure is logged, not raised."""
         if self.channel is None or self._last is None or self._wait is None:
             return
         began = time.monotonic()
@@ -137,8 +139,8 @@ class WeightSync:
         return found
 
     def leave(self, *, wait: bool = True) -> list[dict[str, float]]:
-        """Leave the channel; return the unreported figures. Another :meth:`join` joins
-        again.
+        """Leave the channel; return the figures (metrics by name) of syncs that were
+        not reported yet. Another :meth:`join` joins again.
 
         :param wait: first wait for open publishes, by their own deadlines.
         """
@@ -169,7 +171,8 @@ class WeightSync:
         return receipt
 
     def _failed(self, error: errors.ReplicasError) -> None:
-        """Log a failed publish, and count it in the figures as ``replicas/failed``."""
+        """Log a failed publish, and count it in the figures (metrics by name) as
+        ``replicas/failed``."""
         logger.warning("training goes on after a failed publish: %s", error)
         self._figures.append({"replicas/failed": 1.0})
 
@@ -218,8 +221,8 @@ class StepSync(WeightSync):
         self._begun = 0
 
     def begin_training(self, step: int, model: Any) -> None:
-        """Join, and publish the model (``first``) or reserve its memory: training
-        begins or resumes at this step.
+        """Join the channel, and publish the model or, with ``first=False``, only
+        reserve memory for it: training begins or resumes at this step.
 
         :raises replicas.errors.UsageError: the model cannot be published as it is; the
             hint has the ``weights`` that would work, if any.
@@ -252,14 +255,17 @@ class StepSync(WeightSync):
             logger.info("not reserving memory before the first publish: %s", error)
 
     def step(self, step: int, model: Any) -> None:
-        """Publish the model if a multiple of ``every`` has been reached since the last
-        publish, and wait as ``wait`` says; a repeated call for a step does nothing."""
+        """Publish the model if a multiple of ``every`` steps has been reached since the
+        last publish, and block as :meth:`wait_for_last`; else do nothing.
+
+        :param step: number of optimizer steps so far.
+        """
         if step // self._every > max(self._published, self._begun) // self._every:
             self._sync(step, model)
 
     def end(self, step: int, model: Any, *, changed: bool = False) -> None:
-        """Publish the last step unless it was published: training has ended. Stay on
-        the channel.
+        """Publish the model of the last step unless it was published, and block as
+        :meth:`wait_for_last`: training has ended. Stay on the channel.
 
         :param changed: the model has changed since the last step: publish in any case.
         """

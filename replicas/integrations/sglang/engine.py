@@ -131,8 +131,9 @@ class SglangEngine(HttpEngine):
         return self._folder
 
     def check(self, update: Update, timeout_s: float) -> str:
-        """Compare names, shapes and dtypes with the model's; return why the version
-        does not fit, or an empty text. The server is not asked."""
+        """Compare the names, shapes and dtypes of the version ``update`` with the
+        model's; return why it does not fit, or an empty text. The server is not
+        asked."""
         return self._require_folder().misfit(update) or ""
 
     def pause(self, mode: PauseMode, timeout_s: float) -> None:

@@ -208,8 +208,9 @@ class ModelFolder(ModelSpecs):
         return self.path
 
     def _copy_tied(self, update: Update) -> None:
-        """Replace the file of tied tensors: write copies for their other names in the
-        model's own files; for all other names, if these files are not known.
+        """Replace ``tied.safetensors``: write copies of tied tensors, which the
+        version's memory has once, under those other names that the model's own files
+        have, or if these are not known under all other names.
 
         :raises replicas.errors.NoCapacity: the copy cannot be written.
         """

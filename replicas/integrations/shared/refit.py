@@ -88,10 +88,10 @@ def channel_settings(metadata: Sequence[Metadata]) -> dict[str, Any]:
 
 
 def first_sync(metadata: Sequence[Metadata]) -> int:
-    """Return a number below that of the sync that these workers begin, and not below
-    any earlier one: the largest ``sync`` of their metadata.
+    """Return the largest ``sync`` number in the workers' metadata: not below that of
+    any earlier sync. The sync that begins gets the next number.
 
-    Clocks count in microseconds, faster than any trainer syncs.
+    Numbers come from clocks that count in microseconds, faster than any trainer syncs.
     """
     return max(int(one["sync"]) for one in metadata)
 
@@ -186,9 +186,10 @@ class Refit:
     def prepare(self) -> dict[str, Any]:
         """Begin a sync; return the metadata that this worker sends to all others.
 
-        A pending receive ends with an error, and an update that was not finalized
-        counts as failed. A trainer that shares a publish which is still open leaves the
-        channel: the others could take parts of its next publish for parts of this one.
+        A pending receive ends with an error, and an update (a received version) that
+        was not finalized counts as failed. A trainer that shares a publish which is
+        still open leaves the channel: the others could take parts of its next publish
+        for parts of this one.
         """
         self._sync_attempts += 1
         self._end_update("the sync was broken off")
