@@ -24,7 +24,8 @@ from replicas.trust.tokens import OPERATOR_FILE
 
 
 def examine(config: Config | None, state_dir: Path | None) -> Iterator[Finding]:
-    """Run all checks, from the run to the machine. Blocks, with GPUs for seconds.
+    """Run all checks, and yield what they find, from the run to the machine. Blocks,
+    with GPUs for seconds; changes nothing.
 
     :param config: of the run, if known. :param state_dir: of the run, if it has one.
     """

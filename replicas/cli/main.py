@@ -80,7 +80,8 @@ def _options(
         bool, typer.Option("--services", help=_SERVICES_HELP, callback=_print_services, is_eager=True)
     ] = False,
 ) -> None:
-    """Options before the command."""
+    """Take the options before the command: typer calls this, and the callbacks of the
+    options act."""
 
 
 @command()

@@ -74,7 +74,8 @@ exit "$code"
 
 
 def script(config: Config, order: SlurmConfig, command: Sequence[str]) -> str:
-    """Return the script of the run.
+    """Return the text of the batch script that runs ``config`` on Slurm; submit
+    nothing.
 
     :param order: resources and limits to request from Slurm.
     :param command: runs the command ``replicas slurm CONFIG``, with absolute paths.
@@ -91,7 +92,10 @@ def script(config: Config, order: SlurmConfig, command: Sequence[str]) -> str:
 
 
 def _options(config: Config, order: SlurmConfig) -> Iterator[str]:
-    """Yield the options of sbatch for the job, such as ``--nodes=2``."""
+    """Yield the options of sbatch for the job, such as ``--nodes=2``.
+
+    :param order: resources and limits to request from Slurm.
+    """
     yield f"--job-name={config.run.name}"
     if order.partition is not None:
         yield f"--partition={order.partition}"

@@ -23,8 +23,8 @@ def check(place: Place, channel: ChannelConfig) -> None:
 
 
 def roles(place: Place, channel: ChannelConfig) -> None:
-    """Add a problem if a channel has both peers and sources, or neither, or peers with
-    different ranks. :param place: collects problems by key; here the channel's."""
+    """Add a problem to ``place``, the channel's, if it has both peers and sources, or
+    neither, or peers with different ranks."""
     if channel.peers and (channel.sources or channel.targets):
         others = {party.group for party in (*channel.sources, *channel.targets)}
         both = next((party.group for party in channel.peers if party.group in others), None)

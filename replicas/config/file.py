@@ -93,7 +93,7 @@ def load(path: Path | str) -> Config:
 
 
 def place_of(path: Path) -> Place:
-    """Return the root :class:`Place` of a config file: folders that its values need."""
+    """Return a file's root :class:`Place`, to whose folders values are relative."""
     path = config_text.absolute(path)
     return Place(path.parent.resolve(), home=config_text.state_home(path))
 
@@ -185,13 +185,13 @@ def _with_on_failure(config: Config, mapping: Mapping[str, Any]) -> dict[str, Gr
 
 
 def _build_run(place: Place, fields: dict[str, Any]) -> RunConfig:
-    """Return ``[run]``; its state folder defaults to one beside the file."""
+    """Return the table ``run``; its state folder defaults to one beside the file."""
     fields.setdefault("state_dir", default_state_dir(place, fields["name"]))
     return RunConfig(**fields)
 
 
 def _build_control(place: Place, fields: dict[str, Any]) -> ControlConfig:
-    """Return ``[control]``; add problems of its paths and of TLS to ``place``."""
+    """Return the table ``control``; add problems of paths and TLS to ``place``."""
     if "listen" in fields:
         fields["host"], fields["port"] = fields.pop("listen")
     control = ControlConfig(**fields)
@@ -211,7 +211,7 @@ def _build_control(place: Place, fields: dict[str, Any]) -> ControlConfig:
 
 
 def _build_restart(place: Place, fields: dict[str, Any]) -> RestartConfig:
-    """Return a table ``restart``; add a problem if its delays contradict each other."""
+    """Return a table ``restart``; add a problem to ``place`` if delays contradict."""
     restart = RestartConfig(**fields)
     if restart.initial_delay_s > restart.max_delay_s:
         place.at("initial_delay").problem(
@@ -221,7 +221,7 @@ def _build_restart(place: Place, fields: dict[str, Any]) -> RestartConfig:
 
 
 def _build_group(place: Place, fields: dict[str, Any]) -> GroupConfig:
-    """Return a group; add problems of its environment, command and folder."""
+    """Return a group; add problems of variables, command and folder to ``place``."""
     for variable, value in fields.get("env", {}).items():
         if _is_reserved(variable):
             place.at("env", variable).problem("is set for each rank by the supervisor; remove it")
@@ -254,7 +254,7 @@ def _build_group(place: Place, fields: dict[str, Any]) -> GroupConfig:
 
 
 def _check_external(place: Place, group: GroupConfig, fields: Mapping[str, Any]) -> None:
-    """Add a problem for each field without effect on a group that others start."""
+    """Add a problem to ``place`` for each field without effect on an external group."""
     health = [
         ("health", name)
         for name in HealthConfig.__struct_fields__
@@ -273,7 +273,7 @@ def _is_reserved(variable: str) -> bool:
 
 
 def _read_environment(place: Place, path: Path) -> dict[str, str]:
-    """Return the variables of an environment file; add the problems of the file."""
+    """Read a file of variables, and return them; add its problems to ``place``."""
     try:
         variables = config_text.parse_env(config_text.read(path))
     except OSError as error:
@@ -288,7 +288,7 @@ def _read_environment(place: Place, path: Path) -> dict[str, str]:
 
 
 def _check_command(place: Place, group: GroupConfig) -> None:
-    """Add a problem if the program of the command cannot be executed."""
+    """Add a problem to ``place`` if the program of the command cannot be executed."""
     program = group.command[0]
     if program == "-m":
         return
@@ -311,7 +311,7 @@ def _check_command(place: Place, group: GroupConfig) -> None:
 
 
 def _build_channel(place: Place, fields: dict[str, Any]) -> ChannelConfig:
-    """Return a channel of these fields; add problems of its roles and options."""
+    """Return a channel; add problems of its roles and options to ``place``."""
     ranks = fields.pop("ranks", None)
     for role, default, allowed in (
         ("sources", "leader", ("leader", "all")),
@@ -366,7 +366,7 @@ _BUILDS: config_tables.Builds = {
 
 
 def _cross_check(place: Place, config: Config, mapping: Mapping[str, Any]) -> None:
-    """Add problems across tables: unknown groups, cycles, GPUs, slots, ports."""
+    """Add problems across tables to ``place``: unknown groups, cycles, GPUs, ports."""
     groups = config.groups.values()
     known = [str(group) for group in mapping["groups"]]  # including those with problems
     if not known:
@@ -415,7 +415,7 @@ def _cross_check(place: Place, config: Config, mapping: Mapping[str, Any]) -> No
 
 
 def _check_names(place: Place, names: Sequence[str], known: list[str]) -> None:
-    """Add a problem for each unknown or repeated group."""
+    """Add a problem to ``place`` for each group that is unknown or repeated."""
     for index, group in enumerate(names):
         if group not in known:
             place.problem(f'there is no group "{group}"{nearest(group, known)}')
@@ -424,7 +424,7 @@ def _check_names(place: Place, names: Sequence[str], known: list[str]) -> None:
 
 
 def _check_finishing(place: Place, names: Sequence[str], config: Config) -> None:
-    """Add a problem for each group that never counts as finished."""
+    """Add a problem to ``place`` for each group that never counts as finished."""
     for name in names:
         if name in config.groups and config.groups[name].external:
             place.problem(f'group "{name}" is external, so it is unknown when it has finished')
@@ -433,11 +433,11 @@ def _check_finishing(place: Place, names: Sequence[str], config: Config) -> None
 
 
 def _check_cycles(place: Place, config: Config) -> None:
-    """Add a problem for each circle of groups that wait for each other."""
+    """Add a problem to ``place`` for each circle of groups that wait for each other."""
     done: set[str] = set()
 
     def visit(group: str, path: tuple[str, ...]) -> None:
-        """Follow the dependencies of ``group``, on whose way are those of ``path``."""
+        """Follow the dependencies of ``group``, to which ``path`` has led."""
         if group in path:
             circle = " -> ".join((*path[path.index(group) :], group))
             place.at("groups", path[-1], "depends_on").problem(f"groups wait for each other in a circle: {circle}")

@@ -144,7 +144,7 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def token_files(self) -> dict[Literal["member", "operator"], Path]:
-        """Return the files of tokens, by role."""
+        """The files of tokens that the config names, by role."""
         found: dict[Literal["member", "operator"], Path] = {}
         if self.token_file is not None:
             found["member"] = self.token_file
@@ -407,7 +407,7 @@ class ChannelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def groups(self) -> frozenset[str]:
-        """Return the groups that have a role in it."""
+        """Names of the groups that are a source, a target or a peer of the channel."""
         return frozenset(role.group for role in (*self.sources, *self.targets, *self.peers))
 
 

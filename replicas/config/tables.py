@@ -58,7 +58,8 @@ Builds = Mapping[type[msgspec.Struct], Callable[[Place, dict[str, Any]], Any]]
 
 @cache
 def keys_of(kind: type[msgspec.Struct]) -> Mapping[str, Key]:
-    """Return the keys of a struct's table, by name in the file.
+    """Return the keys that the table of a struct may have, by their names in the file;
+    computed once for each struct.
 
     A ``ClassVar`` declares a key without a field of its own.
     """

@@ -138,7 +138,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def whole(least: int, most: int = RANKS_MAX) -> Form:
-    """Return the form of an int from ``least`` to ``most``."""
+    """Return a form (the reader of a value) that accepts ints from ``least`` to
+    ``most``."""
 
     def read(place: Place, value: object) -> Any:
         """Return the number, or UNSET after adding a problem to ``place``."""
@@ -168,7 +169,7 @@ def schema_version(place: Place, value: object) -> Any:
 
 
 def one_of(*words: str) -> Form:
-    """Return the form of one of these strings."""
+    """Return a form (the reader of a value) that accepts one of these strings."""
     listed = ", ".join(f'"{word}"' for word in words[:-1]) + f' or "{words[-1]}"'
 
     def read(place: Place, value: object) -> Any:
@@ -229,10 +230,9 @@ def command(place: Place, value: object) -> Any:
 
 @form("list of options", 'each as one string, such as "--account=grpo"')
 def options(place: Place, value: object) -> Any:
-    """Return options for another program's script, each of one line.
-
-    Return UNSET if they are no list of strings; for others, add a problem each.
-    """
+    """Return options for another program's script, as a tuple; add a problem to
+    ``place`` for each that is not one line with a dash. Return UNSET if they are not a
+    list of strings."""
     words = _strings(place, value, 'options such as ["--account=grpo"]')
     for word in () if words is UNSET else words:
         if not word.startswith("-") or not word.isprintable():
@@ -242,10 +242,9 @@ def options(place: Place, value: object) -> Any:
 
 @form("table of strings")
 def environment(place: Place, value: object) -> Any:
-    """Return environment variables. Problems show no value, as it may be a secret.
-
-    Return UNSET if it is not a table; values that are no strings are left out.
-    """
+    """Return environment variables by name, without those that are not strings, each a
+    problem of ``place``. Return UNSET if ``value`` is not a table. Problems show no
+    value, as it may be a secret."""
     if not isinstance(value, Mapping):
         return place.problem('expected a table of strings such as { NAME = "value" }')
     for variable, text in value.items():
@@ -256,10 +255,8 @@ def environment(place: Place, value: object) -> Any:
 
 @form("table of labels", "names of at most 63 letters, digits, '-', '_' and '.', also as values")
 def labels(place: Place, value: object) -> Any:
-    """Return labels of a node, such as ``{ pool = "rollout" }``; add problems.
-
-    Return UNSET if it is not a table; bad values are left out.
-    """
+    """Return labels of a node, such as ``{ pool = "rollout" }``, without bad ones, each
+    a problem of ``place``. Return UNSET if ``value`` is not a table."""
     if not isinstance(value, Mapping):
         return place.problem(f'expected a table such as {{ pool = "rollout" }}, got {show(value)}')
     read = {str(key): name.read(place.at(str(key)), text) for key, text in value.items()}
@@ -304,7 +301,8 @@ def in_units(text: object, units: Mapping[str, float]) -> float | None:
 
 
 def duration(least: float = 0.0, *, zero: bool = False) -> Form:
-    """Return the form of a duration: ``"500ms"``, ``"30s"``, ``"1d"``, or seconds.
+    """Return a form (the reader of a value) of durations: ``"500ms"``, ``"30s"``,
+    ``"1d"``, or seconds.
 
     It is read to seconds, at least ``least`` and above 0; 0 only with ``zero``.
     """
@@ -330,7 +328,8 @@ def duration(least: float = 0.0, *, zero: bool = False) -> Form:
 
 
 def size(least: int = 1) -> Form:
-    """Return the form of a size in bytes of at least ``least``: ``"64MiB"``, 4096."""
+    """Return a form (the reader of a value) of sizes, at least ``least`` bytes:
+    ``"64MiB"``, or a number of bytes."""
 
     def read(place: Place, value: object) -> Any:
         """Return the size in bytes, or UNSET after adding a problem to ``place``."""
@@ -352,9 +351,8 @@ def no_text(path: Path) -> str:
 
 
 def path(what: str) -> Form:
-    """Return the form of a path: absolute, links resolved, it need not exist.
-
-    A relative one is relative to the config's folder.
+    """Return a form (the reader of a value) of paths: absolute, links resolved. The
+    file need not exist; a relative path is relative to the config's folder.
 
     :param what: "file" or "folder", for messages.
     """

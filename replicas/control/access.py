@@ -133,7 +133,8 @@ class Lasting(StreamingResponse):
 
 
 def without_output(text: str) -> str:
-    """Return the text without last words of a program, which follow its exit code."""
+    """Return the text without the last words of a program, which follow its exit code
+    in it and may have secrets."""
     return _OUTPUT.sub(r"\1", text)
 
 
@@ -144,7 +145,8 @@ def public(value: object) -> Any:
 
 
 def hiding_store(status: RunStatus) -> RunStatus:
-    """Return the status without the address of the store."""
+    """Return a copy of the status without the address of the store, which has no
+    password."""
     return msgspec.structs.replace(status, store=msgspec.structs.replace(status.store, host="", port=0))
 
 

@@ -195,7 +195,8 @@ def _text(text: str, code: int) -> Response:
 
 
 def _stream_routes(source: ControlledRun, access: Access) -> list[Route]:
-    """Return the routes of ``/events`` and ``/logs``."""
+    """Return the routes of ``/events`` and ``/logs`` of the run ``source``; ``access``
+    decides who may see the output of programs."""
 
     async def events(request: Request) -> Response:
         """Answer with a stream of events, from the event after that in the request."""
@@ -260,7 +261,8 @@ def _flag(query: Mapping[str, str], name: str, *, default: bool = False) -> bool
 
 
 def _selection(query: Mapping[str, str]) -> Selection:
-    """Return the selected lines of a query; raise UsageError for a bad parameter."""
+    """Return which log lines the parameters of a query select; raise UsageError for an
+    unknown or invalid parameter."""
     known = (*Selection.__struct_fields__, "follow", "json")
     if unknown := [name for name in query if name not in known]:
         raise errors.UsageError(f"unknown parameter {unknown[0][:40]!r}", hint=f"known: {', '.join(known)}")

@@ -67,8 +67,16 @@ class Client:
         token_owners: frozenset[int] | None = None,
         timeout_s: float = _TIMEOUT_S,
     ) -> None:
-        """Check the address and the token; connect to nothing. The class describes the
-        parameters."""
+        """Check the address ``where`` (``host:port``, or ``unix:PATH``) and the token;
+        connect to nothing.
+
+        :param pid: the supervisor's, if known: used to explain why it does not answer.
+        :param run: the expected run's name, if known: another run then refuses orders.
+        :param owners: users allowed to own a supervisor on this machine; None: any.
+        :param token_owners: users here to whom the token may be shown; None: any.
+        :param timeout_s: limit of each read, in seconds.
+        :raises UsageError: the address or the token cannot be used.
+        """
         self.where = where
         self._host, self._port = ("", 0) if where.startswith("unix:") else _host_and_port(where)
         self._pid = pid
@@ -169,7 +177,8 @@ class Client:
             connection.close()
 
     def _credentials(self, connection: socket.socket) -> dict[str, str]:
-        """Return the Authorization header if the peer needs the token and may have it.
+        """Ask the kernel who is the peer; return the Authorization header if the peer
+        needs the token and may have it, else no header.
 
         At a Unix socket the kernel identifies the caller, so no token is needed. If the
         peer may not have the token, ``_withheld`` becomes the error for an order.
@@ -189,7 +198,8 @@ class Client:
         return self._way.headers
 
     def _why_silent(self) -> str:
-        """Return a hint why the supervisor is silent, by the state of its process."""
+        """Return a hint why the supervisor does not answer: its process is dead,
+        stopped, or busy, as far as its pid is known."""
         if not self._pid:
             return "is the supervisor still running?"
         if start_time(self._pid) is None:

@@ -48,7 +48,11 @@ NO_STORE = {"Cache-Control": "no-store"}
 
 
 def json_response(value: object, code: int = 200, **headers: str) -> Response:
-    """Return an uncached JSON response; values without a JSON form become text."""
+    """Return a response with this value as JSON, not to be cached; values without a
+    JSON form become text.
+
+    :param code: the HTTP status. :param headers: further ones.
+    """
     return json_bytes(msgspec.json.encode(value, enc_hook=str), code, **headers)
 
 
