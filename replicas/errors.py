@@ -88,7 +88,10 @@ class ReplicasError(Exception):
         hint: str | None = None,
         unanimous: bool = False,
     ) -> None:
-        """Keep the parameters as attributes; the class describes them."""
+        """Keep what happened (``message``), where (``channel``, ``version``,
+        ``phase``), to which ``members``, the remedy (``hint``, by default that of the
+        class), and whether all ranks of the replica get this same verdict
+        (``unanimous``)."""
         super().__init__(message)
         self.message = message
         self.channel = channel

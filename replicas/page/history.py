@@ -162,8 +162,9 @@ def _part(part: Span, span: Span) -> tuple[str, float, float]:
 
 
 def _ways(between: dict[str, dict[str, int]], most: int | None) -> list[tuple[str, str, int]]:
-    """Return (giver, taker, bytes) between nodes, most bytes first.
+    """Return (giver, taker, bytes) for each pair of nodes, most bytes first.
 
+    :param between: bytes by giving node and taking node.
     :param most: length of the list; None: all.
     """
     found = [(giver, taker, nbytes) for giver, takers in between.items() for taker, nbytes in takers.items()]

@@ -220,7 +220,7 @@ class Live:
 
     @property
     def _first(self) -> int:
-        """The lowest number whose change is kept."""
+        """The lowest number of a change that is still kept for viewers."""
         return self._kept[0][0] if self._kept else self._number + 1
 
     def _position(self, after: str) -> int | None:

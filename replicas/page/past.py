@@ -160,7 +160,8 @@ class Past:
         return self._tally.shown_in(status, now)
 
     def _node(self, node: NodeStatus, age_s: float) -> NodeStatus:
-        """Return the status of a node, with its replicas and its age."""
+        """Return the status of a node, with its replicas, and ``age_s``, the seconds
+        since its last event."""
         has = (one.name for one in self._replicas.values() if node.name in one.nodes)
         return replace(node, replicas=tuple(sorted(has)), heard_age_s=max(0.0, age_s))
 

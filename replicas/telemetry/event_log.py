@@ -301,7 +301,8 @@ def _chunk(path: Path, after: int) -> list[Record]:
 
 
 def _whole_lines(file: BinaryIO) -> bytes:
-    """Return about a chunk of whole lines; empty at the end of the finished lines."""
+    """Read about 256 KiB of whole lines from the file's position, and return them;
+    empty if there is no whole line left."""
     data = file.read(_CHUNK_NBYTES)
     if data and not data.endswith(b"\n"):
         data += file.readline()

@@ -294,8 +294,8 @@ class Spans:
             self._syncs[channel, sync.version] = span
 
     def _decided(self, track: str, version: int, what: effects.What) -> None:
-        """Begin the span of a version that is served from now on. Without promotions
-        each commit is, which is not drawn."""
+        """Begin the span of a version that is served by this decision (``what``).
+        Channels that serve each commit have no such spans."""
         if what == "promoted" or (what == "rolled_back" and (track, "served", "") in self._open):
             self._open_span(track, "served", f"version {version}", version=version)
 
@@ -356,8 +356,8 @@ class Spans:
         return self._keep(span)
 
     def _add_ended_span(self, name: str, kind: str, channel: str, seconds: float, about: dict[str, Any]) -> Span:
-        """Add and return a span of a channel that ends now; ``about``: its
-        attributes."""
+        """Add and return a span of a channel that lasted ``seconds`` and ends now;
+        ``about``: its attributes."""
         track, start = f"channel {channel}", self.at - seconds
         span = Span(id=self.seq, track=track, kind=kind, name=name, start=start, end=self.at, attributes=about)
         return self._keep(span)
@@ -406,7 +406,7 @@ class Spans:
         folded.until = max(folded.until, end)
 
     def _touch(self, span: Span) -> None:
-        """Note that the newest event has changed the span."""
+        """Note that the newest event changed the span, for :meth:`changed`."""
         span.changed = self.seq
         self._changes[_key(span)] = span
         self._changes.move_to_end(_key(span))

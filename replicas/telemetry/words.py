@@ -36,7 +36,7 @@ def duration_text(seconds: float) -> str:
 
 
 def outcome_text(outcome: str) -> str:
-    """Return why a version was not committed: ``peers lost``, ``no free slot``."""
+    """Return why a version was not committed: ``peers lost``, ``no free slot ...``."""
     return "no free slot" if outcome == "busy" else outcome.replace("_", " ")
 
 

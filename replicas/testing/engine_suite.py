@@ -101,6 +101,7 @@ class _Gate:
     """A gate that records the versions for which it was opened."""
 
     def __init__(self) -> None:
+        """Begin shut, with no version."""
         self.versions: list[int] = []
         self.is_open = False
 

@@ -78,8 +78,13 @@ class FakeRun:
         *,
         groups: Mapping[str, GroupShape | int] | None = None,
     ) -> None:
-        """Check channels and groups; the run begins with its ``with`` block. The class
-        describes the parameters."""
+        """Check channels and groups; the run begins with its ``with`` block.
+
+        :param channels: settings by name; None: "policy", from "trainer" to "rollout".
+        :param groups: shape, or number of replicas, by name.
+        :raises replicas.errors.BadConfig: the channels are not valid.
+        :raises replicas.errors.UsageError: a channel has peers, which need processes.
+        """
         self._number = next(_numbers)
         self._channels = POLICY if channels is None else channels
         self._groups = groups
@@ -273,6 +278,7 @@ class FakeRun:
         raise its error."""
 
         async def call() -> T:
+            """Call the function, on the loop."""
             return function(*arguments)
 
         make: Callable[[], Coroutine[Any, Any, T]] = call

@@ -80,9 +80,8 @@ class Way(NamedTuple):
 
 
 def way_to(endpoint: str, token: str, environment: Mapping[str, str] | None = None) -> Way:
-    """Return the way to the control port at ``endpoint`` with this join token.
-
-    It opens no connection.
+    """Return the way (TLS context and headers) to the control port at ``endpoint`` with
+    this join token. It opens no connection.
 
     :param token: empty for pages that need no token.
     :param environment: instead of ``os.environ``.
