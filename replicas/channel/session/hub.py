@@ -309,10 +309,7 @@ class Hub:
         self.epoch = message.epoch
 
     def _record_commit(self, version: int, digest: str, content: int = 0) -> None:
-        """Record that ``version`` is committed; tell all parts if it is the newest.
-
-        :param content: the older version whose bytes it has; 0: it has its own.
-        """
+        """Record a commit (``content``: whose bytes it has); tell parts if newest."""
         if self.held_versions.committed(version, digest, content):
             self.tell(Part.versions_grown)
 
@@ -359,9 +356,7 @@ class Hub:
                 self.arena.released(message.version)
 
     async def _locate(self, beacons: tuple[wire.Beacon, ...], number: int) -> None:
-        """Find the first beacon that is on this host; send its index, or -1.
-
-        A beacon is another member's memory, which can be opened only on that host.
+        """Find the first of ``beacons`` that is on this host; send its index, or -1.
 
         :param number: of the question; nothing is sent if a newer one has come.
         """

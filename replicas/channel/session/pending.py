@@ -169,8 +169,7 @@ class Pending(Generic[T]):
             1e9; or this is a forked child; or a coordinator runs on this thread's event
             loop, which would be blocked: ``await`` it instead.
         :raises TimeoutError: the timeout passed; the operation continues.
-        :raises replicas.errors.OutcomeUnknown: the outcome is unknown; wait again
-            later.
+        :raises replicas.errors.OutcomeUnknown: it is not known yet; wait again later.
         :raises replicas.errors.ReplicasError: the operation failed.
         """
         timeout_s = arguments.patience("wait: timeout", timeout)
@@ -299,8 +298,7 @@ class Promise(Pending[T]):
     def wait_ended(self, timeout_s: float | None = None) -> bool:
         """Wait for the outcome, but do not take it; return False after ``timeout_s``.
 
-        With None the wait ends with the operation, on which the session thread has a
-        timer, or with that thread.
+        With None the wait ends with the operation or the session thread.
         """
         return self._wait_ended(timeout_s)
 

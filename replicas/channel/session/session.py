@@ -165,10 +165,7 @@ class Session:
         self._task = self._loop.spawn(self._run(connection), f"session {self._hello.channel}")
 
     def send(self, body: wire.FromMember) -> None:
-        """Queue a message.
-
-        :raises replicas.errors.UsageError: it cannot be encoded, or is too large.
-        """
+        """Queue a message; raise UsageError if it is too large, or not encodable."""
         if self._closing:
             return
         kind, channel = type(body).__name__, self._hello.channel

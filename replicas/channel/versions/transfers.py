@@ -97,10 +97,7 @@ class Transfers(Part):
         self._spawn(transfer, *steps.get(offer.role, (self._prepare, "offer")))
 
     def broadcast(self, go: wire.OperationGo) -> None:
-        """Start the task that broadcasts this member's slot, or fills it by that.
-
-        The broadcast runs in the sidecar of a process group.
-        """
+        """Start the task that broadcasts this member's slot, or fills it by that."""
         transfer = self._transfers.get(go.transfer)
         if transfer is None or transfer.slot is None or transfer.running:
             text = f"transfer {go.transfer} cannot start: {self._hub.member} is not ready"
@@ -115,11 +112,7 @@ class Transfers(Part):
         self._hub.spawn(self._run(transfer, step, phase), f"transfer {transfer.offer.transfer}")
 
     async def _run(self, transfer: Transfer, step: _Step, phase: str) -> None:
-        """Run one step; send TransferReady, TransferDone or TransferFailed.
-
-        A failure or a TransferDone ends the transfer. After a failure the slot is
-        reused only if no helper process can still use its memory.
-        """
+        """Run one step, and send its result; after a failure free the slot, if safe."""
         offer, hub = transfer.offer, self._hub
         try:
             done = await step(transfer)
@@ -164,10 +157,7 @@ class Transfers(Part):
     # ------------------------------------------------------------ through the carrier
 
     async def _serve(self, transfer: Transfer) -> None:
-        """Have the carrier serve a version's slot until the transfer is cancelled.
-
-        Returns when it is served; from a GPU, when its bytes are copied to host memory.
-        """
+        """Have the carrier serve the slot until cancelled; return once it does so."""
         self._pin(transfer)
         carrier = await self._carriers.get()
         slot, offer = transfer.slot, transfer.offer
@@ -373,8 +363,7 @@ class Transfers(Part):
     async def _reserve(self, transfer: Transfer) -> Slot:
         """Wait for a free slot to receive into, and give it to the transfer.
 
-        :raises replicas.errors.Busy: none became free by the offer's deadline.
-        :raises replicas.errors.Gone: the transfer was withdrawn.
+        :raises replicas.errors.Busy, Gone: none became free in time; it was withdrawn.
         """
         hub, offer = self._hub, transfer.offer
         until = time.monotonic() + max(0.0, offer.deadline_s - MARGIN_S)
@@ -393,10 +382,7 @@ class Transfers(Part):
         return slot
 
     async def _broadcast(self, transfer: Transfer, slot: Slot, go: wire.OperationGo) -> wire.TransferDone:
-        """Run the operation of ``go`` on the slot, in its lane's turn; send its end.
-
-        :returns: the digest of the slot's data, and times.
-        """
+        """Run the broadcast of ``go`` in its lane's turn, and send its end; digest."""
         hub, offer, started = self._hub, transfer.offer, time.monotonic()
         try:
             transfer.lane = lane = self._lanes.get(go.lane)
