@@ -55,10 +55,8 @@ class Commits:
         self.contents = Contents(context)
         self.steps = Steps(config.name)
         self._decided_here = False
-        """Whether the newest commit is of a publish that this coordinator began.
-
-        If so, no other source can have published that number.
-        """
+        """True if this coordinator began the publish of the newest commit: then no
+        other source can have published that number."""
         self.catch_ups = [CatchUp(context, self._take_first_digest, whom) for whom in get_args(Whom)]
         self.manifests = Manifests(config.name, context.out)
         self._unread: list[tuple[MemberState, wire.Packed | wire.Filled]] = []

@@ -332,7 +332,7 @@ class Steering:
         self._newcomers = True
 
     def _message(self) -> wire.Labels:
-        """Return the message that tells members the labels, and what to keep."""
+        """Return the message that tells members the labels and the contents to keep."""
         ledger, config = self._ledger, self._context.config
         fixed, waiting = self._fixed(ledger), self._recommits.waiting
         # a slot is left for the publish that the recommit waits for
