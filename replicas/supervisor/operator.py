@@ -249,7 +249,7 @@ class _Operator:
         return True
 
     def _drain(self, name: str) -> None:
-        """Drain the run, or cancel its start; a second call kills the processes."""
+        """Drain for signal ``name``, or cancel the start; a second call kills all."""
         if self._ending:
             self._say(f"{name}: killing the remaining processes")
         elif not self._give_up(name):
@@ -259,7 +259,7 @@ class _Operator:
         self._watcher.stopping()
 
     def _preempt(self, name: str) -> None:
-        """Drain for a preemption, or cancel the start; ignored if the run ends."""
+        """Drain for a preemption (signal ``name``), or cancel the start; only once."""
         if self._ending:
             self._say(f"{name}: already draining")
             return
@@ -275,7 +275,7 @@ class _Operator:
         await (self._supervisor.preempt() if preempted else self._supervisor.drain(hurry=hurry))
 
     def _hang_up(self, name: str) -> None:
-        """Have the config reloaded, or drain the run if its terminal is gone."""
+        """Reload the config for signal ``name``, or drain if the terminal is gone."""
         if self._terminal.gone:
             if not self._ending:
                 self._drain(f"{name} of a terminal that is gone")
@@ -356,7 +356,7 @@ class Notifier:
         return self._socket is not None
 
     def send(self, **fields: str) -> bool:
-        """Send these fields and unsent earlier ones. Return False if that fails."""
+        """Send fields, and unsent ones, to systemd; never wait. False if that fails."""
         if self._socket is None:
             return False
         self._unsent.update(fields)
@@ -403,7 +403,7 @@ class Watcher:
         self._loop_at: float | None = None
 
     async def run(self) -> None:
-        """Send ``READY=1``, then changes each second or, for a watchdog, faster."""
+        """Send systemd ``READY=1``, then changes each second (faster: watchdog)."""
         if not self._notifier.wanted:
             return
         watchdog_s = self._notifier.watchdog_s

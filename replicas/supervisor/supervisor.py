@@ -168,7 +168,8 @@ class Supervisor:
     def _vouch(self, hello: Hello) -> bool:
         """Return True if a joining member is of a replica that this run starts.
 
-        :raises replicas.errors.Fenced: it claims to be, without a mark of that replica.
+        :raises replicas.errors.Fenced: it claims to be, without that replica's secret
+            mark.
         """
         config, saved = self.config.groups.get(hello.group), self.state.saved
         shims: tuple[ShimRecord, ...] | None = saved.shims if saved else ()  # members of a run taken over come first
@@ -254,10 +255,9 @@ class Supervisor:
         self.save()
 
     def _resume(self, saved: Saved) -> None:
-        """Continue an earlier supervisor's drain, or apply a changed config, in a task.
+        """Continue the ``saved`` state's drain, or apply a changed config, in a task.
 
-        ``saved`` is its state. A preemption concerns one machine: it is continued if
-        this machine's agent is still the same, and not in a job that runs again.
+        A preemption concerns one machine: it continues only with the same agent here.
         """
         preempted = saved.draining == "preempted"
         if saved.draining and self.config.run.adopt_s and (self.state.heritage.known is not None or not preempted):
@@ -427,8 +427,7 @@ class Supervisor:
         Agents and replicas continue, and end if no supervisor comes within
         ``run.adopt``. Leave the block then: :meth:`run_until_done` returns 0.
 
-        :raises replicas.errors.UsageError: ``run.adopt`` is not set, or the run is
-            being drained or is over.
+        :raises replicas.errors.UsageError: no ``run.adopt``, or the run is ending or over.
         :raises replicas.errors.WorldError: writing the state failed; the supervisor
             keeps the run.
         """
@@ -514,9 +513,8 @@ class Supervisor:
         :param force: also while nodes are away, which then cannot come back: their
             replicas end with their lease.
         :return: ``{"member": {"token": "...", "old_is_valid": False}, ...}``.
-        :raises replicas.errors.UsageError: no such role; or the config names a file for
-            it, which has no new token; or a node that is away may have only the token
-            that would be revoked.
+        :raises replicas.errors.UsageError: no such role; no new token in the config's
+            file; or a node that is away may have only the token to be revoked.
         :raises replicas.errors.WorldError: writing the state folder failed; the tokens
             of that role are unchanged.
         """
@@ -626,8 +624,8 @@ class Supervisor:
     def scrape(self, accept: str, client: str = "") -> tuple[bytes, str]:
         """Return the metrics in the format for ``accept``, and its Content-Type.
 
-        :param client: address of the scraper: the end of the run waits up to 10 s for a
-            last scrape by each regular one.
+        :param client: address of the scraper; the end waits for regular ones, up to 10
+            s.
         """
         return self._reporting.scrape(accept, client)
 
@@ -638,7 +636,7 @@ class Supervisor:
     # ------------------------------------------------------------ called by its parts
 
     def spawn(self, work: Callable[[], Coroutine[Any, Any, object]]) -> None:
-        """Run ``work`` in a task until the supervisor ends; its error ends all."""
+        """Run ``work`` in a task until the end; an error in it ends the supervisor."""
         assert self._tasks is not None, "the supervisor has not been entered"
         self._tasks.start_soon(work)
 

@@ -313,14 +313,15 @@ class Agent:
     def _is_stale(self, began_after: float | None) -> bool:
         """Return True if this connection's messages concern processes that were ended.
 
-        :param began_after: when the last lease before this connection had ended.
+        :param began_after: loop time of the last lease's end when it was dialled, or
+            None.
         """
         return self._tenancy.ended or self._lease_ended_at != began_after
 
     async def _converse(self, link: SupervisorLink, began_after: float | None) -> None:
         """Send Hello, and obey orders until the connection ends or is stale.
 
-        :param began_after: when the last lease before this connection had ended, or
+        :param began_after: loop time of the last lease's end when it was dialled, or
             None.
         :raises _Refused: the supervisor rejects this agent for good.
         :raises TimeoutError: the supervisor is silent, or asks to try again.

@@ -62,16 +62,18 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, logs: LogsConfig, *, replicas: int, ranks: int) -> Self:
-        """Return the demand of this number of replicas and ranks on one machine.
+        """Return the demand (processes, bytes of logs) of replicas on one machine.
 
         :param logs: how large logs may grow, and how many generations of them are kept.
+        :param replicas: how many; each has one shim here.
+        :param ranks: how many, in all of them.
         """
         each = logs.keep_generations * (logs.keep + 1) * logs.max_nbytes
         return cls(processes=replicas + ranks, log_nbytes=2 * ranks * each)  # of this run and the previous one
 
     @classmethod
     def of_all(cls, config: Config) -> Self:
-        """Return the demand of a run whose replicas are all on this machine."""
+        """Return the demand (processes, bytes of logs) if all groups run here."""
         groups = config.groups.values()
         ranks = sum(group.replicas * group.world_size for group in groups)
         return cls.of(config.logs, replicas=sum(group.replicas for group in groups), ranks=ranks)

@@ -36,7 +36,8 @@ class Forkservers:
     def address(self, environment: Mapping[str, str], *, ahead: bool) -> str:
         """Return the socket address of the forkserver for ranks with this environment.
 
-        The first call for such an environment binds the address.
+        Ranks connect there to have helper processes (sidecars) forked. The first call
+        for such an environment binds the address.
 
         :param ahead: start the forkserver now, unless it runs; else at the first
             connection.
@@ -53,7 +54,7 @@ class Forkservers:
         return self._kept[key].address
 
     def retain(self, addresses: Collection[str]) -> None:
-        """Kill and forget the forkservers with addresses other than these."""
+        """SIGKILL and forget the forkservers with addresses other than these."""
         for key, one in list(self._kept.items()):
             if one.address not in addresses:
                 self._kept.pop(key).kill()
@@ -63,7 +64,7 @@ class Forkservers:
         await asyncio.gather(*(one.aclose() for one in self._kept.values()))
 
     def _given_up(self, key: frozenset[tuple[str, str]], reason: str) -> None:
-        """Forget a forkserver that cannot run, and call ``broken`` with its address.
+        """Forget a forkserver that does not run, and call ``broken`` with its address.
 
         :param key: the environment variables by which it is kept.
         :param reason: why it was given up, for people.

@@ -130,7 +130,7 @@ class ShimProcess:
             return Path(os.devnull).open("ab")
 
     def meet(self, host: str, port: int) -> None:
-        """Send the shim the rendezvous of the replica's parts: host and port."""
+        """Send the shim the rendezvous: host and port of the parts' common store."""
         self._control.send({"type": "rendezvous", "host": host, "port": port})
 
     def stop(self, timeout_s: float, *, stacks: bool = False, broken: str = "") -> None:
@@ -146,7 +146,10 @@ class ShimProcess:
         self._control.send({"type": "stacks"})
 
     def kill(self) -> None:
-        """SIGKILL the shim; its processes are then found by its mark and killed."""
+        """SIGKILL the shim, unless it has ended. Its processes are killed after it.
+
+        They are found by the shim's mark in their environment.
+        """
         if not self._finishing:
             send_signal(self._pidfd, signal.SIGKILL)
 

@@ -74,7 +74,7 @@ class Shims:
         self.empty.set()
 
     def __contains__(self, nonce: str) -> bool:
-        """Return True if a part with this mark was started, or its start failed."""
+        """Return True if a shim with this mark (its random id) was ordered before."""
         return nonce in self._shims or nonce in self._unstarted
 
     @property
@@ -85,7 +85,11 @@ class Shims:
     # ------------------------------------------------------------ orders
 
     def obey(self, order: ShimOrder) -> None:
-        """Carry out an order; ignore it if its shim is unknown."""
+        """Carry out an order for one shim; ignore it if the shim is unknown.
+
+        Never waits for the shim. A shim is the child process that owns one part of a
+        replica.
+        """
         shim = self._shims.get(order.nonce) if not isinstance(order, Start) else None
         match order:
             case Start():
@@ -102,7 +106,10 @@ class Shims:
                 shim.show_stacks()
 
     def _start(self, order: Start) -> None:
-        """Start a shim, unless its mark is known; report a failure as its end."""
+        """Start a shim, unless its mark (its random id) is known.
+
+        A failure becomes the state of its part, as if that had started and ended.
+        """
         state = identify_part(order.spec)
         nonce = state.nonce
         if nonce in self:
@@ -118,7 +125,8 @@ class Shims:
     def _localized(self, spec: PartSpec) -> PartSpec:
         """Return the spec with this node's environment, folders, address and lease.
 
-        Start the sidecar forkserver that the part needs, and end unused ones.
+        Start the forkserver (for the ranks' helper processes) that the part needs, and
+        end those that no part uses.
         """
         folder = self._state_dir / "logs" / spec.group / str(spec.replica) / f"gen-{spec.generation}"
         own = {environ.TOKEN_FILE: str(self._state_dir / "token"), environ.LOG_DIR: str(folder)}
@@ -162,7 +170,7 @@ class Shims:
     def _stop_users_of(self, forkserver: str, reason: str) -> None:
         """Stop the parts whose ranks cannot sync without this forkserver.
 
-        :param forkserver: its address.
+        :param forkserver: its address; it would fork the ranks' helper processes.
         :param reason: how it failed, for the exit report.
         """
         for shim in self._living():
@@ -178,7 +186,7 @@ class Shims:
     # ------------------------------------------------------------ watching
 
     def check_shims(self, now: float, lease_until: float | None) -> None:
-        """Ping the shims, so that they live until ``lease_until``.
+        """Ping the shims, so that they live until ``lease_until``; never wait.
 
         To be called every second. Both times are of the machine's monotonic clock.
 
@@ -195,7 +203,7 @@ class Shims:
             shim.stop(timeout_s)
 
     def kill_all(self) -> None:
-        """Kill the living shims; their processes are then swept."""
+        """SIGKILL the living shims; the processes below them are then killed, too."""
         for shim in self._living():
             shim.kill()
 
@@ -235,7 +243,10 @@ class Shims:
         return changed
 
     def take_stacks(self) -> Iterable[tuple[str, Mapping[str, str]]]:
-        """Take out the received stacks; yield each shim's mark with its stacks."""
+        """Take out the stacks that shims have sent; yield each shim's mark and stacks.
+
+        The stacks are texts by ``group/replica/rank``.
+        """
         for nonce, shim in self._shims.items():
             if (stacks := shim.stacks) is not None:
                 shim.stacks = None

@@ -23,7 +23,10 @@ class TokenFile:
         self._problem = ""
 
     def set_token(self, token: str) -> None:
-        """Keep a new token, and write it now or, after an error, at the next try."""
+        """Keep a new token (the ranks' secret to join), and write it to the file.
+
+        After an error, :meth:`write_if_changed` tries again.
+        """
         self._token = token
         self.write_if_changed()
 

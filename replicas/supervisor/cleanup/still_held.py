@@ -44,7 +44,7 @@ class StartObstacles:
 
     @property
     def text(self) -> str:
-        """Return the present obstacle as text, or ""."""
+        """The present obstacle to the start or end, as text for people, or ""."""
         if self._remains is None:
             return f"waits {self.waits}" if self.waits else ""
         names = ", ".join(_named(*one) for one in self._remains.processes)
@@ -71,11 +71,12 @@ class StartObstacles:
         return bool(new)
 
     async def wait_until_clear(self, old: Sequence[Inventory], pause: Callable[[float], Awaitable[bool]]) -> None:
-        """Wait for the GPU memory of the last generation, up to :data:`CLEAR_S`.
+        """Wait for the GPU memory of the previous generation, up to :data:`CLEAR_S`.
 
         Emit an event for each holder, and another for those that hold it at the end.
 
-        :param old: the last known processes of that generation.
+        :param old: the last known processes of that generation (the replica's last
+            start).
         :param pause: waits for the given seconds; returns False to give up.
         """
         pids = frozenset(pid for one in old if one.gpu for pid, _ in one.processes)

@@ -53,7 +53,7 @@ class TrackerGrace:
         self._last: float | None = None
 
     def spared(self, there: Iterable[int], now: float) -> frozenset[int]:
-        """Return the resource trackers that may still live, of the processes ``there``.
+        """Return those of the processes ``there`` to spare: Python's resource trackers.
 
         They are spared until :data:`TRACKERS_S` after the last other process, and at
         most :data:`TRACKERS_MAX_S` after the first call.
@@ -165,10 +165,10 @@ def kill_group(group: Path, pids: Iterable[int], spared: frozenset[int]) -> None
 
 
 def _remove_if_empty(group: Path) -> bool:
-    """Remove the control group if it is empty.
+    """Remove the control group if no process is in it.
 
-    Return False if processes are in it, which this sweep must kill. Return True if it
-    is gone, or cannot be removed for another reason.
+    Return False if this sweep must kill more there. Return True if it is gone, or
+    cannot be removed for another reason.
     """
     try:
         return cgroups.remove(group)

@@ -69,9 +69,11 @@ class PredecessorWaits:
     def grant(self, lease: Lease) -> Reason | None:
         """Write the lease of an agent that joins to disk, with a sync.
 
-        Return the problem of the disk in words, or None if it is written. An agent
-        without a lease (``lease_s`` 0) ends with this supervisor: only note that it has
-        reported its shims.
+        A lease is how long the agent may run without a supervisor. An agent without one
+        (``lease_s`` 0) ends with this supervisor: only note that it has reported its
+        shims.
+
+        :returns: the problem of the disk in words, or None if the agent may join.
         """
         if not lease.lease_s:
             self._note_seen(lease.incarnation)
@@ -95,7 +97,7 @@ class PredecessorWaits:
             self._write_leases()
 
     def end(self, node: str, *, but: str = "") -> None:
-        """Forget a node's leases, which are over, and write the rest to disk.
+        """Forget a node's leases, and write the rest to disk: its processes are gone.
 
         Unseen leases stay, and so does that of the agent with the incarnation ``but``.
         """
@@ -106,7 +108,11 @@ class PredecessorWaits:
             self._write_leases()
 
     def tick(self, now: float) -> bool:
-        """Forget unseen leases that are over. Return True if that was the last one."""
+        """Forget unseen leases that are over. Return True if the last one is.
+
+        Unseen: no state says what runs under the lease, so all replicas wait for its
+        end.
+        """
         over = [key for key, until in self._unseen.items() if now > until]
         for key in over:
             del self._unseen[key], self._leases[key]
@@ -145,7 +151,10 @@ class PredecessorWaits:
         self._strangers[state.nonce] = key, handle
 
     def strangers_on(self, node: str) -> bool:
-        """Return True if the node has a living shim that belongs to no replica."""
+        """Return True if the node has a living shim that belongs to no replica.
+
+        No replica is placed on such a node.
+        """
         self._forget_gone()
         return any(handle.node == node for _, handle in self._strangers.values())
 
@@ -157,13 +166,16 @@ class PredecessorWaits:
         return max(self._file.floor, self._generations.get((group, replica), 0))
 
     def _forget_gone(self) -> None:
-        """Forget strangers whose processes are gone."""
+        """Forget strangers (shims of no replica) whose processes are gone."""
         self._strangers = {nonce: one for nonce, one in self._strangers.items() if not one[1].state.gone}
 
     # ------------------------------------------------------------ questions
 
     def nodes(self) -> tuple[str, ...]:
-        """Return the names of the nodes with unseen leases; "" is an unknown node."""
+        """Return the names of nodes whose leases keep all replicas waiting.
+
+        The name "" is an unknown node.
+        """
         return tuple(dict.fromkeys(self._leases[key].node for key in self._unseen))
 
     def blocks(self, group: str, replica: int, now: float) -> Reason | None:

@@ -84,11 +84,10 @@ class Cluster:
     # ------------------------------------------------------------ shims
 
     def start_shim(self, spec: PartSpec, changed: Callable[[], None]) -> ShimHandle:
-        """Order a shim on the node that its replica holds, and return its handle.
+        """Order an agent to start a shim, which owns a part; return its handle.
 
-        Does not wait. The handle has ended if the node is away.
-
-        :raises OSError: the node is unknown.
+        Never waits. ``changed`` is called at each change of the shim's state. The
+        handle has ended if the node is away. OSError if the node is unknown.
         """
         shares = self._context.resources.shares(spec.group, spec.replica)
         member = self.members.get(shares[spec.node].node) if shares else None
@@ -203,7 +202,7 @@ class Cluster:
         return None
 
     def _welcome(self, *, local: bool) -> wire.Welcome:
-        """Return the answer to an agent that is accepted (``local``: from here)."""
+        """Return the message that accepts an agent; ``local``: that of this machine."""
         context, tokens = self._context, self._context.coordinator.tokens
         return wire.Welcome(
             run=context.config.run.name,
@@ -221,7 +220,7 @@ class Cluster:
         return wire.NewToken(tokens.text("member"), tokens.text("operator"))
 
     def _assign_leftover_shims(self, member: NodeEntry, scope: str) -> None:
-        """Keep the dead agent's shims, to be ended by the new agent or their lease."""
+        """Have a new agent, of this ``scope`` of pids, or leases end the old shims."""
         left = {nonce: one for nonce, one in (member.cleaning | member.handles).items() if not one.state.gone}
         member.cleaning, member.handles = {}, {}
         for nonce, handle in left.items():
@@ -233,13 +232,13 @@ class Cluster:
 
     @staticmethod
     def _wait_for_lease(member: NodeEntry, handle: ShimHandle, *, since: float) -> None:
-        """Count a shim as ending; its lease is over some time after ``since``."""
+        """Count a shim elsewhere as ending until its lease, from ``since``, is over."""
         member.elsewhere[handle.nonce] = handle
         handle.over_at = since + lost_after_s(member.life.lease_s)
         handle.lose(member.died)
 
     def _reconcile_shims(self, member: NodeEntry, states: Iterable[PartState]) -> None:
-        """Compare the shims that an agent has with those expected; repeat orders."""
+        """Match the states of an agent's shims to our handles; repeat lost orders."""
         told = {state.nonce: state for state in states}
         for nonce, handle in list(member.handles.items()):
             state = told.pop(nonce, None)
@@ -349,7 +348,7 @@ class Cluster:
         return self._loop.time() - member.life.heard_at if member is not None else 0.0
 
     def _lose(self, member: NodeEntry, event: Literal["left", "lease_over"], reason: str) -> None:
-        """Count the node's processes as gone, so that replicas may start elsewhere."""
+        """Step the node by ``event``, and count its processes as gone."""
         before = member.life.state
         member.life.step(event)
         if member.link is not None:
@@ -463,7 +462,7 @@ class Cluster:
                     await link.over.wait()
 
     async def ask(self, node: str, query: wire.Query, kind: type[Reply], timeout_s: float = 10.0) -> Reply:
-        """Send the query, wait, and return the reply. TimeoutError if none comes."""
+        """Send a query; return the reply of type ``kind``, or raise TimeoutError."""
         member = self.members.get(node)
         if member is None or member.link is None or member.life.state != "up":
             raise TimeoutError(f"node {node} is away")

@@ -77,7 +77,7 @@ class External(Replica):
 
     @property
     def members_generation(self) -> int:
-        """A number that no generation of a member exceeds."""
+        """A number that no member's generation exceeds, to mean all of them."""
         return _EVERY_GENERATION
 
     def member_lost(self, rank: int, reason: str) -> None:
@@ -106,7 +106,10 @@ class External(Replica):
         self._follow(ready=view.ready, now=now)
 
     def _start_if_due(self) -> bool:
-        """Begin a life if a new program has joined. Return True if it has members."""
+        """Begin a generation if a new program has joined.
+
+        Return True if a program is there. Sets why the replica waits, otherwise.
+        """
         joined = self._joined
         if self.life.state == "drained":
             if self._context.coordinator.recovering:

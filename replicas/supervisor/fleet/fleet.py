@@ -270,7 +270,7 @@ class Fleet:
         return group
 
     def targets(self, target: str | None) -> list[Replica]:
-        """Return replicas of ``group``, ``group/index`` or all (None)."""
+        """Return replicas of ``group`` or ``group/index``, or all; or UsageError."""
         if target is None:
             return self.all()
         name, slash, index = target.partition("/") if isinstance(target, str) else (target, "", "")
@@ -289,7 +289,7 @@ class Fleet:
         return self.groups[group].size
 
     def waits_for(self, group: str, replica: int, *, first: bool) -> Reason | None:
-        """Assign nodes for a start, or return why it waits (the text after "waits")."""
+        """Assign nodes and return None, or return why a (``first``) start waits."""
         one = self.groups[group]
         if self._held_back(one):
             return f"for the other replicas of {group}"
@@ -375,7 +375,7 @@ class Fleet:
         await self._remove_when_ended(group, leaving, reason).wait()
 
     def _remove_when_ended(self, group: Group, leaving: list[Replica], reason: DrainReason) -> asyncio.Event:
-        """Remove these, in a task, when they end. Return an event: all are removed."""
+        """Start a task that removes ``leaving`` when ended; return its end's event."""
         ended = asyncio.Event()
 
         async def finish() -> None:

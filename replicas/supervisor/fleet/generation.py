@@ -101,7 +101,10 @@ class Generation:
 
     @property
     def records(self) -> list[ShimRecord]:
-        """Records by which another supervisor finds the shims."""
+        """Records by which another supervisor finds the shims, one for each part.
+
+        A shim is the process that owns the processes of one part.
+        """
         for number, part in enumerate(self.parts[: len(self._records)]):
             record = self._records[number]
             if record.process is None and part.state.pid and part.local:
@@ -232,7 +235,7 @@ class Generation:
 
     @property
     def late_s(self) -> float:
-        """How long the shims are late, in seconds; 0 if they are not."""
+        """Seconds by which the shims have outlived their limit; 0 if they have not."""
         return max(0.0, self._loop.time() - self._gone_by)
 
     def abandon(self) -> None:

@@ -155,7 +155,10 @@ class GenerationLifecycle:
             turn_over()
 
     async def _pause(self, seconds: float) -> bool:
-        """Wait up to ``seconds`` or for a wake. Return False to give up the start."""
+        """Wait up to ``seconds`` or for a wake of the replica's task.
+
+        Return False if its end was requested, so that the start must be given up.
+        """
         await self._owner.wait_for_wake(self._now() + seconds)
         return self.state == "waiting"
 

@@ -153,7 +153,7 @@ class ShimHandle:
     # ------------------------------------------------------------ orders
 
     def send_rendezvous(self, host: str, port: int) -> None:
-        """Send the shim the rendezvous of the replica's parts, unless it has it."""
+        """Send the shim the rendezvous (host and port where the parts meet), once."""
         if self._meet is None and self.state.rendezvous is None:
             self._meet = Meet(nonce=self.nonce, host=host, port=port)
             self._send(self._meet)
@@ -223,7 +223,7 @@ class ShimHandle:
     # ------------------------------------------------------------ its state
 
     def update_state(self, state: PartState) -> None:
-        """Take a state that the agent sent; note new log losses; call ``changed``."""
+        """Use a state that the agent sent; note new log losses; call ``changed``."""
         if self._expected:  # an earlier supervisor reported these losses
             self._expected = False
             self._lost = {(loss.where, loss.reason): loss.lines for loss in state.known_losses}
@@ -277,7 +277,7 @@ class ShimHandle:
 
     @property
     def left(self) -> ShimLeft:
-        """The shim as a leftover, for an agent that ends its processes."""
+        """Mark, pid and control group, for an agent that ends its processes."""
         state = self.state
         return ShimLeft(nonce=self.nonce, pid=state.pid, start_time=state.start_time, cgroup=state.cgroup)
 

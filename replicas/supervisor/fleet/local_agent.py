@@ -209,7 +209,7 @@ class LocalAgent:
             self._let_go()
 
     def _stop(self) -> None:
-        """Start no agent from now on."""
+        """Start no agent from now on; cancel the timer of a new one."""
         self._life.stop()
         if self._again is not None:
             self._again.cancel()

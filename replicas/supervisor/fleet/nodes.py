@@ -54,7 +54,10 @@ _numbers = itertools.count(1)
 
 
 def longest_lease_of(config: Config) -> float:
-    """Return the longest lease of any node in seconds, or 0 without leases."""
+    """Return the longest lease of any node in seconds, or 0 without leases.
+
+    A lease is how long a node's processes may run without a supervisor.
+    """
     return max(lease_of(config, local=True), lease_of(config) if may_grow(config) else 0.0)
 
 
@@ -89,7 +92,7 @@ class Nodes:
 
     @property
     def kept(self) -> frozenset[str]:
-        """Marks (``nonce``) of an earlier supervisor's shims that continue."""
+        """Marks (random ids) of an earlier supervisor's shims that continue."""
         return frozenset(record.nonce for record, handle in self._expected if not handle.state.gone)
 
     # ------------------------------------------------------------ start and end
@@ -156,7 +159,7 @@ class Nodes:
 
     @property
     def left(self) -> tuple[Lease, ...]:
-        """Leases under which processes may be left at the end of the run."""
+        """Leases of agents (times to run alone) with processes left at the end."""
         return self._context.awaited.left([name for name, one in self.cluster.members.items() if one.living])
 
     def leave(self) -> None:

@@ -4,7 +4,6 @@
 (:meth:`Replica.run`) follows the state: it waits in ``pending`` for dependencies and
 resources, runs one *generation* through ``starting``, ``ready`` and ``draining``, waits
 in ``backoff``, and rests in ``finished`` or ``failed`` until a request.
-
 Requests to the replica are a table (:data:`replicas.core.lives.ending.ASKED`); so is a
 generation (:mod:`replicas.supervisor.fleet.generation_lifecycle`). The next one starts
 when the last process of the previous one is gone: a process that survives SIGKILL is
@@ -66,10 +65,12 @@ class Replica:
 
     @property
     def _key(self) -> tuple[str, int]:
+        """Group name and index."""
         return self.group.name, self.index
 
     @property
     def _generation(self) -> Generation:
+        """Shims of its present generation (one start), or of the last one."""
         return self.current.generation
 
     @property
@@ -136,7 +137,7 @@ class Replica:
 
     @property
     def resting(self) -> bool:
-        """True if it has settled, and waits for a request."""
+        """True if it is finished, failed or stopped, and waits for a request."""
         return self.life.settled and self.asked not in UNWANTED
 
     # ------------------------------------------------------------ requests
@@ -168,7 +169,7 @@ class Replica:
             self._request("end_run" if run_over else "leave", hurry_s, None, "the run ends" if run_over else why)
 
     def halt(self, hurry_s: float | None = None) -> None:
-        """Stop the replica until a restart, as :meth:`stop`, if it is not settled."""
+        """Stop the replica until a restart, like :meth:`stop`, unless it has ended."""
         if not self.life.settled:
             self._request("halt", hurry_s, None, "drain requested")
 
@@ -261,7 +262,7 @@ class Replica:
             self._end_unhealthy(ReplicaEvent(sick.reason), sick)
 
     def _follow(self, *, ready: bool, now: float) -> None:
-        """Step the lifecycle to the observed state, if it differs."""
+        """Step the lifecycle to the observed state (ready, silent), if it is new."""
         health, (silence, silent_s) = self.current.health, self._silence
         event = health.step(self.life.state, ready=ready, silent=bool(silence), now=now)
         if event is not None:
@@ -290,7 +291,7 @@ class Replica:
             self._end_silent(Cause("heartbeat_timeout", text), rank // self.group.nproc_per_node)
 
     def _end_silent(self, cause: Cause, part: int | None = None) -> None:
-        """End it for ``cause``, or for a silent node of its part, or of any part."""
+        """End it for ``cause``, or for the silence of its node (``part``, or any)."""
         for one in self._generation.parts if part is None else self._generation.parts[part : part + 1]:
             if one.unheard_s() > UNHEARD_S:
                 cause = Cause("node", f"no message from node {one.node}")
@@ -299,7 +300,7 @@ class Replica:
     # ------------------------------------------------------------ ending a generation
 
     def _end_unhealthy(self, event: ReplicaEvent, cause: Cause) -> None:
-        """Stop the generation, stacks saved first; restart the group if it is to."""
+        """Step by ``event``, save stacks and stop; restart the group if configured."""
         self._ask(request_of(cause.reason), cause)
         self._apply(event, reason=cause.text)
         self._end_processes(self.group.stop_timeout_s, stacks=True)
@@ -311,7 +312,7 @@ class Replica:
         self._fleet.restart_group_with(*self._key, cause.text)
 
     def on_sync_over(self) -> None:
-        """Handle the end of a sync, as reported by the coordinator."""
+        """Stop the processes if their end waited for a sync, which is over now."""
         self.current.check_sync(self._now())
 
     def _end_processes(self, timeout_s: float, *, stacks: bool = False) -> None:
@@ -359,7 +360,7 @@ class Replica:
         self._apply(ReplicaEvent.HELD_UP, reason=self._with_hold_ups())
 
     def _with_hold_ups(self, reason: str = "") -> str:
-        """Return why the generation ends, and the reason for a delay."""
+        """Return why the generation ends (or ``reason``), and what delays that."""
         cause = self.current.cause
         reason = reason or (cause.text if cause else "stop requested" if self.unwanted else "")
         return "; ".join(filter(None, (reason, self.current.hold_ups.text)))
@@ -400,7 +401,7 @@ class Replica:
             self._apply(event, reason=text)
 
     def _judge_end(self) -> RestartVerdict:
-        """Return the verdict of the restart rules; a request has only their delay."""
+        """Return the restart rules' verdict: a delay before the restart, or none."""
         now, cause = self._now(), self.current.cause
         if self.asked == "restart":
             return RestartVerdict(self._restarts.resume_in_s(now) if cause and cause.reason == "group" else 0.0)

@@ -92,7 +92,7 @@ class Resources:
         )
 
     def withdraw(self, node: str) -> None:
-        """Remove a node; replicas keep their shares of it until a release."""
+        """Remove a node. Replicas keep their shares (GPUs, memory) of it for now."""
         self._offers.pop(node, None)
         self._machines.pop(node, None)
 
@@ -110,7 +110,7 @@ class Resources:
         return tuple(gpu for gpu in offer.gpus if gpu not in taken) if offer is not None else ()
 
     def _taken_shares(self) -> list[Share]:
-        """Return all shares that are held, also by ending processes."""
+        """Return the GPUs and memory that replicas and ending processes hold."""
         return [*(share for held in self._held.values() for share in held), *self._ending.values()]
 
     @property
@@ -155,7 +155,10 @@ class Resources:
         )
 
     def keep(self, group: str, index: int, shares: tuple[Share, ...]) -> None:
-        """Note the shares that a running replica of an earlier supervisor holds."""
+        """Note the shares that a running replica of an earlier supervisor holds.
+
+        :param shares: node, GPUs and memory of each of its parts.
+        """
         self._taken = True
         self._held[group, index] = shares
 
@@ -169,7 +172,7 @@ class Resources:
         return lambda: self._ending.pop(name, None)
 
     def shares(self, group: str, index: int) -> tuple[Share, ...]:
-        """Return the shares of a replica's parts, in order; none if it holds none."""
+        """Return node, GPUs and memory of each part of a replica; () if it has none."""
         return self._held.get((group, index), ())
 
     def placed(self, step: Transition) -> Transition:
@@ -204,7 +207,7 @@ class Resources:
         return any(offer is not None and not need.accepts(offer) for offer in offers)
 
     def release(self, group: str, index: int) -> None:
-        """Free the shares of a settled replica whose processes are gone."""
+        """Free the GPUs and memory of a replica that has ended with its processes."""
         self._held.pop((group, index), None)
 
     def environment(self, group: GroupConfig, index: int, node: int = 0) -> dict[str, str]:

@@ -142,7 +142,7 @@ class LogSource:
         return self.name or (f"rank-{self.rank}" if self.rank >= 0 else "")
 
     def tail(self) -> bytes:
-        """Return the last bytes of the log, even if they could not be written."""
+        """Return the last 8 KiB of the log, also lines that could not be written."""
         return self._map[_TAIL_AT : _TAIL_AT + self._numbers[2]]
 
     def keep(self, lines: bytes) -> None:

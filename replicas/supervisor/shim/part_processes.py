@@ -52,7 +52,11 @@ class PartProcesses:
         return [pid for pid in descendants(os.getpid()) if pid != self._pump()]
 
     def find_with_sidecars(self) -> set[int]:
-        """Return the pids of all processes of the part, without the log pump."""
+        """Return the pids of all processes of the part, without the log pump.
+
+        Includes sidecars (helper processes of ranks), which the node's forkserver
+        starts.
+        """
         return {*self.find(), *(() if self._cgroup is not None else marked(self._nonce))} - {self._pump()}
 
     def reap(self) -> Iterator[tuple[int, int]]:
@@ -66,7 +70,7 @@ class PartProcesses:
             self._childless = False
 
     def end(self) -> None:
-        """Send SIGTERM to all child processes but the log pump.
+        """Send SIGTERM to all processes below this one but the log pump.
 
         All of them, before the death of one makes the others fail.
         """
@@ -102,7 +106,10 @@ class PartProcesses:
         return self._only_pump_is_child() and self._others.watch_all(self._find_sidecars)
 
     def _find_sidecars(self) -> set[int]:
-        """Return the pids of the part's processes that may not be below this one."""
+        """Return pids of processes of the part that may not be below this one.
+
+        Those are sidecars: the node's forkserver starts them.
+        """
         inside = cgroups.members(self._cgroup) if self._cgroup is not None else ()
         return {*inside, *marked(self._nonce)} - {self._pump()}
 

@@ -151,7 +151,7 @@ class PumpWatcher:
             self.start()
 
     def _take(self, message: Message) -> None:
-        """Handle a message of the pump: lost lines, or the end of a drain."""
+        """Handle a message of the pump: lost lines, or all output being logged."""
         if message["type"] == "dropped":
             self._tell_dropped(read(LogLoss, message.get("loss")))
         # other numbers answer earlier requests
@@ -191,20 +191,20 @@ class PumpWatcher:
     def drain(self, then: Callable[[], None]) -> None:
         """Order the pump to log all output up to now. Does not wait.
 
-        :param then: called when that is done, or after ``DRAIN_S``.
+        :param then: called when that is done, or after ``DRAIN_S`` without an answer.
         """
         self._on_drained = then
         self._drained_by = time.monotonic() + DRAIN_S
         self._ask()
 
     def _ask(self) -> None:
-        """Order the pump to log all output up to now."""
+        """Send the pump the order to log all output up to now, with a new number."""
         self._drains += 1
         if self._control is not None:
             self._control.send({"type": "drain", "number": self._drains})
 
     def _drained(self) -> None:
-        """End the drain: call its ``then``, if it was not called before."""
+        """Call the ``then`` of :meth:`drain`, once."""
         then, self._on_drained, self._drained_by = self._on_drained, None, math.inf
         if then is not None:
             then()

@@ -158,7 +158,10 @@ class Shim:
             raise orders.Malformed(f"unknown order {message['type'][:80]!r}")
 
     def _take_from_launcher(self, message: orders.Message) -> None:
-        """Keep the exit report of torchrun's launcher, or send its rendezvous on.
+        """Keep the exit report of torchrun's launcher, or send its address on.
+
+        That address (rendezvous), at which the parts of the replica meet, goes to the
+        agent.
 
         :raises Malformed: the message is not valid.
         """
@@ -241,6 +244,7 @@ class Shim:
     def _apply_event(self, event: Input, timeout_s: float = SWEEP_GRACE_S) -> None:
         """Step the phases by an event, and carry out the resulting actions.
 
+        :param event: for example ``stop`` or ``main_ended``.
         :param timeout_s: for a stop, the time from SIGTERM to SIGKILL.
         """
         for action in self._phases.enter_phase(event, time.monotonic(), timeout_s):

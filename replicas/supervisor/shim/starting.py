@@ -23,9 +23,10 @@ from replicas.supervisor.wire.orders import PartSpec, plain
 
 
 def start_program(spec: PartSpec, pipes: LogPipes) -> Child:
-    """Start the user's program behind a guard, and return its process.
+    """Start the user's program, and return its process.
 
-    It becomes the leader of a session, and writes into the pipes of rank 0.
+    A guard runs first in the process: code of ours that sets it up and execs the
+    program. The process leads a session, and writes into the pipes of rank 0.
 
     :raises OSError: the system refuses.
     """
@@ -64,14 +65,19 @@ def _spawn(command: list[str], streams: tuple[int, int], **options: Any) -> Chil
 
 
 def resolve_command(command: Sequence[str]) -> list[str]:
-    """Return a command to exec; ``x.py`` and ``-m module`` use this Python."""
+    """Return the command to exec for a command of the config.
+
+    This Python runs ``x.py`` and ``-m module``, with unbuffered output.
+    """
     if command[0] == "-m" or command[0].endswith(".py"):
         return [interpreter(), "-u", *command]
     return list(command)
 
 
 def guard_orders(spec: PartSpec, *, direct: bool) -> int:
-    """Return a memfd with the orders for guards that this process starts.
+    """Write the orders for guards into a new memfd, and return its descriptor.
+
+    A guard sets up a rank's process (log, control group) before its program is exec'ed.
 
     :param direct: True if this process is the shim, False if it is torchrun.
     """

@@ -87,7 +87,7 @@ class Leases:
     def load(self) -> None:
         """Read the file into the attributes; note whether it is missing or damaged.
 
-        :meth:`write_starts` or :meth:`raise_floor` must follow.
+        The caller must then call :meth:`write_starts` or :meth:`raise_floor`.
         """
         try:
             lines = private.read(self.path).splitlines()
@@ -127,7 +127,9 @@ class Leases:
     def raise_floor(self, records: Iterable[Lease], *, used: int = 0) -> None:
         """Set the floor above all numbers of generations that may have been used.
 
-        :param records: leases that may still hold.
+        New generations are numbered above it. Writes the file, with a sync.
+
+        :param records: leases that may still hold; they replace those in the file.
         :param used: the highest number in the state, if the file has no numbers.
         :raises OSError: the file cannot be written.
         """
@@ -155,7 +157,7 @@ class Leases:
             self._write(self.records)
 
     def remove(self) -> None:
-        """Remove the file, and a half-written new one."""
+        """Remove the file of leases, and a half-written new one."""
         private.remove(self.path)
         private.remove(self.path.with_name(f"{self.path.name}.new"))
 

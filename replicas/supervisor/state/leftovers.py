@@ -194,7 +194,10 @@ def is_orphan(pid: int) -> bool:
 
 
 def _starter_lives(pid: int) -> bool | None:
-    """Return whether this shim's starter lives, or None if it is not a shim."""
+    """Return True if this shim's starter (supervisor or agent) lives, else False.
+
+    Return None if the process is not a shim.
+    """
     words = _words(pid, "cmdline")
     if SHIM.encode() not in words or b"--parent" not in words[:-1]:
         return None

@@ -83,7 +83,10 @@ def _is_newest(saved: Saved, leases: Leases) -> bool:
 
 
 def _is_here(scope: str) -> bool:
-    """Return True if pids of this scope are valid for this process."""
+    """Return True if pids of this scope are valid for this process.
+
+    :param scope: a boot id and pid namespace, from :func:`machine`.
+    """
     return scope == machine()
 
 
@@ -93,7 +96,10 @@ def _lives(process: ProcessRecord | None) -> bool:
 
 
 def _is_swept(lease: Lease) -> bool:
-    """Return True if the sweep at the start ends all processes under this lease."""
+    """Return True if no process can be left under this lease after the start.
+
+    The agent was on this machine and is dead, so its processes are killed at the start.
+    """
     return lease.local and _is_here(lease.scope) and not _lives(lease.process)
 
 

@@ -73,7 +73,7 @@ class ShimRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def share(self) -> Share:
-        """The share of its node that the shim holds."""
+        """The share (GPUs, memory) of its node that the shim's processes hold."""
         return Share(group=self.group, node=self.agent, gpus=self.gpus, memory_nbytes=self.memory_nbytes)
 
 
@@ -268,7 +268,7 @@ class RunState:
         return True
 
     def remove(self) -> None:
-        """Remove the file, and a half-written new one."""
+        """Remove the state file, and a half-written new one."""
         private.remove(self.path)
         private.remove(self.path.with_name(f"{self.path.name}.new"))
 
