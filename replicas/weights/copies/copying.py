@@ -121,7 +121,7 @@ def copy_pairs(
 
 
 def put_elements(destination: torch.Tensor, source: torch.Tensor, positions: torch.Tensor) -> None:
-    """Copy the elements ``positions`` of source to the same ones of destination.
+    """Copy the elements at ``positions`` of source to the same ones of destination.
 
     Both are contiguous. On a device the copy is only enqueued, on the current stream.
     """
@@ -217,7 +217,8 @@ def copy_elements(destination: torch.Tensor, source: torch.Tensor, *, load: bool
 
 
 def _copy_quickly(destination: torch.Tensor, source: torch.Tensor, *, load: bool) -> bool:
-    """Copy a small run of bytes on this thread; return False if it is none."""
+    """Copy a small run of bytes on this thread. Return False, having copied nothing, if
+    it is not one, or has moved. :param load: as for :func:`copy_elements`."""
     nbytes = destination.nbytes
     tensor = destination if load else source
     if not (
@@ -249,6 +250,7 @@ class Prefix:
     """
 
     def __init__(self, nbytes: int, progress: Progress) -> None:
+        """Begin with no byte filled, of ``nbytes``."""
         self._nbytes = nbytes
         self._progress = progress
         self._end = 0
@@ -256,7 +258,7 @@ class Prefix:
         self._ahead: dict[int, int] = {}
 
     def filled(self, start: int, end: int) -> None:
-        """Count bytes ``start`` to ``end``, each once; report if enough are new."""
+        """Count bytes ``start`` to ``end`` as filled; report if enough are new."""
         if start == end:
             return
         self._ahead[start] = end
@@ -297,6 +299,7 @@ class Copier:
         progress: Progress | None = None,
         begun: Callable[[Copier], object] = lambda copier: None,
     ) -> None:
+        """Start the helper threads, which wait for work; see the class."""
         nbytes = data.numel()
         if helpers is None:
             helpers = max(helpers_for(nbytes), int(nbytes >= ALONE_NBYTES))  # one at least, to hash large data
@@ -320,10 +323,11 @@ class Copier:
         return self
 
     def __exit__(self, *error: object) -> None:
+        """Do :meth:`close`."""
         self.close()
 
     def close(self) -> None:
-        """Stop all copying threads; the digest of a finished copy continues."""
+        """Stop the copying threads, and wait; a finished copy's digest goes on."""
         locked(self._pool.lock, self._give_up)
         self._pool.close()
 
@@ -359,15 +363,15 @@ class Copier:
         self.filled(start, end)
 
     def written(self) -> None:
-        """Count all bytes as filled, when an earlier writer has filled them."""
+        """Count all bytes as filled, because an earlier writer has filled them."""
         self.filled(0, sum(self._unfilled))
 
     def filled(self, start: int, end: int) -> None:
-        """Count these bytes as filled; hash full blocks, and report progress."""
+        """Count bytes ``start`` to ``end`` as filled; hash full blocks."""
         locked(self._pool.lock, self._fill, start, end)
 
     def _fill(self, start: int, end: int) -> None:
-        """Do :meth:`filled`: count bytes per block. Needs the lock."""
+        """Do :meth:`filled`; needs the pool's lock."""
         if self._prefix is not None:
             self._prefix.filled(start, end)
         while start < end:
@@ -410,11 +414,11 @@ class Copier:
         return None
 
     def _idle_cores(self) -> int:
-        """Return how many helpers to start for cores that the caller has freed."""
+        """Return how many more helpers may hash, as the caller's copy has ended."""
         return cores() - self._pool.helpers if self._pool.helpers and self._finished and self._ready else 0
 
     def _hash(self, block: int, data: memoryview) -> None:
-        """Hash one block; set the digest after the last one."""
+        """Hash one block (``data``) of this number; set the digest after the last."""
         try:
             if (more := locked(self._pool.lock, self._idle_cores)) > 0:  # not in finish(), where the caller would wait
                 self._pool.grow(more)

@@ -79,13 +79,13 @@ class Found:
     elsewhere: torch.Tensor | None = None
 
     def of(self, picks: Sequence[int]) -> Found:
-        """Return the tensors numbered ``picks``, in that order, and their memory."""
+        """Return the facts about the tensors numbered ``picks``, in that order."""
         tensors = [self.tensors[number] for number in picks]
         order = np.array(picks, dtype=np.intp)
         return Found(tensors, self.addresses[order], self.needed[order], self.runs[order], self.elsewhere)
 
     def update(self, some: slice, found: Found) -> None:
-        """Replace the facts about the tensors ``some`` by newly found ones."""
+        """Replace the facts about the tensors in the range ``some`` by ``found``."""
         self.addresses[some], self.needed[some], self.runs[some] = found.addresses, found.needed, found.runs
 
 
@@ -98,6 +98,7 @@ class Kinds:
     def __init__(
         self, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], published: Sequence[torch.dtype]
     ) -> None:
+        """Keep dtypes and shapes, one for each tensor; no tensor is kept."""
         self.shapes, self.dtypes = list(shapes), list(dtypes)
         self.items = np.fromiter((dtype.itemsize for dtype in dtypes), dtype=np.uintp, count=len(self.dtypes))
         self.sizes = np.fromiter(map(math.prod, shapes), dtype=np.uintp, count=len(self.dtypes)) * self.items
@@ -106,20 +107,21 @@ class Kinds:
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor], published: Sequence[torch.dtype]) -> Kinds:
-        """Return the shapes and dtypes of these tensors."""
+        """Return the kinds of these tensors, to compare them with later ones."""
         return cls([one.shape for one in tensors], [one.dtype for one in tensors], published)
 
     def differs(self, index: int, tensor: torch.Tensor) -> Reason | None:
-        """Return how a tensor's shape or dtype has changed, or None."""
+        """Return how a tensor differs from the kind of number ``index``, or None."""
         if tensor.shape == self.shapes[index] and tensor.dtype is self.dtypes[index]:
             return None
         was = f"{self.dtypes[index]}{list(self.shapes[index])}"
         return f"was {was}, and is {tensor.dtype}{list(tensor.shape)}"
 
     def find_memory(self, tensors: Sequence[torch.Tensor], first: int = 0) -> Found | None:
-        """Return plain tensors with their addresses; None if one does not fit.
+        """Return plain tensors with the addresses of their memory. Return None if one
+        has another shape or dtype, or no memory.
 
-        Its shape or dtype differs, or it has no memory. ``first``: number of the first.
+        :param first: number of the kind of the first of them.
         """
         count = len(tensors)
         found = Found(list(tensors), np.empty(count, np.uintp), np.empty(count, np.uintp), np.zeros(count, np.bool_))
@@ -129,7 +131,7 @@ class Kinds:
         return found
 
     def _find_some(self, found: Found, few: slice, first: int) -> bool:
-        """Find the memory of the tensors ``few``; return False if one does not fit."""
+        """Find the memory of the tensors ``few`` of ``found``; False if one differs."""
         some = found.tensors[few]
         size = len(some)
         these = slice(few.start + first, few.start + first + size)
@@ -179,7 +181,7 @@ class Cut:
     rows: int = 0
 
     def of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the step's tensors, or rows of one, of a list with one per piece."""
+        """Return the tensors, or rows of one, that this step copies."""
         if self.axis < 0:
             return list(tensors[self.first : self.last])
         return [self.rows_of(tensors[self.first])]
@@ -210,7 +212,7 @@ def cuts_of(starts: Sequence[int], ends: Sequence[int], shapes: Sequence[tuple[i
 
 
 def _rows(index: int, start: int, nbytes: int, shape: tuple[int, ...], step_nbytes: int) -> Iterator[Cut]:
-    """Yield cuts of one large piece along its first axis longer than 1."""
+    """Yield steps that copy one large piece, some rows of an axis each."""
     axis = next(axis for axis, extent in enumerate(shape) if extent > 1)
     row_nbytes = nbytes // shape[axis]
     rows = max(1, step_nbytes // row_nbytes)
@@ -221,7 +223,7 @@ def _rows(index: int, start: int, nbytes: int, shape: tuple[int, ...], step_nbyt
 
 
 def _nothing(start: int, end: int) -> None:
-    pass
+    """Do nothing; in place of a callback."""
 
 
 class HostCopies:
@@ -246,6 +248,7 @@ class HostCopies:
         load: bool,
         name: Callable[[int], str],
     ) -> None:
+        """Keep the arguments; copy nothing yet."""
         self._found, self._kinds, self._ours, self._starts = found, kinds, ours, starts
         self._piece, self._load, self._name = piece, load, name
         self.runs = bool(found.runs.all())
@@ -254,7 +257,7 @@ class HostCopies:
     def run(
         self, cuts: Sequence[Cut], threads: int, *, past_caches: bool, done: Callable[[int, int], object] = _nothing
     ) -> None:
-        """Copy all cuts on this thread and (with ``threads`` > 1) threads in C.
+        """Copy all cuts, on this thread and (with ``threads`` > 1) threads in C; wait.
 
         :param past_caches: use stores that bypass the CPU caches.
         :param done: called with (first byte, end) after each step.
@@ -265,13 +268,15 @@ class HostCopies:
     def tasks(
         self, cuts: Sequence[Cut], *, past_caches: bool, done: Callable[[int, int], object] = _nothing, threads: int = 1
     ) -> list[Callable[[], None]]:
-        """Return a function for each cut, which copies it and calls ``done``."""
+        """Return a function for each cut, which copies it and calls ``done``; start
+        none. For the other arguments see :meth:`run`."""
         for index in {cut.first for cut in cuts if cut.axis >= 0}:
             with torch.no_grad():
                 self._found.tensors[index] = self._found.tensors[index].detach()
             self._look_again(slice(index, index + 1))  # it may have moved since the look
 
         def task(cut: Cut) -> None:
+            """Copy one cut, and call ``done``."""
             self.copy(cut, threads=threads, past_caches=past_caches)
             done(cut.start, cut.end)
 
@@ -331,13 +336,13 @@ class HostCopies:
         raise self._unusable(Cut(0, 0, int(touched[0]), int(touched[-1]) + 1), "changes while it is copied")
 
     def _unusable(self, cut: Cut, why: str) -> ManifestMismatch:
-        """Return the error for the step's first tensor that lacks memory, if any."""
+        """Return the error for the step's first tensor without memory, or ``why``."""
         tensors = self._found.tensors
         index = next((index for index in range(cut.first, cut.last) if why_unusable(tensors[index])), cut.first)
         return unusable(self._name(index), tensors[index], why_unusable(tensors[index]) or why)
 
     def _copy_runs(self, cut: Cut, numbers: npt.NDArray[np.intp], threads: int, past_caches: bool) -> None:
-        """Copy the step's runs, numbered within it, in C; may raise MemoryMoved."""
+        """Copy those tensors of a step that are runs, in C; may raise MemoryMoved."""
         found = self._found
         if cut.axis >= 0 or len(numbers) == cut.last - cut.first:
             those: slice | npt.NDArray[np.intp] = slice(cut.first, cut.last)
@@ -354,7 +359,7 @@ class HostCopies:
         streaming.copy_runs(check, to, sources, sizes, threads=threads, past_caches=past_caches)
 
     def _copy_others(self, cut: Cut, numbers: npt.NDArray[np.intp]) -> None:
-        """Copy tensors that are not runs by torch, through private memory."""
+        """Copy those tensors of a step that are not runs by torch (casts, strides)."""
         pairs: list[_Pair] = []
         for index in (numbers + cut.first).tolist():
             tensor, piece = cut.rows_of(self._alias(index)), cut.rows_of(self._piece(index))
@@ -412,7 +417,7 @@ _Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def _few_runs(pairs: Iterable[_Pair]) -> Iterator[list[_Pair]]:
-    """Yield all pairs in lists of few runs of bytes; a pair may be split."""
+    """Yield all pairs in lists of few runs, as one copy holds the GIL."""
     few: list[_Pair] = []
     total = 0
     for tensor, piece, runs in chain.from_iterable(starmap(_parts, pairs)):
@@ -425,7 +430,7 @@ def _few_runs(pairs: Iterable[_Pair]) -> Iterator[list[_Pair]]:
 
 
 def _parts(tensor: torch.Tensor, piece: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
-    """Yield (tensor, piece, runs of bytes), split until each has few runs."""
+    """Yield parts of a pair with few runs each: (tensor, piece, their number)."""
     axes = [] if tensor.is_contiguous() else streaming.gaps(tensor)
     runs = math.prod(tensor.shape[axis] for axis in axes)
     if runs <= RUNS_MAX:
