@@ -165,7 +165,8 @@ class Cached:
         self._until = 0.0
 
     def body(self) -> bytes:
-        """Return the page as JSON bytes, rendered again if they are too old."""
+        """Return the page as JSON bytes; if they are too old (half a second at most),
+        call ``make`` and encode its result first, on this thread."""
         began = time.monotonic()
         if began >= self._until:
             self._body = msgspec.json.encode(self._make(), enc_hook=str)

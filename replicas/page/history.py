@@ -132,7 +132,8 @@ class History:
         return {f"e{record.seq}": _event(record, whole=self._whole) for record in records}
 
     def _span(self, span: Span) -> Tree:
-        """Return a span as in the document; a sync with its phases."""
+        """Return a span as the document has it, without empty attributes; a sync also
+        with its phases, and with the bytes between nodes."""
         found: Tree = {"id": span.id, "track": span.track, "kind": span.kind, "name": span.name}
         found["start"] = round(span.start, 3)
         if span.end is not None:

@@ -216,8 +216,8 @@ class Metrics(Collector):
     """The metrics of one run, from its status and counters at each scrape."""
 
     def __init__(self, status: Callable[[], RunStatus], tally: Callable[[], Tally] = Tally) -> None:
-        """Make a private registry; ``status`` and ``tally`` are called at each
-        scrape."""
+        """Make a private registry. ``status`` returns the run's status and ``tally``
+        the counters of its events; both are called at each scrape."""
         self._status = status
         self._tally = tally
         self._run = ""

@@ -39,8 +39,8 @@ _TOLD = ("channel", "version", "outcome", "publisher", "nbytes", "moved_nbytes",
 
 
 def exporters(environ: Mapping[str, str]) -> list[str]:
-    """Return the names of the exporters to use, by the ``OTEL_*`` variables; empty:
-    none."""
+    """Return the names of the exporters that the ``OTEL_*`` variables ask for; an empty
+    list if spans are not to be exported."""
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return []
     named = environ.get(_EXPORTER, "").strip() or ("otlp" if any(environ.get(one) for one in _ENDPOINTS) else "none")
@@ -83,7 +83,8 @@ class Traces:
             log.warning("ending without exporting the last spans, which took more than %g s", timeout_s)
 
     def _missed(self, count: int) -> None:
-        """Log that the full queue has dropped events."""
+        """Log that the full queue has dropped this number of events; called by the
+        queue."""
         log.warning("skipping %d events in the exported spans: the collector does not keep up", count)
 
     def _export_record(self, record: Record | None) -> None:

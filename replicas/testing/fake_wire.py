@@ -83,12 +83,13 @@ class Wire:
             frame.cancel()
 
     async def close(self) -> None:
-        """Cut the connection, as :meth:`abort`."""
+        """Cut the connection; the member's session at the engine stays, and may
+        resume."""
         self.abort()
 
     def abort(self) -> None:
-        """Cut the connection, and detach the member's session at the engine; frames
-        written before still arrive."""
+        """Cut the connection, and detach the member's session from it at the engine;
+        frames that the coordinator has written before still arrive."""
         if not self._cut.is_set():
             self._cut.set()
             if self._session is not None:

@@ -116,6 +116,5 @@ backend sessions
 
 
 def _error(code: int, text: str) -> str:
-    """Return the JSON of an error with this HTTP status, as the gate at a server
-    answers it."""
+    """Return the JSON of an error with this HTTP status and text."""
     return f'{{"error": {{"message": "replicas: {text}", "code": {code}}}}}'

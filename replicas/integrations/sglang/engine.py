@@ -116,7 +116,8 @@ class SglangEngine(HttpEngine):
         self._folder = ModelFolder(str(settings["model_path"]), complete=self._complete, parent=self._scratch)
 
     def _refuse_kept_encodings(self) -> None:
-        """Ask the server; raise UsageError if it caches outputs of encoders."""
+        """Ask the server about its model; raise UsageError if it caches outputs of
+        encoders (of images or audio), which cannot be cleared after a load."""
         model = self.server.call("GET", "/model_info")
         understands = model.get("has_image_understanding") or model.get("has_audio_understanding")
         if understands and not self._encodes_anew:

@@ -199,8 +199,9 @@ class ModelFolder(ModelSpecs):
                     (self.path / file.name).symlink_to(file.absolute())
 
     def link_version(self, update: Update) -> Path:
-        """Link the version's memory as the folder's weights, in place of the previous
-        one; valid while the update is open. Return the folder."""
+        """Replace the link ``model.safetensors`` by one to the version's memory, which
+        is valid while the update (the version, held for reading) is open; also replace
+        the copies of tied tensors. Return the folder."""
         link = self.path / "model.safetensors"
         link.unlink(missing_ok=True)
         link.symlink_to(update.path)
@@ -233,7 +234,8 @@ class ModelFolder(ModelSpecs):
             raise errors.NoCapacity(text, phase="load", hint="make room there, or set TMPDIR") from error
 
     def close(self) -> None:
-        """Remove the folder, not the model's own files."""
+        """Remove the folder from the disk, not the model's own files to which it
+        links."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 
