@@ -46,7 +46,7 @@ class Carriers(Part):
 
         That is the carrier (a transfer server) or, on a channel that uses process
         groups, a spare sidecar. Does not wait for it. Does nothing on a source's rank
-        that sends no bytes.
+        that sends no bytes, but for a note that the channel has several hosts.
         """
         self._hub.several_hosts = True
         settings = self._hub.settings

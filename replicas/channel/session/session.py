@@ -440,4 +440,5 @@ def _reason(error: InvalidStatus) -> str:
 
 
 def _text(error: BaseException) -> str:
+    """Return the text of ``error``, or the name of its type if that is empty."""
     return text_of(error) or type(error).__name__

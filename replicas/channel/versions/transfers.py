@@ -382,7 +382,7 @@ class Transfers(Part):
         return slot
 
     async def _broadcast(self, transfer: Transfer, slot: Slot, go: wire.OperationGo) -> wire.TransferDone:
-        """Run the broadcast of ``go`` in its lane's turn, and send its end; digest."""
+        """Run the broadcast of ``go`` in its lane's turn; report it, and digest."""
         hub, offer, started = self._hub, transfer.offer, time.monotonic()
         try:
             transfer.lane = lane = self._lanes.get(go.lane)
