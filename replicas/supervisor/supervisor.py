@@ -427,7 +427,7 @@ class Supervisor:
         Agents and replicas continue, and end if no supervisor comes within
         ``run.adopt``. Leave the block then: :meth:`run_until_done` returns 0.
 
-        :raises replicas.errors.UsageError: no ``run.adopt``, or the run is ending or over.
+        :raises replicas.errors.UsageError: no ``run.adopt``, or the run is at its end.
         :raises replicas.errors.WorldError: writing the state failed; the supervisor
             keeps the run.
         """

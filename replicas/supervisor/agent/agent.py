@@ -280,8 +280,8 @@ class Agent:
     def _is_final(self, error: InvalidStatus | errors.UsageError) -> bool:
         """Return True if the refusal is permanent: no supervisor counts on this node.
 
-        While replicas run here, another program may have the port for a moment; only
-        the lease decides then.
+        Return False while replicas run here: another program may have the port for a
+        moment, and only the lease ends the agent then.
         """
         refused = isinstance(error, errors.UsageError) or error.response.status_code in (401, 403)
         return refused and not self._tenancy.serves

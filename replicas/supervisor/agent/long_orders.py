@@ -42,7 +42,7 @@ class LongOrders:
         keep_until_done(asyncio.create_task(self._carry_out(order)), self.tasks)
 
     async def _carry_out(self, order: wire.Clean | wire.Query) -> None:
-        """Carry out an order, and send the reply or replies."""
+        """Carry out an order, and send the supervisor the reply or replies."""
         match order:
             case wire.Clean(shims):
                 await self._clean(shims)

@@ -178,7 +178,7 @@ class Shims:
                 shim.stop(shim.spec.stop_timeout_s, broken=f"the sidecar forkserver of its node {reason}")
 
     def _remove_ended(self, nonce: str) -> None:
-        """Forget the shim with this mark, if its processes are gone."""
+        """Forget the shim with this mark (id), if none of its processes is left."""
         if nonce in self and self._states[nonce].gone:
             for known in (self._shims, self._unstarted, self._sent_states):
                 known.pop(nonce, None)

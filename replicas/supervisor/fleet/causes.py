@@ -63,7 +63,9 @@ class Health:
         return f"no heartbeat from rank {ranks} (limit: {config.heartbeat_timeout_s:g} s)", view.heartbeat_age_s or 0.0
 
     def step(self, state: ReplicaState, *, ready: bool, silent: bool, now: float) -> ReplicaEvent | None:
-        """Note the observed state. Return the event that leads to it, if it is new.
+        """Note the observed state. Return the event that leads to it, or None.
+
+        None if the replica has that state already.
 
         :param state: the present state of the replica.
         :param ready: it is ready now.

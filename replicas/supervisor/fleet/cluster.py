@@ -106,7 +106,7 @@ class Cluster:
     def expect(
         self, agents: Iterable[AgentRecord], shims: Iterable[ShimRecord], scope: str = ""
     ) -> list[tuple[ShimRecord, ShimHandle]]:
-        """Expect an earlier supervisor's nodes, and the shims on them; return handles.
+        """Add an earlier supervisor's nodes, as away; return handles of their shims.
 
         :param scope: of this machine: that supervisor's own agent must have the same.
         """
@@ -411,7 +411,7 @@ class Cluster:
         self._changed(member)
 
     def is_open(self, node: str) -> bool:
-        """Return True if the node is there, and no drain was ordered or all undone."""
+        """Return True if the node is known, and is not being drained."""
         member = self.members.get(node)
         return member is not None and member.life.duty == "open"
 

@@ -308,7 +308,7 @@ class Fleet:
         return any(one.falling for one in group.replicas.values()) or group.rules.resume_in_s(_now()) > 0
 
     def restart_group_with(self, group: str, replica: int, text: str) -> None:
-        """Restart the other replicas, if the group restarts as a whole."""
+        """Restart the others, for ``text``, if the group restarts as a whole."""
         one = self.groups[group]
         if one.config.restart.strategy != "group" or one.config.restart.policy == "never":
             return
@@ -327,7 +327,7 @@ class Fleet:
         return one.replicas[replica].current.progressed
 
     def on_transition(self, transition: Transition) -> None:
-        """Report a replica's transition, and let it affect resources and its group."""
+        """Emit a replica's new state; free its GPUs if it has ended; save if needed."""
         group = self.groups.get(transition.group)
         replica = self.replica(transition.group, transition.replica)
         if replica is not None and transition.after in SETTLED and not replica.stuck:

@@ -162,7 +162,11 @@ class Generation:
 
     @property
     def awaits(self) -> Reason | None:
-        """Why its end is delayed (``12 s for the lease of node a``), or None."""
+        """Why its end is delayed (``12 s for the lease of node a``), or None.
+
+        The end of shims on a lost machine is known only when their agent's lease is
+        over.
+        """
         left = {part.node: part.over_at for part in self.parts if part.over_at < math.inf and not part.state.gone}
         if not left:
             return None

@@ -74,7 +74,7 @@ class GenerationOwner(Protocol):
         """
 
     def held_up(self) -> None:
-        """Report that processes of the generation take long to die."""
+        """Report, as the replica's state, that its processes take long to die."""
 
 
 class GenerationLifecycle:

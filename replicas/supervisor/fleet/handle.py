@@ -248,7 +248,7 @@ class ShimHandle:
         self.changed()
 
     def lose(self, report: ExitReport) -> None:
-        """Note that its processes are ending (some may live), and call ``changed``.
+        """Note that the shim's processes are ending (some may live); call ``changed``.
 
         :param report: how they end, unless the shim has reported it itself.
         """
@@ -257,7 +257,7 @@ class ShimHandle:
         self.changed()
 
     def end(self, report: ExitReport) -> None:
-        """Note that its processes are gone, and call ``changed``; send nothing.
+        """Note that the shim's processes are gone, and call ``changed``; send nothing.
 
         :param report: how they ended, unless the shim has reported it itself.
         """
@@ -265,7 +265,7 @@ class ShimHandle:
         self.lose(report)
 
     def _answer(self, stacks: dict[str, str]) -> None:
-        """Answer the request for stacks that waits, if there is one."""
+        """Give the caller that waits in :meth:`stacks`, if any, this result."""
         asked, self._asking = self._asking, None
         if asked is not None and not asked.done():
             asked.set_result(stacks)
@@ -282,6 +282,6 @@ class ShimHandle:
         return ShimLeft(nonce=self.nonce, pid=state.pid, start_time=state.start_time, cgroup=state.cgroup)
 
     def abandon(self) -> None:
-        """Stop following it; its agent ends it when the run is over."""
+        """Stop calling ``changed``. The agent ends the shim when the run is over."""
         self.changed = lambda: None
         self._answer({})

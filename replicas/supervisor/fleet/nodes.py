@@ -309,7 +309,10 @@ class Nodes:
         return tuple(replace(one, node=name) for name, each in zip(asked, found, strict=True) for one in each)
 
     async def _examine(self, node: NodeStatus) -> tuple[Finding, ...]:
-        """Ask a node's agent for its findings; return them, and one about the node."""
+        """Ask a node's agent for its findings; return them, and one about the node.
+
+        If the node is away or does not answer within 40 s, return only a problem.
+        """
         if node.state in ("away", "lost"):
             text = f"{node.state}: its agent has been silent for {node.heard_age_s:.0f} s"
             remedy = f"check its machine, or remove it with: replicas drain --node {node.name}"

@@ -63,7 +63,8 @@ class Folder:
     def _line(self, line: bytes, now: float) -> bytes:
         """Return the log's text for a complete line, or b"" if it is not logged now.
 
-        A frame of nested bars is kept instead, if the last one was logged within 10 s.
+        A line that redraws nested bars (moves the cursor up) is kept instead, to be
+        logged later, if such a line was logged within the last 10 s.
         """
         is_frame = _UP.search(line) is not None
         shown, self._shown = self._shown, b""

@@ -186,7 +186,7 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
     starts: int = 0
 
     def of_this_machine(self) -> bool:
-        """Return True if its process records are valid on this machine."""
+        """Return True if its process records are valid: same boot and namespace."""
         return self.machine == machine()
 
     @property
