@@ -83,7 +83,8 @@ def readable(data: bytes, prefix: bytes, limit: int) -> list[bytes]:
 
 
 def _keep_colours(found: re.Match[str]) -> str:
-    """Return the matched sequence if it sets a colour, else an empty text."""
+    """Return the text that ``found`` matched if it sets a colour, else an empty
+    text."""
     return found[0] if _COLOUR.fullmatch(found[0]) else ""
 
 
