@@ -204,9 +204,7 @@ class RunCgroups:
     def add(
         self, name: str, node: int = 0, *, memory_nbytes: int | None = None, max_processes: int | None = None
     ) -> Path:
-        """Create a node's group for one generation (one start) of a replica.
-
-        Return its path.
+        """Create and return a node's group for one generation (one start) of a replica.
 
         The limits hold for the whole generation: for all its nodes' groups together.
 

@@ -256,9 +256,9 @@ def write(path: Path, data: bytes) -> None:
 
 
 def create(path: Path, data: bytes) -> None:
-    """Create a file with this content, and the mode 0600.
+    """Create a file with the content ``data`` and mode 0600.
 
-    Remove an existing one first.
+    Remove an old one first.
     """
     with folder(path.parent) as parent:
         _create_in(parent, path, data)

@@ -23,7 +23,7 @@ _MAX_NBYTES = 16 << 20  # larger than any environment that the kernel accepts
 
 
 def lasting(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a process reads only while it starts.
+    """Return those variables of ``environment`` that a process reads only at its start.
 
     They are those of the loader, of Python and of torch (``LD_``, ``PYTHON``, ...).
     """

@@ -68,9 +68,9 @@ def register(log_dir: Path, rank: int, start: int) -> None:
 
 
 def _register(log_dir: Path, rank: int, start: int) -> None:
-    """Do as :func:`register`, which holds the lock.
+    """Create the file, and have SIGNUM write all threads' stacks to it, once a process.
 
-    In a forked child close the parent's file.
+    In a forked child close the parent's file. Needs the lock; see :func:`register`.
     """
     pid = os.getpid()
     if pid in _open:
