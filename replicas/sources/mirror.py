@@ -144,6 +144,7 @@ class Mirror:
     def _write(self, place: Path, file: int, version: Version, kept: dict[Path, Version]) -> None:
         """Write a version's folder at ``place``, and point ``latest`` to it.
 
+        :param file: descriptor of the version's file.
         :param kept: notes of all versions in the mirror's folder, by path. One at
             ``place`` is replaced; anything else there raises UsageError.
         """
