@@ -106,7 +106,7 @@ class Difference:
     """
 
     def __init__(self, image: torch.Tensor, manifest: Manifest, base: Buffer | None, sharing: int = 1) -> None:
-        """Map the base for reading; compare nothing yet."""
+        """Map the base (the older version) for reading; compare nothing yet."""
         self.places = places_of(manifest)
         self._data, self._manifest, self._base = image[manifest.data_offset :], manifest, base
         self._threads = helpers_for(2 * manifest.data_nbytes, sharing) + 1
@@ -145,8 +145,8 @@ class Difference:
     def _group(self, number: int) -> Group:
         """Return the changes of one group of tensors; the last few results are cached.
 
-        If the base was overwritten by then, it is closed, and all tensors count as
-        changed.
+        If the base (the older version) was overwritten by then, it is closed, and all
+        tensors count as changed.
 
         :param number: index of the group in ``places.groups``.
         """
@@ -163,9 +163,9 @@ class Difference:
         return found
 
     def _compared(self, first: int, last: int) -> Group:
-        """Compare neighbouring tensors with the base; return their changes, not cached.
+        """Compare neighbouring tensors with the base (the older version), not cached.
 
-        Without a base all count as changed.
+        Return their changes. Without a base all count as changed.
 
         :param first: index of the first tensor in ``places``. :param last: one more
             than the last.

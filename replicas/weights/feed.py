@@ -149,10 +149,9 @@ class Feed:
     def cast_to(self, dtype: torch.dtype | None) -> None:
         """Set the dtype to publish plain floating tensors in; None keeps all dtypes.
 
-        Scales keep their dtype: rounding one would change every element of a quantised
-        weight. A tensor is a scale if the last part of its name has the word ``scale``
-        or ``scales``. Tensors for which the source's ``keeps_dtype(name, dtype)``
-        returns true keep theirs, too.
+        Scales (:func:`is_scale`) keep theirs: rounding one would change every element
+        of a quantised weight. So do tensors for which the source's ``keeps_dtype(name,
+        dtype)`` returns true.
 
         :raises UsageError: ``dtype`` is not a plain floating dtype (float16, bfloat16,
             float32, float64).
@@ -162,7 +161,8 @@ class Feed:
         self.dtype = dtype
 
     def plan(self) -> PartManifest | None:
-        """Return the manifest of the walk, without walking; None for a plain iterable.
+        """Return the manifest (names, dtypes, shapes, offsets) of all weights, without
+        walking them; None for a plain iterable.
 
         :raises ManifestMismatch: a value cannot be published; drain the feed.
         """
@@ -379,7 +379,8 @@ class Feed:
 
 
 def is_scale(name: str) -> bool:
-    """Return True for the name of a quantised weight's scale, which keeps its dtype."""
+    """Return True for the name of a quantised weight's scale, which keeps its dtype:
+    its last part has the word ``scale`` or ``scales``."""
     words = name.rpartition(".")[2].split("_")
     return "scale" in words or "scales" in words
 

@@ -15,12 +15,11 @@ CHUNK = 1 << 22
 
 
 def not_finite(data: torch.Tensor, manifest: PartManifest) -> dict[str, int]:
-    """Count NaN and infinite values.
+    """Return how many NaN and infinite values each tensor has, without zeros.
 
-    Return the count of each tensor that has any, by name.
-
-    :param data: the data section of an image (a whole version), or a packed part; on
-        any device.
+    :param data: the data section of an image (a whole version), or a packed part (one
+        rank's bytes); on any device.
+    :param manifest: the layout of ``data``.
     """
     places, found = Places(manifest), dict[str, int]()
     for number, view in zip(places.order, places.views(data, as_bits=False), strict=True):

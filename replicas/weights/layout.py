@@ -99,7 +99,10 @@ class Places:
     """
 
     def __init__(self, manifest: PartManifest) -> None:
-        """Compute from the manifest where each piece begins; touch no memory."""
+        """Compute where each piece (a tensor, or a box of one) begins.
+
+        Touch no memory.
+        """
         specs = manifest.tensors
         if manifest.pieces is None:
             given = [(start, spec.dtype, spec.shape) for start, spec in zip(manifest.whole.offsets, specs, strict=True)]
@@ -121,8 +124,7 @@ class Places:
 
     @cached_property
     def index(self) -> dict[tuple[int, tuple[int, ...], tuple[int, ...]], int]:
-        """Index of each piece, by (number of its tensor, offsets and shape of its
-        box)."""
+        """Index of each piece, by number of its tensor, offsets and shape."""
         return {self._keys[number]: index for index, number in enumerate(self.order)}
 
     @cached_property
@@ -131,10 +133,7 @@ class Places:
         return tuple(index for index, dtype in enumerate(self.dtypes) if not is_copied(dtype))
 
     def cuts(self, nbytes: int = STEP_NBYTES) -> list[Cut]:
-        """Return steps of about ``nbytes`` bytes that cover all pieces in order.
-
-        Cached.
-        """
+        """Return steps of about ``nbytes`` bytes that cover all pieces; cached."""
         if (found := self._cuts.get(nbytes)) is not None:
             return found
         ends = [start + size for start, size in zip(self.starts, self.kinds.sizes.tolist(), strict=True)]
@@ -154,8 +153,10 @@ class Places:
         """
 
         def kind(one: int) -> tuple[int, ...]:
-            """Return a key of piece ``one``: neighbours with equal keys form a
-            group."""
+            """Return a key of piece ``one``.
+
+            Neighbours with equal keys form a group.
+            """
             start, end = self.extent(one)
             return self.items[one], start // GROUP_NBYTES, (end - 1) // GROUP_NBYTES
 
@@ -164,11 +165,9 @@ class Places:
 
     @cached_property
     def group_of(self) -> dict[str, tuple[int, int]]:
-        """(Number of its group, index in the group) of each tensor, by name.
+        """By the name of a tensor: (number of its group, index in the group).
 
-        Of an image.
-
-        Empty tensors are left out.
+        Of an image; empty tensors are left out.
         """
         groups = enumerate(self.groups)
         return {self.name(one): (number, one - first) for number, (first, last) in groups for one in range(first, last)}
@@ -247,10 +246,7 @@ class Writer:
     """Copies entries one by one to ``destinations``, from :meth:`Places.views`."""
 
     def __init__(self, manifest: PartManifest, places: Places, destinations: Sequence[torch.Tensor]) -> None:
-        """Begin with no tensor written.
-
-        ``places`` and views are those of the manifest.
-        """
+        """Begin with no tensor written; the arguments belong to one manifest."""
         self._manifest = manifest
         self._places = places
         self._destinations = destinations

@@ -52,8 +52,10 @@ _T = TypeVar("_T")
 def named_views(data: torch.Tensor, manifest: PartManifest) -> dict[str, torch.Tensor]:
     """Return each tensor as a view of ``data``, by name; copy nothing.
 
-    :param data: uint8: the data section of an image, or a packed part with at most one
-        piece of each tensor. A tensor without a piece gets an empty tensor.
+    :param data: uint8: the data section of an image (a whole version), or a packed part
+        (one rank's bytes) with at most one piece of each tensor. A tensor without a
+        piece gets an empty tensor.
+    :param manifest: the layout of ``data``.
     """
     places = Places(manifest)
     found = dict(zip(places.order, places.views(data, as_bits=False), strict=True))
@@ -95,14 +97,14 @@ def views(image: torch.Tensor, manifest: Manifest | PartManifest) -> dict[str, t
 def piece_pairs(
     manifest: Manifest, pieces: Sequence[Piece], source: torch.Tensor, data: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield, for each piece, its view in ``data`` and its view in ``source``.
+    """Yield, for each piece (a box of a tensor), its views in ``data`` and ``source``.
 
-    Copy nothing.
+    Copies nothing; both are integers of the elements' size.
 
-    Both are integers of the elements' size.
-
-    :param source: uint8: a packed part, from the begin of its memory on.
-    :param data: the data section of an image.
+    :param manifest: the layout of ``data``.
+    :param source: uint8: a packed part (one rank's bytes), from the begin of its memory
+        on.
+    :param data: the data section of an image (a whole version).
     """
     for piece in pieces:
         view = piece_view(data, manifest, piece)
@@ -334,9 +336,9 @@ def _address(value: object) -> int | None:
 
 
 def _checked(name: str, value: object, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do :func:`_pair`.
+    """Check one target of a load, as :func:`_pair` does, which has the arguments.
 
-    Also turn errors of a tensor's own code into ManifestMismatch.
+    Errors of a tensor's own code become ManifestMismatch, too.
     """
     try:
         return _pair(name, value, source)

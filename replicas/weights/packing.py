@@ -86,11 +86,11 @@ def _filled(
     device: Accelerator | None,
     beside: bool | None = None,
 ) -> Packing:
-    """Fill ``data`` by a call of ``fill``, and start its digest, for all kinds of
-    weights.
+    """Have ``fill`` copy all weights into ``data``, and start the digest of that.
 
     :param fill: called with the object that copies; copies all weights, or reports that
         they are already in place.
+    :param options: how a device copies. :param progress: called with the bytes filled.
     :param device: makes the copies; if None, CPU threads do.
     :param beside: hash while copying; None decides by the number of threads.
     """
@@ -305,7 +305,7 @@ class Packer:
         return manifest
 
     def copies_at_once(self, feed: Feed, manifest: PartManifest) -> bool:
-        """Return True if :meth:`pack` will copy without running any user code."""
+        """Return True if :meth:`pack` of this feed would run no user code."""
         return feed.sources is not None and self._planned is not None and manifest is self._planned.manifest
 
     def pack(
@@ -318,12 +318,14 @@ class Packer:
         hold: bool = True,
         begun: Begun = lambda copies: None,
     ) -> Packing:
-        """Copy all weights into ``slot``, at once or tensor by tensor.
+        """Copy all weights of the feed into ``slot`` (memory of a version).
 
         :param manifest: from :meth:`plan`, or of an earlier publish.
         :param progress: called with the bytes of the slot's data filled from its start.
             The last call reports all bytes, before this returns or when
             :attr:`Packing.copies` are done, and is left out if this or those fail.
+        :param hold: copy on the caller's CUDA stream, not on one of this library.
+        :param begun: called with the object that copies, before the first copy.
         :raises ManifestMismatch: the feed differs from ``manifest``; it has been
             drained.
         """

@@ -46,10 +46,7 @@ class WritableSlot(Mapping[str, torch.Tensor]):
     """
 
     def __init__(self, slot: Slot, manifest: PartManifest, drop: Callable[[], None], holder: object = None) -> None:
-        """Make the tensors, as views of the slot's memory.
-
-        The class has the arguments.
-        """
+        """Make the tensors, as views of the slot's memory; see the class."""
         self.manifest = manifest
         self.holder = holder
         self.slot = slot

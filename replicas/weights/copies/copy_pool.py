@@ -169,10 +169,7 @@ class CopyPool:
         self._release_waiters()
 
     def _release_waiters(self) -> None:
-        """Set the latches of waiting callers if no task is left or runs.
-
-        Needs the lock.
-        """
+        """Wake waiting callers if no task is left or runs. Needs the lock."""
         if not self._under_way and not self._queue:
             waiters, self._waiters = self._waiters, []
             for latch in waiters:
@@ -210,9 +207,9 @@ class CopyPool:
                     self._do(task)
 
     def _do(self, task: Callable[[], None]) -> None:
-        """Run a task on a helper.
+        """Run a task on a helper; keep its error for :meth:`run`.
 
-        Keep its error for :meth:`run`, and then drop the queue.
+        After an error, tasks that have not begun are dropped.
         """
         error: BaseException | None = None
         try:

@@ -85,6 +85,7 @@ def copy_pairs(
     its current streams, after a call of ``on_device``, which may pin host memory. Waits
     for all copies.
 
+    :param sharing: processes of this host that copy at the same time.
     :param name: returns the name of a pair by number, for errors.
     :raises ManifestMismatch: the memory of the first of a pair was freed.
     """
@@ -142,6 +143,8 @@ def copy_host(
 
     No tensor may be empty.
 
+    :param sharing: processes of this host that copy at the same time.
+    :param name: returns the name of a pair by number, for errors.
     :param load: the destinations are the user's tensors; else the sources are.
     :raises ManifestMismatch: a user's tensor has no memory.
     """
@@ -165,7 +168,7 @@ def copy_host(
 
 
 def run_host(copies: HostCopies, cuts: Callable[[int], list[Cut]], nbytes: int, sharing: int = 1) -> None:
-    """Copy all cuts, with as many threads as pay, and wait.
+    """Copy all cuts (steps) of ``copies``, with as many threads as pay, and wait.
 
     :param cuts: returns cuts of about the given size.
     :param nbytes: of all cuts together.
@@ -217,8 +220,12 @@ def copy_elements(destination: torch.Tensor, source: torch.Tensor, *, load: bool
 
 
 def _copy_quickly(destination: torch.Tensor, source: torch.Tensor, *, load: bool) -> bool:
-    """Copy a small run of bytes on this thread. Return False, having copied nothing, if
-    it is not one, or has moved. :param load: as for :func:`copy_elements`."""
+    """Copy source to destination on this thread, if both are a small run of bytes.
+
+    Return False, having copied nothing, if they are not, or have moved.
+
+    :param load: the destination is the user's tensor; else the source is.
+    """
     nbytes = destination.nbytes
     tensor = destination if load else source
     if not (
@@ -358,7 +365,7 @@ class Copier:
             self.filled(step.start, step.end)
 
     def put(self, destination: torch.Tensor, source: torch.Tensor, start: int, end: int, name: str = "") -> None:
-        """Copy one tensor on this thread, filling the bytes ``start`` to ``end``."""
+        """Copy one tensor on this thread; it fills the bytes ``start`` to ``end``."""
         copy_elements(destination, source, name=name)
         self.filled(start, end)
 
@@ -371,7 +378,7 @@ class Copier:
         locked(self._pool.lock, self._fill, start, end)
 
     def _fill(self, start: int, end: int) -> None:
-        """Do :meth:`filled`; needs the pool's lock."""
+        """Count bytes ``start`` to ``end`` as filled, by block. Needs the lock."""
         if self._prefix is not None:
             self._prefix.filled(start, end)
         while start < end:

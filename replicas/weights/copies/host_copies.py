@@ -4,15 +4,13 @@ Theory of operation
 ===================
 
 At any moment another thread may give a parameter other memory, free it or resize it. So
-facts about a tensor are valid only while its memory is at the same address.
-:meth:`Kinds.find_memory` reads the address first, then shape, dtype and strides. The
-copy checks the address again, while no Python code can run
+facts about a tensor are valid only while its memory is at the same address. The copy
+checks the address again, while no Python code can run
 (:mod:`replicas.weights.copies.streaming`). If it differs, the tensors are looked at
 again, and copied from or to their present memory: each tensor's bytes are the old or
-the new ones.
-
-A tensor that takes several steps is first replaced by a private alias, which keeps its
-storage. If even that memory is freed, the copy ends with ManifestMismatch.
+the new ones. A tensor that takes several steps is first replaced by a private alias,
+which keeps its storage. If even that memory is freed, the copy ends with
+ManifestMismatch.
 
 :class:`HostCopies` describes a copy in either direction: *cuts* of the pieces (some of
 them, or rows of one), the address of each piece, and the tensors. Tensors that are one
@@ -107,21 +105,21 @@ class Kinds:
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor], published: Sequence[torch.dtype]) -> Kinds:
-        """Return the kinds of these tensors, to compare them with later ones."""
+        """Return shapes and dtypes of these tensors, and the dtypes ``published``."""
         return cls([one.shape for one in tensors], [one.dtype for one in tensors], published)
 
     def differs(self, index: int, tensor: torch.Tensor) -> Reason | None:
-        """Return how a tensor differs from the kind of number ``index``, or None."""
+        """Return how shape or dtype differ from those of number ``index``, or None."""
         if tensor.shape == self.shapes[index] and tensor.dtype is self.dtypes[index]:
             return None
         was = f"{self.dtypes[index]}{list(self.shapes[index])}"
         return f"was {was}, and is {tensor.dtype}{list(tensor.shape)}"
 
     def find_memory(self, tensors: Sequence[torch.Tensor], first: int = 0) -> Found | None:
-        """Return plain tensors with the addresses of their memory. Return None if one
-        has another shape or dtype, or no memory.
+        """Find the memory of plain tensors, and check their shapes and dtypes. Return
+        None if one differs, or has no memory.
 
-        :param first: number of the kind of the first of them.
+        :param first: number of the kind that the first of them must have.
         """
         count = len(tensors)
         found = Found(list(tensors), np.empty(count, np.uintp), np.empty(count, np.uintp), np.zeros(count, np.bool_))
@@ -131,7 +129,7 @@ class Kinds:
         return found
 
     def _find_some(self, found: Found, few: slice, first: int) -> bool:
-        """Find the memory of the tensors ``few`` of ``found``; False if one differs."""
+        """Find the memory of the slice ``few`` of the tensors; False if one differs."""
         some = found.tensors[few]
         size = len(some)
         these = slice(few.start + first, few.start + first + size)
@@ -181,7 +179,7 @@ class Cut:
     rows: int = 0
 
     def of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the tensors, or rows of one, that this step copies."""
+        """Return this step's tensors, or rows of one, of a list with one a piece."""
         if self.axis < 0:
             return list(tensors[self.first : self.last])
         return [self.rows_of(tensors[self.first])]
@@ -212,7 +210,7 @@ def cuts_of(starts: Sequence[int], ends: Sequence[int], shapes: Sequence[tuple[i
 
 
 def _rows(index: int, start: int, nbytes: int, shape: tuple[int, ...], step_nbytes: int) -> Iterator[Cut]:
-    """Yield steps that copy one large piece, some rows of an axis each."""
+    """Yield steps of ``step_nbytes`` that copy one large piece, some rows each."""
     axis = next(axis for axis, extent in enumerate(shape) if extent > 1)
     row_nbytes = nbytes // shape[axis]
     rows = max(1, step_nbytes // row_nbytes)
@@ -276,15 +274,16 @@ class HostCopies:
             self._look_again(slice(index, index + 1))  # it may have moved since the look
 
         def task(cut: Cut) -> None:
-            """Copy one cut, and call ``done``."""
+            """Copy one cut (step), and call ``done``."""
             self.copy(cut, threads=threads, past_caches=past_caches)
             done(cut.start, cut.end)
 
         return [partial(task, cut) for cut in cuts]
 
     def copy(self, cut: Cut, *, threads: int = 1, past_caches: bool = False) -> None:
-        """Copy one cut, to or from the user's tensors; repeat while they move.
+        """Copy one cut (step), to or from the user's tensors; repeat while they move.
 
+        :param past_caches: as for :meth:`run`, like ``threads``.
         :raises ManifestMismatch: a tensor was freed, or has another shape or dtype.
         """
         some = slice(cut.first, cut.last)
@@ -342,7 +341,8 @@ class HostCopies:
         return unusable(self._name(index), tensors[index], why_unusable(tensors[index]) or why)
 
     def _copy_runs(self, cut: Cut, numbers: npt.NDArray[np.intp], threads: int, past_caches: bool) -> None:
-        """Copy those tensors of a step that are runs, in C; may raise MemoryMoved."""
+        """Copy the tensors ``numbers`` of a step, plain runs of bytes, by threads in C.
+        Raises MemoryMoved if one has moved; ``past_caches`` is as for :meth:`run`."""
         found = self._found
         if cut.axis >= 0 or len(numbers) == cut.last - cut.first:
             those: slice | npt.NDArray[np.intp] = slice(cut.first, cut.last)
@@ -359,7 +359,7 @@ class HostCopies:
         streaming.copy_runs(check, to, sources, sizes, threads=threads, past_caches=past_caches)
 
     def _copy_others(self, cut: Cut, numbers: npt.NDArray[np.intp]) -> None:
-        """Copy those tensors of a step that are not runs by torch (casts, strides)."""
+        """Copy tensors ``numbers`` of a step by torch (casts, gaps); or MemoryMoved."""
         pairs: list[_Pair] = []
         for index in (numbers + cut.first).tolist():
             tensor, piece = cut.rows_of(self._alias(index)), cut.rows_of(self._piece(index))

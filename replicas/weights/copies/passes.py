@@ -34,9 +34,7 @@ class Passes:
         return self._source.metadata
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
-        """Begin a walk.
-
-        Return an iterator of (name, whole tensor or this rank's piece).
+        """Begin a walk of (name, whole tensor or this rank's piece); return it.
 
         Its steps may be collectives of the source's own group.
 
@@ -53,9 +51,7 @@ class Passes:
         return ((name, self._piece(rows[name], tensor)) for name, tensor in self._source.iter_local())
 
     def _piece(self, row: Any, local: torch.Tensor) -> object:
-        """Return this rank's part of a tensor as a shard.
-
-        As it is if it is not sharded.
+        """Return this rank's part of a tensor as a shard, or unchanged if not sharded.
 
         :param row: the source's metadata of the tensor. :param local: the part.
         """
@@ -85,6 +81,11 @@ def _has(source: Any, name: str) -> bool:
 
 
 def with_passes(weights: object, mode: Literal["image", "parts"], shard: Piece) -> object:
-    """Wrap a vLLM ``WeightSource`` in :class:`Passes`; return others unchanged."""
+    """Wrap a vLLM ``WeightSource`` in :class:`Passes`; return others unchanged.
+
+    :param weights: any object. :param mode: ``"image"`` for whole tensors, ``"parts"``
+        for this rank's pieces. :param shard: makes a shard of a local tensor, its
+        offsets, and the global shape.
+    """
     is_source = callable(getattr(weights, "iter_full", None)) and not hasattr(weights, "__iter__")
     return Passes(weights, mode, shard) if is_source else weights

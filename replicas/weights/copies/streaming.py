@@ -201,12 +201,9 @@ class Private:
             copy_runs(check, to, sources, self._sizes)
 
     def _found(self) -> tuple[Check, Addresses]:
-        """Find the tensors' memory.
+        """Return a check that no tensor moves from now on, and the address of each run.
 
-        Return a check for :func:`copy_runs`, and addresses.
-
-        The check fails if a tensor moves from now on. The addresses are those of all
-        runs.
+        Both are for :func:`copy_runs`.
         """
         addresses = np.fromiter(map(_POINTER, self._tensors), dtype=np.uintp, count=len(self._tensors))
         needed = [one.storage_offset() * one.itemsize + span_nbytes(one) for one in self._tensors]

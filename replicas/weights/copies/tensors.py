@@ -201,7 +201,10 @@ def typed(data: torch.Tensor, offset: int, dtype: torch.dtype, shape: tuple[int,
 
 
 def piece_view(data: torch.Tensor, manifest: Manifest, piece: Piece) -> torch.Tensor:
-    """Return a view of the box of ``piece`` in an image's data section, as integers."""
+    """Return a view, as integers, of one piece (a box of a tensor) of a version.
+
+    :param data: the data section of the version. :param manifest: its layout.
+    """
     spec = manifest.tensors[piece.tensor]
     whole = typed(data, manifest.offsets[piece.tensor], _BITS[item_nbytes(spec.dtype)], spec.shape)
     for axis, (offset, extent) in enumerate(zip(piece.offsets, piece.shape, strict=True)):

@@ -274,7 +274,7 @@ class Cuda(Accelerator):
             return driver.memory_info()
 
     def register(self, host: torch.Tensor, *, read_only: bool) -> Registration | None:
-        """Pin host memory by the driver; return None (logged once) if that fails."""
+        """Pin host memory by the driver; return None (logged once) if refused."""
         index = self._index(self._default())
         address = host.data_ptr()
         with self._in_context(index):
@@ -308,7 +308,7 @@ class Cuda(Accelerator):
             logger.info("keeping memory until this process ends: %s", error)
 
     def event(self, uuid: str = "", *, interprocess: bool = False, timing: bool = False) -> Event:
-        """Return a new event of this GPU (default: the process's own)."""
+        """Return a new event; :meth:`Accelerator.event` has the arguments."""
         uuid = uuid or self._default()
         index = self._index(uuid)
         with typed(uuid), _cuda.device(index), uncaptured():

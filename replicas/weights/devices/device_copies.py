@@ -138,9 +138,7 @@ class DeviceCopies:
     def __init__(
         self, accelerator: Accelerator, data: torch.Tensor, options: CopyOptions, progress: Progress | None = None
     ) -> None:
-        """Start the follower thread, and call ``begun`` of the options.
-
-        Copy nothing yet.
+        """Start the follower thread, and call ``begun`` of the options; copy nothing.
 
         :param data: uint8, the run of bytes to fill.
         """
@@ -202,7 +200,10 @@ class DeviceCopies:
         self._give_up("its block was left")
 
     def _give_up(self, why: str) -> None:
-        """Have the follower thread fail the futures with a SyncError of this text."""
+        """Have the follower thread fail the futures with SyncError.
+
+        ``why`` is its text.
+        """
         self._batches.put(SyncError(f"given up: {why}", phase="pack", hint=""))
 
     def put(self, destination: torch.Tensor, source: torch.Tensor, start: int, end: int, name: str = "") -> None:

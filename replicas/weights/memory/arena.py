@@ -74,14 +74,14 @@ class Slot:
 
     @property
     def image(self) -> Manifest | None:
-        """The manifest of the slot's whole image; None for a packed part."""
+        """The manifest (layout) of a whole version; None for one rank's packed part."""
         if isinstance(self.manifest, PartManifest):
             return self.manifest.whole if self.manifest.pieces is None else None
         return self.manifest
 
     @property
     def data(self) -> torch.Tensor:
-        """The data section of an image, or a packed part; read-only if foreign."""
+        """The bytes of the tensors, without a header; read-only if foreign."""
         image = self.image
         return self.buffer.readable()[image.data_offset if image else 0 :]
 
@@ -92,7 +92,7 @@ class Slot:
 
     @property
     def place(self) -> SlotPlace:
-        """The place by which other processes of this host can open the held slot."""
+        """Where other processes of this host can open the memory of the held slot."""
         return self.buffer.place
 
     def __repr__(self) -> str:
@@ -141,17 +141,17 @@ class Arena:
 
     @property
     def slots(self) -> Sequence[Slot]:
-        """The own slots, free ones included."""
+        """This process's slots (memory for one version each), free ones included."""
         return tuple(self._slots)
 
     @property
     def foreign(self) -> Sequence[Slot]:
-        """The slots in memory of other members of this host."""
+        """The slots that map versions in the memory of other members of this host."""
         with self._lock:
             return tuple(self._foreign)
 
     def prepare(self, nbytes: int, at_most: int | None = None) -> None:
-        """Have a thread allocate memory of ``nbytes`` for (at most so many) slots."""
+        """Have a thread allocate memory for slots that lack it, ``at_most`` so many."""
         with self._lock:
             lacking = [
                 slot._buffer is None or (slot.state == "free" and not _fits(slot, nbytes)) or slot._buffer.shown
@@ -244,7 +244,8 @@ class Arena:
             return offered - held - {0}
 
     def borrow(self, place: SlotPlace, version: int, *, lock: bool = True) -> Buffer:
-        """Open another process's memory of ``version``; the caller closes it."""
+        """Open another process's memory of ``version``, which is at ``place``; the
+        caller closes it. ``lock``: until then it is not refilled."""
         buffer = Buffer.open(place, version, lock=lock)
         buffer.keep_mappings_in(self._kept)
         return buffer
@@ -271,7 +272,7 @@ class Arena:
             return slot
 
     def trim(self) -> None:
-        """Drop foreign slots that are neither pinned nor protected."""
+        """Drop slots in others' memory that are neither pinned nor protected."""
         with self._lock:
             unneeded = [slot for slot in self._foreign if not slot.pins and slot.version not in self.protected]
             versions = [slot.version for slot in unneeded]
@@ -282,14 +283,14 @@ class Arena:
             self.on_drop(version)
 
     def pin(self, slot: Slot) -> None:
-        """Keep a held slot until :meth:`unpin`; pins are counted."""
+        """Count a user of a held slot, which is kept until :meth:`unpin`."""
         with self._lock:
             if slot.state != "held":
                 raise ValueError(f"{slot!r} does not hold a version")
             slot.pins += 1
 
     def unpin(self, slot: Slot) -> None:
-        """Remove a pin; the last one may free a slot that is leaving or foreign."""
+        """Remove a user of a slot; the last one may free it, if leaving or foreign."""
         dropped = 0
         with self._lock:
             if slot.pins < 1:
@@ -330,7 +331,7 @@ class Arena:
             return {slot.version: slot.digest for slot in self._held()}
 
     def images(self) -> dict[int, Manifest]:
-        """Return the manifests of the held versions that are images, by version."""
+        """Return the manifests (layouts) of the whole versions held, by version."""
         with self._lock:
             images = {slot.version: slot.image for slot in self._held()}
             return {version: image for version, image in images.items() if image is not None}

@@ -169,7 +169,7 @@ class Buffer:
 
     @staticmethod
     def open(place: SlotPlace, version: int, *, lock: bool = True) -> Buffer:
-        """Open memory of another process (:func:`replicas.memory.held_memory.hold`).
+        """Open memory of another process, found at ``place``, for reading.
 
         :param lock: prevent a refill until this buffer is closed; else check
             :attr:`unchanged` after reading.
@@ -210,7 +210,7 @@ class Buffer:
         locks.unlock(self._open_fd)
 
     def offer(self, version: int) -> None:
-        """Announce that ``version`` is complete: others may hold it. Ends the claim."""
+        """Announce that ``version`` is complete: others may read it. Ends the claim."""
         self.serial += 1
         locks.flag(self._open_fd, self.serial)  # before the lock is released, as readers check the flag
         self.offered, self.released = version, False
@@ -218,7 +218,7 @@ class Buffer:
 
     @property
     def place(self) -> SlotPlace:
-        """The place by which other processes of this host can open it."""
+        """Where other processes of this host can open it: pid, descriptor, inode."""
         fd = self._open_fd
         status = os.fstat(fd)
         door = "" if self.device else own_door()
@@ -226,15 +226,13 @@ class Buffer:
 
     @property
     def origin(self) -> SlotPlace:
-        """The place in the process that owns and fills the memory."""
+        """Where the process that owns and fills the memory has it."""
         return self._origin or self.place
 
     @property
     def unchanged(self) -> bool:
-        """Whether bytes read so far, without a lock, belong to the version.
-
-        The owner removes its flag before it writes.
-        """
+        """Whether bytes read so far, without a lock, belong to the version: the owner
+        removes a flag (lock on a byte) before it writes."""
         return locks.flagged(self._open_fd, self.serial)
 
     @property

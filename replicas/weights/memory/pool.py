@@ -66,10 +66,10 @@ class Pool:
         self.still_mapped = StillMapped(name, retired)
 
     def prepare(self, nbytes: int, count: int) -> None:
-        """Have a thread allocate up to ``count`` spare buffers of ``nbytes``.
+        """Have a thread allocate up to ``count`` spare buffers, for later versions.
 
         Does not wait; stops where they do not fit. Small buffers are not allocated
-        ahead of time.
+        ahead of time. :param nbytes: of each.
         """
         if nbytes < PREPARED_NBYTES:
             return
@@ -85,17 +85,11 @@ class Pool:
                     self._worker = None
 
     def _missing(self) -> bool:
-        """Return True if the thread is to allocate another spare buffer.
-
-        Needs the lock.
-        """
+        """Return True if the thread must allocate another buffer. Needs the lock."""
         return not self._closed and sum(buffer.nbytes == self._nbytes for buffer, _ in self._spare) < self._wanted
 
     def _work(self) -> None:
-        """Allocate spare buffers until there are enough.
-
-        The background thread's function.
-        """
+        """Allocate spare buffers until there are enough; the thread's function."""
         while True:
             with self._changed:
                 if not self._missing():
@@ -125,11 +119,9 @@ class Pool:
                 self._changed.notify_all()
 
     def claim_buffer(self, nbytes: int, slots: int, *, alone: bool = False) -> Buffer:
-        """Take a spare buffer of exactly ``nbytes``, or allocate one.
+        """Return a buffer of exactly ``nbytes``, locked for writing (claimed).
 
-        It may block for that.
-
-        Return it claimed: locked for writing.
+        It is a spare one, or is allocated here, which may block.
 
         :param slots: number of the arena's slots, for a warning if fewer fit.
         :param alone: only this process writes to it, so it may be sealed against
@@ -171,10 +163,7 @@ class Pool:
             return True
 
     def close_shown(self, buffer: Buffer) -> None:
-        """Close a buffer whose file was shown to a user.
-
-        Its readers keep the memory.
-        """
+        """Close a buffer whose file a user has seen; readers keep its memory."""
         inode = buffer.place.inode
         buffer.close()
         self.still_mapped.add(inode, buffer.nbytes)
@@ -250,9 +239,9 @@ class Pool:
         return None
 
     def _sweep(self) -> None:
-        """Make retired buffers spare that are no longer read. Needs the lock.
+        """Make retired buffers (left to readers) spare if they are no longer read.
 
-        Close those whose file was shown meanwhile.
+        Close those whose file was shown meanwhile. Needs the lock.
         """
         for buffer in list(self._retired):
             claim = buffer.claim()
@@ -265,10 +254,7 @@ class Pool:
                 self._changed.notify_all()
 
     def _warn(self, nbytes: int, slots: int) -> None:
-        """Log a warning if fewer than ``slots`` buffers of this size fit.
-
-        Once for each size.
-        """
+        """Log, once for each size, that fewer than ``slots`` buffers of it fit."""
         if nbytes in self._warned or nbytes < PREPARED_NBYTES:
             return
         self._warned.add(nbytes)
