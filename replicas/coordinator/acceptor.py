@@ -179,8 +179,7 @@ class Acceptor:
         self._later(NO_ROOM_S, self._accept)
 
     def _wait(self, one: _Waiting) -> None:
-        """Keep a connection in the lobby, and watch it until more of its bytes
-        arrive."""
+        """Keep a connection in the lobby, and watch it until more bytes come."""
         self._keep(one)
         self._by_fd[one.sock.fileno()] = one
         self._poll.register(one.sock.fileno(), _WATCHED)
@@ -259,7 +258,7 @@ class Acceptor:
     def _peeked(self, one: _Waiting) -> bytes:
         """Return the bytes that a connection has sent.
 
-        Leave them in the kernel's buffer.
+        They stay in the kernel's buffer.
 
         :raises BlockingIOError: none have come yet.
         """
@@ -268,10 +267,7 @@ class Acceptor:
         return one.sock.recv(HEAD_NBYTES, _LOOK) if len(data) == _USUAL_NBYTES else data
 
     def _answer(self, one: _Waiting, data: bytes) -> None:
-        """Send ``data`` as the whole answer, as far as possible now.
-
-        Close the connection.
-        """
+        """Send ``data`` as the whole answer, as far as possible, and close."""
         with contextlib.suppress(OSError):
             for _ in range(_DRAINED):  # unread bytes at the close would reset the connection and lose the answer
                 if len(one.sock.recv(HEAD_NBYTES, _NOW)) < HEAD_NBYTES:
@@ -296,10 +292,7 @@ class Acceptor:
             self._poll.unregister(one.sock.fileno())
 
     def _leave(self, one: _Waiting) -> None:
-        """Remove a connection from the lobby and from the queue for turns.
-
-        Close nothing.
-        """
+        """Remove a connection from the lobby and from the queue; do not close it."""
         self._lobby.discard(one)
         self._ready.pop(one, None)
 

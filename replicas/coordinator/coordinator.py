@@ -430,14 +430,14 @@ def _tokens(given: object, port_key: PortKey | None, host: str) -> Tokens:
 
 
 def _mapping(what: str, value: object) -> Mapping[Any, Any]:
-    """Return the argument called ``what``, {} for None; UsageError for no mapping."""
+    """Return the mapping ``value`` ({} for None); else UsageError about ``what``."""
     if value is not None and not isinstance(value, Mapping):
         raise errors.UsageError(f"{what} must be a mapping, not {shown(value)}")
     return value or {}
 
 
 def _shape(what: str, shape: object) -> GroupShape:
-    """Return the argument ``what``, checked; an integer is the number of replicas."""
+    """Return ``shape`` checked, or made from a number of replicas; or UsageError."""
     given = shape if isinstance(shape, GroupShape) else GroupShape(replicas=shape)  # type: ignore[arg-type]  # see below
     return GroupShape(
         replicas=arguments.integer(f"{what}: replicas", given.replicas, least=0, most=RANKS_MAX),
@@ -449,12 +449,12 @@ def _shape(what: str, shape: object) -> GroupShape:
 
 
 def _port(what: str, port: object) -> int:
-    """Return the argument called ``what``; UsageError if it is not a port number."""
+    """Return ``port`` if it is a port number; else raise UsageError about ``what``."""
     return arguments.integer(what, port, least=0, most=65535)
 
 
 def _checked_routes(routes: Sequence[BaseRoute]) -> list[BaseRoute]:
-    """Return the argument ``routes`` as a list; UsageError for other than routes."""
+    """Return the argument ``routes`` as a list; UsageError if one is not a route."""
     try:
         found = list(routes)
     except TypeError as error:

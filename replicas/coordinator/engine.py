@@ -309,7 +309,7 @@ class Engine:
             outlet.applying = False
 
     def _recorded(self, channel: ChannelState, outlet: _PendingEffects, decision: Decision) -> bool:
-        """Write the decision to disk. Return False if that fails; a tick retries."""
+        """Write the first decision of ``outlet`` to disk. Return False to retry."""
         outlet.tried_at = outlet.tried_at or self._now()
         decision = decision if decision.at else msgspec.structs.replace(decision, at=time.time())
         try:
@@ -402,7 +402,7 @@ class Engine:
             self._extend_leases(0.0, now, grace_s)
 
     def _extend_leases(self, silence_s: float, now: float, grace_s: float = 0.0) -> None:
-        """Extend leases of remote members by a silence of all, or a grace time."""
+        """Add ``silence_s`` (and ``grace_s``) to the leases of remote members."""
         for channel in self.channels.values():
             channel.roster.extend_leases(self._remote_members, silence_s, now, grace_s=grace_s)
 

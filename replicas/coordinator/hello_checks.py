@@ -63,7 +63,7 @@ class HelloChecks:
         return channel
 
     def check_incarnation(self, hello: wire.Hello, channel: ChannelState) -> None:
-        """Raise Fenced if the Hello uses the incarnation of another member.
+        """Raise Fenced if the Hello (first message) uses another member's incarnation.
 
         An incarnation names one join; all members know those of others. A member that
         comes back with its own on the same channel passes.

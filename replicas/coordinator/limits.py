@@ -180,7 +180,7 @@ def size_problem(data: bytes, *, first: bool = False) -> str | None:
 
 
 def hello_problem(hello: wire.Hello) -> str | None:
-    """Return why a decoded Hello cannot be accepted, or None.
+    """Return why a decoded Hello (a member's first message) is not accepted, or None.
 
     Its names may not be valid, or its texts too long; the channel's rules are not
     checked.

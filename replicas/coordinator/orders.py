@@ -13,8 +13,6 @@ from replicas.messages.version_orders import Steered, VersionOrder
 async def carry_out(engine: Engine, order: object) -> Steered:
     """Give a channel an order about versions (promote, roll back, ...).
 
-    Wait for its outcome.
-
     Return when the decision is on disk. A rollback waits for publishes that have begun
     before it.
 
@@ -34,7 +32,7 @@ async def carry_out(engine: Engine, order: object) -> Steered:
     answer: asyncio.Future[Steered] = asyncio.get_running_loop().create_future()
 
     def tell(outcome: Steered | errors.ReplicasError) -> None:
-        """Resolve the future that the caller awaits, unless it no longer waits."""
+        """Give the waiting caller ``outcome``, unless it no longer waits."""
         if answer.done():  # its sender no longer waits
             return
         if isinstance(outcome, errors.ReplicasError):

@@ -193,10 +193,7 @@ class PortConnection(asyncio.Protocol):
             one.cut()
 
     def data_received(self, data: bytes) -> None:
-        """Collect the request head and act on it.
-
-        Pass later bytes to the HTTP pages.
-        """
+        """Collect and check the request head; pass later bytes to the HTTP pages."""
         if self._pages is not None:
             self._pages.data_received(data)
         elif not self.transport.is_closing():
@@ -292,10 +289,7 @@ class PortConnection(asyncio.Protocol):
         self._say(answer(status, text))
 
     def _say(self, data: bytes) -> None:
-        """Write a whole response and close.
-
-        Abort after 5 s if the peer does not read it.
-        """
+        """Write ``data``, a whole response, and close; abort after 5 s if unread."""
         self._cancel_timer()
         self.transport.write(data)
         self.transport.close()
