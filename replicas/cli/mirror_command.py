@@ -91,7 +91,7 @@ def _member(place: RunAddress, channel: str, group: str) -> replicas.Channel:
     """Join the channel, and return it: as the replica that the environment names, or
     else as a new target of the run ``place``, in an external group.
 
-    :param group: its group; empty: the environment's, or the only external one.
+    :param group: its group; empty: the environment's, or an external one that fits.
     """
     if group or environ.read().group is None:
         return membership(place, channel, "targets", group, _JOIN_S)
