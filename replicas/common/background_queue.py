@@ -18,19 +18,19 @@ T = TypeVar("T")
 
 
 class BackgroundQueue(Generic[T]):
-    """Calls ``work(item)`` for each item, in order, on a daemon thread of its own.
-
-    :param name: name of the thread, which the first item starts.
-    :param work: must not raise.
-    :param missing: called with the number of items that were dropped before the next
-        item; must not raise.
-    :param most: number of items that may wait.
-    """
+    """Calls ``work(item)`` for each item, in order, on a daemon thread of its own."""
 
     def __init__(
         self, name: str, work: Callable[[T], object], missing: Callable[[int], object], most: int = 1000
     ) -> None:
-        """Keep the arguments, which the class describes; start no thread yet."""
+        """Keep the arguments; start no thread yet.
+
+        :param name: name of the thread, which the first item starts.
+        :param work: must not raise.
+        :param missing: called with the number of items that were dropped before the
+            next item; must not raise.
+        :param most: number of items that may wait.
+        """
         self._name, self._work, self._missing, self._most = name, work, missing, most
         self._queue: queue.SimpleQueue[tuple[T, int] | Latch] = queue.SimpleQueue()  # a finaliser may interrupt its put
         self._thread: threading.Thread | None = None

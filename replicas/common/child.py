@@ -40,11 +40,6 @@ class ChildLife:
 
     It records what its owner does, and touches no process. Times: any one steady clock.
 
-    :param again: delay of the next start, by the number of starts in a row; None for a
-        single start.
-    :param steady_s: a process that lived longer begins a new row.
-    :param tries: starts in a row after which it is over; 0 for no limit.
-    :param look_interval_s: time between two looks after a start; None for no looks.
     :ivar starts: number of starts in this row.
     :ivar due: when :meth:`on_time` must be called; inf for never.
     """
@@ -54,7 +49,11 @@ class ChildLife:
     ) -> None:
         """Begin in the state "waiting", with no start scheduled.
 
-        The class describes the arguments.
+        :param again: delay of the next start, by the number of starts in a row; None
+            for a single start.
+        :param steady_s: a process that lived longer begins a new row.
+        :param tries: starts in a row after which it is over; 0 for no limit.
+        :param look_interval_s: time between two looks after a start; None for no looks.
         """
         self.state: ChildState = "waiting"
         self.starts = 0
@@ -90,7 +89,7 @@ class ChildLife:
         self._look_again(now)
 
     def ready(self) -> None:
-        """Record that the process reports that it works.
+        """Record that the process reports to be ready.
 
         Ignored after :meth:`give_up`.
         """

@@ -66,9 +66,9 @@ class Silence(PauseClock):
     """Measures for how long a question to another process has had no answer."""
 
     def __init__(self, due: float, slack_s: float = PAUSE_S) -> None:
-        """Begin without a question.
+        """Begin without a question; the first look is ``due`` at this time.
 
-        ``due`` and ``slack_s`` are as in :class:`PauseClock`.
+        :param slack_s: a look that is so much later means a pause of this process.
         """
         super().__init__(due, slack_s)
         self._asked_at: float | None = None

@@ -22,17 +22,16 @@ class InvalidStep(InternalError):
 
 
 class Table(Generic[S, E]):
-    """The transition table of one state machine.
-
-    :param what: the thing that has these states, for messages and titles.
-    :param start: initial states.
-    :param steps: the next states of each state, with the events that lead there.
-    """
+    """The transition table of one state machine."""
 
     def __init__(self, what: str, start: tuple[S, ...], steps: Mapping[S, Mapping[S, tuple[E, ...]]]) -> None:
         """Turn ``steps`` into rows from (state, event) to the next state.
 
         Check nothing.
+
+        :param what: the thing that has these states, for messages and titles.
+        :param start: initial states.
+        :param steps: the next states of each state, with the events that lead there.
         """
         self.what = what
         self.start = start
@@ -67,14 +66,14 @@ class Table(Generic[S, E]):
 
 
 class StateMachine(Generic[S, E, A]):
-    """A state, ``now``, with actions at its transitions.
-
-    :param actions: the actions, in order, of a state and an event; missing entries mean
-        no action.
-    """
+    """A state, ``now``, with actions at its transitions."""
 
     def __init__(self, table: Table[S, E], actions: Mapping[tuple[S, E], tuple[A, ...]]) -> None:
-        """Begin in the table's first initial state; the class describes ``actions``."""
+        """Begin in the table's first initial state.
+
+        :param actions: the actions, in order, of a state and an event; missing entries
+            mean no action.
+        """
         self._table, self._actions = table, actions
         self.now: S = table.start[0]
 
