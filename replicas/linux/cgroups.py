@@ -163,8 +163,6 @@ def leave(group: Path, *, run: bool = False) -> None:
 class RunCgroups:
     """The groups of one run: made in the constructor, removed by :meth:`close`.
 
-    :param root: the group in which they are made; default: this process's own.
-    :param limited: True if memory and processes will be limited.
     :ivar path: path of the run's group; None if it cannot be made.
     :ivar limits: controllers that the groups have.
     :ivar refused: why the groups, or their limits, cannot be made; empty if they can.
@@ -174,6 +172,8 @@ class RunCgroups:
         """Create the run's group; on an error set :attr:`refused` and raise nothing.
 
         :param run: name of the run.
+        :param root: the group in which they are made; default: this process's own.
+        :param limited: True if memory and processes will be limited.
         """
         self.path: Path | None = None
         self.limits: frozenset[str] = frozenset()

@@ -126,12 +126,9 @@ class HelperProcess:
     forget: Callable[[int], msgspec.Struct]
 
     def __init__(self, pid: int, pidfd: int, sock: socket.socket) -> None:
-        """Take over a started process's pidfd and socket.
+        """Take over a started process; watch its pidfd and socket on the running loop.
 
-        Watch both on the running loop.
-
-        :param sock: its end of the connection is the helper's; set to non-blocking
-            here.
+        :param sock: connected to the process; set to non-blocking here.
         """
         self.pid = pid
         self.on_exit: Callable[[str], None] | None = None
@@ -243,11 +240,9 @@ class HelperProcess:
         raise NotImplementedError
 
     def _send(self, message: msgspec.Struct, *fds: int) -> None:
-        """Queue a message with duplicates of the descriptors ``fds``.
+        """Queue a message, with duplicates of the descriptors ``fds``, and try to send.
 
-        Send it when possible.
-
-        Does not block: what the socket does not take now follows when it has room.
+        Does not block; the rest follows when the socket has room.
         """
         body = frames.encode(message)
         owned = [os.dup(fd) for fd in fds]  # a buffer may be closed before it is sent

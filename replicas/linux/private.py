@@ -55,7 +55,7 @@ def folder(path: Path, *, make: bool = False) -> Iterator[int]:
 def make_folder(path: Path) -> None:
     """Create the folder and its missing parents; accept an existing one of this user.
 
-    :raises NotPrivate: an existing folder is not private; see :func:`folder`.
+    :raises NotPrivate: an existing folder is another user's, or others can write to it.
     """
     with folder(path, make=True):
         pass
@@ -102,7 +102,12 @@ def close_to_others(path: Path, *, once_ours: str) -> None:
 
 @contextlib.contextmanager
 def _walked(path: Path, *, make: bool = False) -> Iterator[int]:
-    """Context manager: open a folder as :func:`_walk` does; yield its descriptor."""
+    """Context manager: open a folder; yield its descriptor, which is then closed.
+
+    Symbolic links on the way must be this user's or root's.
+
+    :param make: create missing folders of the path.
+    """
     descriptor = _walk(path, make=make)
     try:
         yield descriptor
@@ -210,10 +215,13 @@ def open_file(path: Path, flags: int, *, make_folder: bool = False) -> int:
 
 
 def _open_in(parent: int, path: Path, flags: int) -> int:
-    """Open a file of this user in an open folder, as :func:`open_file`.
+    """Open a file of this user in an open folder; return a descriptor.
+
+    It may not be a link. Opened for writing, it gets the mode 0600.
 
     :param parent: descriptor of the folder. :param path: of the file: its name is
         opened, all of it is for errors. :param flags: as for :func:`os.open`.
+    :raises NotPrivate: it is another user's, or not a regular file.
     """
     # Truncate only after the check; a pipe in its place must not block.
     careful = flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -241,7 +249,7 @@ def _open_in(parent: int, path: Path, flags: int) -> int:
 def read(path: Path) -> bytes:
     """Return the content of a file of this user.
 
-    :raises OSError: as :func:`open_file`.
+    :raises NotPrivate: the file or its folder is another user's, or the file is a link.
     """
     with os.fdopen(open_file(path, os.O_RDONLY), "rb") as file:
         return file.read()
