@@ -101,8 +101,10 @@ class HfSource:
     """The result of :func:`hf`: an iterable of (name, tensor) with ``metadata()``."""
 
     def __init__(self, model: torch.nn.Module, adapter: str, frozen: bool, sync: str) -> None:
-        """Check the arguments, for ``adapter="only"`` also the model; gather
-        nothing."""
+        """Check the arguments, which are those of :func:`hf`; gather nothing.
+
+        For ``adapter="only"`` the model is checked, too.
+        """
         if adapter not in ("merged", "only"):
             raise errors.UsageError(f"hf: adapter={adapter!r}", hint='pass "merged" or "only"')
         if sync not in ("none", "device"):

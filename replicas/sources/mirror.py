@@ -84,8 +84,15 @@ class Mirror:
         like: Path | None = None,
         marker: str = "",
     ) -> None:
-        """Check the arguments, create and lock the folder, and remove unfinished
-        folders."""
+        """Check the arguments.
+
+        Create and lock the folder, and remove unfinished parts of it.
+
+        :param folder: gets a folder for each version. :param keep: number of versions
+            that stay. :param name: pattern of their folders' names. :param like: a
+            model's folder, whose other files are copied. :param marker: name of an
+            empty file to add.
+        """
         self._folder, self._keep, self._name, self._marker = folder, keep, name, marker
         if "{" not in name:
             raise errors.UsageError(f"name {name!r} is the same for all versions", hint='e.g. "step_{step}"')

@@ -69,8 +69,6 @@ def find_peft_model(model: nn.Module) -> Any:
 class Merging:
     """A model of PEFT, as its ``merge_and_unload()`` would return it.
 
-    :param found: the model without wrappers; PEFT's own class replaces its tuned layers
-        by their base layers.
     :ivar base: the model without adapters, not merged, for its names and ties.
     :ivar origins: for the name of each tensor of ``base`` that a merge changes: the
         group of tuned layers to merge, and the name that :meth:`merge` gives it.
@@ -79,7 +77,11 @@ class Merging:
 
     def __init__(self, found: Unwrapped) -> None:
         """Unload PEFT from the copied modules, and find which layers must be merged
-        together; merge nothing."""
+        together; merge nothing.
+
+        :param found: the model without wrappers; PEFT's own class replaces its tuned
+            layers by their base layers.
+        """
         peft_model = found.module
         _check_methods(peft_model, peft_model.active_adapters, MERGED, 'hf(model, adapter="only")')
         self._tuner = peft_model.base_model

@@ -94,8 +94,10 @@ def _merge_slice(wrappers: list[Any], first: int, last: int) -> list[Any]:
 
 @functools.cache
 def _slices_are_right() -> bool:
-    """Return True if PEFT merges slices to the same values as the whole, in both
-    layouts of experts. Test that once, on a small layer."""
+    """Return True if the installed PEFT merges slices to the same values as the whole.
+
+    In both layouts of experts; tested once, on a small layer.
+    """
     import peft
 
     for is_transposed in (False, True):

@@ -21,13 +21,13 @@ __all__ = ["WholeTensors"]
 
 
 class WholeTensors:
-    """Context manager: the whole tensors of a plan, gathered on demand and released.
-
-    :param plan: its rows are requested in order.
-    """
+    """Context manager: the whole tensors of a plan, gathered on demand and released."""
 
     def __init__(self, plan: Plan) -> None:
-        """Begin with nothing gathered; count how many rows need each tensor."""
+        """Begin with nothing gathered; count how many rows need each tensor.
+
+        :param plan: its rows are requested in order.
+        """
         self._plan = plan
         self._left = Counter(key for row in plan.rows.values() for key in self._keys(row))
         self._open: dict[object, tuple[contextlib.ExitStack, dict[str, torch.Tensor]]] = {}

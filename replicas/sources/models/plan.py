@@ -104,13 +104,14 @@ class Planner:
 
     Results that depend on the modules and tensors, or on names, shapes and dtypes
     alone, are cached.
-
-    :param only: plan the adapter alone. :param frozen: False: leave out tensors that
-        are not trained.
     """
 
     def __init__(self, model: nn.Module, *, only: bool, frozen: bool) -> None:
-        """Keep the model; results of the last planner of the same model are reused."""
+        """Keep the model; results of the last planner of the same model are reused.
+
+        :param only: plan the adapter alone. :param frozen: False: leave out tensors
+            that are not trained.
+        """
         self._model = model
         self._only = only
         self._frozen = frozen

@@ -208,7 +208,7 @@ def _arranged(
 
     :param metas: the inputs by name, meta tensors on which the step is replayed.
     :param storages: names of the inputs by their storage.
-    :param known: as for :func:`_replayed`.
+    :param known: results so far by operation; new ones are added.
     :raises replicas.errors.UsageError: the result is not made of the given tensors.
     """
     inputs = tuple(dict.fromkeys(_inputs(step)))

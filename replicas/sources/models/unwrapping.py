@@ -86,14 +86,14 @@ def copy_modules(module: nn.Module, tensor: Callable[[torch.Tensor], torch.Tenso
 
 
 class _Copier:
-    """Copies one module tree; shared modules and tied tensors stay shared.
-
-    :param found: gets the origins and units.
-    :param tensor: makes the copy of a tensor.
-    """
+    """Copies one module tree; shared modules and tied tensors stay shared."""
 
     def __init__(self, found: Unwrapped, tensor: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Begin with nothing copied."""
+        """Begin with nothing copied.
+
+        :param found: gets the origins and units.
+        :param tensor: makes the copy of a tensor.
+        """
         self._found = found
         self._tensor = tensor
         self._modules: dict[int, nn.Module] = {}
