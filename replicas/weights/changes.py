@@ -97,16 +97,16 @@ class Group(NamedTuple):
 
 
 class Difference:
-    """The difference of an image from a base, which may be overwritten meanwhile.
-
-    :param image: uint8 of shape ``[manifest.image_nbytes]``, header included.
-    :param base: the memory of an image of the same manifest, opened without a lock;
-        closed with the block. Without a base all tensors count as changed.
-    :param sharing: how many processes of this host compare at the same time.
-    """
+    """The difference of an image from a base, which may be overwritten meanwhile."""
 
     def __init__(self, image: torch.Tensor, manifest: Manifest, base: Buffer | None, sharing: int = 1) -> None:
-        """Map the base (the older version) for reading; compare nothing yet."""
+        """Map the base (the older version) for reading; compare nothing yet.
+
+        :param image: uint8 of shape ``[manifest.image_nbytes]``, header included.
+        :param base: the memory of an image of the same manifest, opened without a lock;
+            closed with the block. Without a base all tensors count as changed.
+        :param sharing: how many processes of this host compare at the same time.
+        """
         self.places = places_of(manifest)
         self._data, self._manifest, self._base = image[manifest.data_offset :], manifest, base
         self._threads = helpers_for(2 * manifest.data_nbytes, sharing) + 1

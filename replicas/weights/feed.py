@@ -59,7 +59,7 @@ class Shard:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """Check that the box lies in the tensor; make tuples of both fields."""
+        """Turn both fields into tuples; UsageError if the box is not in the tensor."""
         if not isinstance(self.tensor, torch.Tensor) or is_lazy(self.tensor):
             raise UsageError(f"Shard: tensor must be a tensor that has a shape, not a {type(self.tensor).__name__}")
         object.__setattr__(self, "offsets", arguments.integers("Shard: offsets", self.offsets))
@@ -120,11 +120,6 @@ class Ties:
 class Feed:
     """Walks a set of weights once, in order.
 
-    :param weights: a module, a mapping, an iterable of pairs, an object with
-        ``metadata()`` and iteration, or vLLM's ``WeightSource``; values are Tensor,
-        DTensor, :class:`Shard`, or None (skipped).
-    :param mode: ``"image"`` gathers DTensors and refuses Shards; ``"parts"`` takes the
-        rank's own pieces, without communication.
     :ivar finished: nothing is left to drain.
     :ivar user_failed: the user's own code raised. (The exception is not kept, as its
         frames hold this feed, and slots.)
@@ -134,7 +129,14 @@ class Feed:
     """
 
     def __init__(self, weights: object, *, dtype: torch.dtype | None = None, mode: Mode = "image") -> None:
-        """Keep the weights, to walk them later; see :meth:`cast_to` for ``dtype``."""
+        """Keep the weights, to walk them later.
+
+        :param weights: a module, a mapping, an iterable of pairs, an object with
+            ``metadata()`` and iteration, or vLLM's ``WeightSource``; values are Tensor,
+            DTensor, :class:`Shard`, or None (skipped).
+        :param mode: ``"image"`` gathers DTensors and refuses Shards; ``"parts"`` takes
+            the rank's own pieces, without communication.
+        """
         self.mode: Mode = mode
         self.finished = False
         self.user_failed = False
@@ -216,8 +218,9 @@ class Feed:
         return self._known
 
     def known_entries(self) -> list[Entry] | None:
-        """Return the entries of a module or mapping (a DTensor's without a tensor for
-        an image); None for a stream. Raises ManifestMismatch as :meth:`plan`."""
+        """Return an entry (checked tensor or tie) for each value of a module or
+        mapping; None for a stream. Gathers nothing; raises ManifestMismatch as
+        :meth:`plan`."""
         known = self.known()
         if known is None:
             return None

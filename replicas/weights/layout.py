@@ -99,9 +99,9 @@ class Places:
     """
 
     def __init__(self, manifest: PartManifest) -> None:
-        """Compute where each piece (a tensor, or a box of one) begins.
+        """Compute where each piece of the manifest is; touch no memory.
 
-        Touch no memory.
+        A piece is a tensor, or a box of one that a rank packs.
         """
         specs = manifest.tensors
         if manifest.pieces is None:
@@ -246,7 +246,11 @@ class Writer:
     """Copies entries one by one to ``destinations``, from :meth:`Places.views`."""
 
     def __init__(self, manifest: PartManifest, places: Places, destinations: Sequence[torch.Tensor]) -> None:
-        """Begin with no tensor written; the arguments belong to one manifest."""
+        """Begin with no tensor written.
+
+        :param manifest: names, dtypes and shapes that the entries must have.
+        :param places: where its pieces are. :param destinations: a view for each piece.
+        """
         self._manifest = manifest
         self._places = places
         self._destinations = destinations

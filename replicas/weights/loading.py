@@ -336,9 +336,13 @@ def _address(value: object) -> int | None:
 
 
 def _checked(name: str, value: object, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Check one target of a load, as :func:`_pair` does, which has the arguments.
+    """Check one target of a load; return (tensor to write, elements to write there).
 
-    Errors of a tensor's own code become ManifestMismatch, too.
+    As :func:`_pair`, but errors of a tensor's own code become ManifestMismatch, too.
+
+    :param name: of the target, for errors. :param value: the model's value of that
+        name.
+    :param source: the version's tensor.
     """
     try:
         return _pair(name, value, source)

@@ -38,11 +38,12 @@ def check_shared(pairs: _Pairs, names: Sequence[str]) -> None:
 
 
 def _check_group(group: Sequence[int], pairs: _Pairs, names: Sequence[str]) -> None:
-    """Do :func:`check_shared` for targets whose memory is one overlapping run.
+    """Check that targets whose memory overlaps would get the same values.
 
-    Uses a private copy of that memory's layout on the CPU.
+    Writes to a private copy of that memory's layout on the CPU, not to them.
 
     :param group: indices of these targets in ``pairs`` and ``names``.
+    :raises ManifestMismatch: two of them would get different values.
     """
     distinct: dict[object, int] = {}
     for number in group if len(group) > 1 else ():

@@ -128,7 +128,8 @@ def _device_for(sources: list[torch.Tensor], options: CopyOptions) -> Accelerato
 
 
 def _copy_on_host(host: HostCopies, places: Places, copies: Copies) -> None:
-    """Copy the tensors in ``host`` by the threads of a Copier, and wait."""
+    """Copy the tensors in ``host`` by the threads of ``copies``, a Copier, in steps
+    that ``places`` gives; wait for the copies."""
     assert isinstance(copies, Copier)
     copies.run_host(host, places.cuts)
 
@@ -160,7 +161,7 @@ class Planned:
     """The layout of the last publish's values: manifest, and tensors' offsets."""
 
     def __init__(self, feed: Feed, entries: Sequence[Entry], manifest: PartManifest) -> None:
-        """Remember the layout of the feed's known values; keep no tensor."""
+        """Remember the layout of the feed's values, by their entries; keep none."""
         known = feed.known() or {}
         values = [value for value in known.values() if value is not None]
         self.manifest = manifest
@@ -222,7 +223,7 @@ class Planned:
         return found if self._picks_all else found.of(self._picks)
 
     def _tensors(self, values: Sequence[object]) -> list[torch.Tensor] | None:
-        """Return each value's local tensor, or None if one may run its own code."""
+        """Return each value's local tensor; None if one's class has code of its own."""
         if not self._special:
             return values  # type: ignore[return-value]  # their types are plain tensors, all of them
         found: list[torch.Tensor] = []
@@ -261,7 +262,7 @@ def _form(value: object) -> object:
 
 
 def _memory(value: object) -> torch.Tensor | None:
-    """Return a value's local tensor, or None if that may run code of its own."""
+    """Return the tensor of a value (of a Shard or DTensor the local one) or None."""
     if isinstance(value, Shard):
         value = value.tensor
     elif is_dtensor(value):
@@ -373,7 +374,8 @@ class Packer:
         return _filled(fill, slot.data, options, progress, device=accelerator(), beside=beside)
 
     def _destinations(self, manifest: PartManifest, places: Places, slot: Slot) -> list[torch.Tensor]:
-        """Return views of the slot, one per piece, cached until its buffer closes."""
+        """Return views of the slot's memory, one for each piece in ``places``; cached
+        until its buffer is closed."""
         buffer = slot.buffer
         known_hash, destinations = self._views.get(buffer.key, ("", []))
         if known_hash != manifest.hash:

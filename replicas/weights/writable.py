@@ -46,7 +46,13 @@ class WritableSlot(Mapping[str, torch.Tensor]):
     """
 
     def __init__(self, slot: Slot, manifest: PartManifest, drop: Callable[[], None], holder: object = None) -> None:
-        """Make the tensors, as views of the slot's memory; see the class."""
+        """Make the tensors, as views of the slot's memory.
+
+        :param slot: memory of a version that is being filled. :param manifest: its
+            layout.
+        :param drop: gives the slot back. :param holder: an object to keep alive with
+            this one.
+        """
         self.manifest = manifest
         self.holder = holder
         self.slot = slot
@@ -81,7 +87,7 @@ class WritableSlot(Mapping[str, torch.Tensor]):
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Do :meth:`drop`."""
+        """Give the slot back, unless it was published."""
         self.drop()
 
     def drop(self) -> None:
@@ -101,7 +107,7 @@ class WritableSlot(Mapping[str, torch.Tensor]):
         self._close("taken")
 
     def digest(self, begun: Begun = lambda copies: None) -> Packing:
-        """Start to compute the digest of the published bytes; see :func:`packing_of`.
+        """Start to compute the digest of the published bytes; do not wait for it.
 
         :param begun: called with the object that does the work, before it begins.
         """

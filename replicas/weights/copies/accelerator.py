@@ -43,16 +43,18 @@ _NO_GPU_HINT = 'install a build of torch with CUDA, show it the GPU (CUDA_VISIBL
 
 
 class DeviceMemory:
-    """One run of bytes on a device.
-
-    :param tensor: uint8 of shape ``[nbytes]``; it and its views keep the memory alive.
-    :param handle: lets another process open it (:meth:`Accelerator.open`); empty for
-        memory opened from another process.
-    :param owner: an object kept until the memory is closed, even if it has no bytes.
-    """
+    """One run of bytes on a device."""
 
     def __init__(self, tensor: torch.Tensor, handle: bytes, owner: object = None) -> None:
-        """Keep the tensor, which owns the memory; the class has the arguments."""
+        """Keep the tensor, which owns the memory.
+
+        :param tensor: uint8 of shape ``[nbytes]``; it and its views keep the memory
+            alive.
+        :param handle: lets another process open it (:meth:`Accelerator.open`); empty
+            for memory opened from another process.
+        :param owner: an object kept until the memory is closed, even if it has no
+            bytes.
+        """
         self.nbytes = tensor.nbytes
         self.handle = handle
         self._tensor: torch.Tensor | None = tensor

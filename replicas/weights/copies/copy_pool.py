@@ -74,10 +74,6 @@ def helpers_for(nbytes: int, sharing: int = 1) -> int:
 class CopyPool:
     """Runs tasks on the caller's thread and up to ``helpers`` more; close it after use.
 
-    :param chores: called with ``lock`` held; returns work that a helper prefers to a
-        task, or None.
-    :param owner: held by a weak reference; helpers end when it is gone, in case an
-        interrupt kept the caller from closing the pool.
     :ivar lock: guards the queue and the state that ``chores`` reads; notify ``changed``
         when that state has changed.
     """
@@ -89,7 +85,13 @@ class CopyPool:
         *,
         owner: object | None = None,
     ) -> None:
-        """Start ``helpers`` threads, which wait for tasks."""
+        """Start ``helpers`` threads, which wait for tasks.
+
+        :param chores: called with ``lock`` held; returns work that a helper prefers to
+            a task, or None.
+        :param owner: held by a weak reference; helpers end when it is gone, in case an
+            interrupt kept the caller from closing the pool.
+        """
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
         self.helpers = 0

@@ -251,13 +251,13 @@ def _copy_quickly(destination: torch.Tensor, source: torch.Tensor, *, load: bool
 
 
 class Prefix:
-    """Counts the bytes filled from the start without a hole, and reports the count.
-
-    :param progress: called with the count every 8 MiB, and at last with all.
-    """
+    """Counts the bytes filled from the start without a hole, and reports the count."""
 
     def __init__(self, nbytes: int, progress: Progress) -> None:
-        """Begin with no byte filled, of ``nbytes``."""
+        """Begin with none of the ``nbytes`` bytes filled.
+
+        :param progress: called with the count every 8 MiB, and at last with all.
+        """
         self._nbytes = nbytes
         self._progress = progress
         self._end = 0
@@ -287,11 +287,6 @@ class Copier:
     block may skip that: then call :meth:`close`, from any thread, before reusing the
     memory.
 
-    :param data: uint8, one-dimensional, contiguous, on the CPU; the steps fill each of
-        its bytes once.
-    :param helpers: threads beside the caller's; by default as many as pay.
-    :param beside: hash while copying; by default with two or more helpers.
-    :param begun: called with this copier before its first helper starts.
     :ivar digest: of ``data``, set on a helper's thread after :meth:`finish`.
     """
 
@@ -306,7 +301,14 @@ class Copier:
         progress: Progress | None = None,
         begun: Callable[[Copier], object] = lambda copier: None,
     ) -> None:
-        """Start the helper threads, which wait for work; see the class."""
+        """Start the helper threads, which wait for work.
+
+        :param data: uint8, one-dimensional, contiguous, on the CPU; the steps fill each
+            of its bytes once.
+        :param helpers: threads beside the caller's; by default as many as pay.
+        :param beside: hash while copying; by default with two or more helpers.
+        :param begun: called with this copier before its first helper starts.
+        """
         nbytes = data.numel()
         if helpers is None:
             helpers = max(helpers_for(nbytes), int(nbytes >= ALONE_NBYTES))  # one at least, to hash large data
@@ -330,7 +332,7 @@ class Copier:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Do :meth:`close`."""
+        """Stop the copying threads, and wait for them."""
         self.close()
 
     def close(self) -> None:

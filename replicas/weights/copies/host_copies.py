@@ -96,7 +96,7 @@ class Kinds:
     def __init__(
         self, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], published: Sequence[torch.dtype]
     ) -> None:
-        """Keep dtypes and shapes, one for each tensor; no tensor is kept."""
+        """Keep all dtypes and shapes; ``published`` dtypes are of the other side."""
         self.shapes, self.dtypes = list(shapes), list(dtypes)
         self.items = np.fromiter((dtype.itemsize for dtype in dtypes), dtype=np.uintp, count=len(self.dtypes))
         self.sizes = np.fromiter(map(math.prod, shapes), dtype=np.uintp, count=len(self.dtypes)) * self.items
@@ -225,15 +225,7 @@ def _nothing(start: int, end: int) -> None:
 
 
 class HostCopies:
-    """Copies between our pieces and the user's tensors, one for each, on the CPU.
-
-    :param ours: the address of each piece.
-    :param starts: each piece's first byte, as in the cuts.
-    :param piece: returns a piece as a tensor, for tensors that are not runs.
-    :param kinds: of the tensors that were found.
-    :param load: copy to the tensors instead of from them.
-    :param name: returns the name of a piece's tensor.
-    """
+    """Copies between our pieces and the user's tensors, one for each, on the CPU."""
 
     def __init__(
         self,
@@ -246,7 +238,15 @@ class HostCopies:
         load: bool,
         name: Callable[[int], str],
     ) -> None:
-        """Keep the arguments; copy nothing yet."""
+        """Keep the arguments; copy nothing yet.
+
+        :param ours: the address of each piece.
+        :param starts: each piece's first byte, as in the cuts.
+        :param piece: returns a piece as a tensor, for tensors that are not runs.
+        :param kinds: of the tensors that were found.
+        :param load: copy to the tensors instead of from them.
+        :param name: returns the name of a piece's tensor.
+        """
         self._found, self._kinds, self._ours, self._starts = found, kinds, ours, starts
         self._piece, self._load, self._name = piece, load, name
         self.runs = bool(found.runs.all())
@@ -266,8 +266,8 @@ class HostCopies:
     def tasks(
         self, cuts: Sequence[Cut], *, past_caches: bool, done: Callable[[int, int], object] = _nothing, threads: int = 1
     ) -> list[Callable[[], None]]:
-        """Return a function for each cut, which copies it and calls ``done``; start
-        none. For the other arguments see :meth:`run`."""
+        """Return a function for each cut (step), which copies it, with so many
+        ``threads`` each, and calls ``done``; start none."""
         for index in {cut.first for cut in cuts if cut.axis >= 0}:
             with torch.no_grad():
                 self._found.tensors[index] = self._found.tensors[index].detach()
@@ -283,7 +283,8 @@ class HostCopies:
     def copy(self, cut: Cut, *, threads: int = 1, past_caches: bool = False) -> None:
         """Copy one cut (step), to or from the user's tensors; repeat while they move.
 
-        :param past_caches: as for :meth:`run`, like ``threads``.
+        :param past_caches: use stores that bypass the CPU caches, in so many
+            ``threads``.
         :raises ManifestMismatch: a tensor was freed, or has another shape or dtype.
         """
         some = slice(cut.first, cut.last)

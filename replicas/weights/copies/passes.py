@@ -19,14 +19,15 @@ Piece = Callable[[torch.Tensor, tuple[int, ...], tuple[int, ...]], object]
 
 
 class Passes:
-    """A vLLM ``WeightSource`` as a stream of (name, tensor), with ``metadata()``.
-
-    :param mode: ``"image"`` for whole tensors, ``"parts"`` for this rank's pieces.
-    :param shard: makes a shard of a local tensor, its offsets, and the global shape.
-    """
+    """A vLLM ``WeightSource`` as a stream of (name, tensor), with ``metadata()``."""
 
     def __init__(self, source: Any, mode: Literal["image", "parts"], shard: Piece) -> None:
-        """Keep the source; the walk begins with an iteration."""
+        """Keep the vLLM source; walk it when iterated.
+
+        :param mode: ``"image"`` for whole tensors, ``"parts"`` for this rank's pieces.
+        :param shard: makes a shard of a local tensor, its offsets, and the global
+            shape.
+        """
         self._source, self._mode, self._shard = source, mode, shard
 
     def metadata(self) -> Any:

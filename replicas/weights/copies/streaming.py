@@ -158,12 +158,14 @@ class Private:
 
     Without the C code the tensors themselves are used.
 
-    :param tensors: aliases on the CPU that no other code has.
     :ivar views: a tensor for each, to read or write instead.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Allocate private memory with a view for each tensor; copy nothing yet."""
+        """Allocate private memory with a view for each tensor; copy nothing yet.
+
+        :param tensors: aliases on the CPU that no other code has.
+        """
         self.views = list(tensors)
         self._tensors = list(tensors) if available else []
         if not self._tensors:

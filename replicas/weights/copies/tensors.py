@@ -71,7 +71,7 @@ def is_castable(dtype: torch.dtype) -> bool:
 
 
 def is_copied(dtype: torch.dtype) -> bool:
-    """Return True if every release of torch copies this dtype on every device.
+    """Return True if every release of torch can copy tensors of this dtype.
 
     Tensors of other dtypes are copied as integers (:func:`bits`).
     """

@@ -56,7 +56,7 @@ class Block:
     """Device memory under tensors; ``give_back`` runs when it is garbage-collected."""
 
     def __init__(self, address: int, nbytes: int, give_back: Callable[[], None]) -> None:
-        """Take over memory; ``give_back`` is called when this object is collected."""
+        """Take over device memory; ``give_back()`` is called when this is collected."""
         self.address = address
         self.nbytes = nbytes
         end = weakref.finalize(self, _in_this_process, os.getpid(), give_back)

@@ -78,7 +78,10 @@ class DeviceBuffer(Buffer):
     """
 
     def __init__(self, fd: int, page: _Page, *, writable: bool) -> None:
-        """Take over ``fd``, the page's file; map no device memory yet."""
+        """Take over ``fd``, the file of the page; map no device memory yet.
+
+        :param page: the content of the file: the device, the size, and the handles.
+        """
         super().__init__(fd, page.nbytes, writable=writable)
         self.device = page.uuid
         self._page = page

@@ -90,6 +90,7 @@ class _DeviceSink:
         """Begin with no byte arrived.
 
         :param data: the memory to digest. :param device: UUID of its GPU.
+        :param progress: called with the number of bytes filled from the start.
         """
         self.digest: Future[str] = Future()
         self._accelerator = accelerator
@@ -106,9 +107,9 @@ class _DeviceSink:
             self._prefix.filled(start, end)
 
     def finish(self) -> None:
-        """Report all bytes.
+        """Compute the digest on the device, wait for it, and set the future.
 
-        Compute the digest on the device, wait, and set the future.
+        Before, report that all bytes have arrived.
         """
         if self._prefix is not None:
             self._prefix.finish()
@@ -138,9 +139,10 @@ class DeviceCopies:
     def __init__(
         self, accelerator: Accelerator, data: torch.Tensor, options: CopyOptions, progress: Progress | None = None
     ) -> None:
-        """Start the follower thread, and call ``begun`` of the options; copy nothing.
+        """Start the follower thread, and call ``options.begun``; copy nothing yet.
 
         :param data: uint8, the run of bytes to fill.
+        :param progress: called with the number of bytes filled from the start.
         """
         self.copied: Future[float] = Future()
         self.ended = Latch()
@@ -200,10 +202,7 @@ class DeviceCopies:
         self._give_up("its block was left")
 
     def _give_up(self, why: str) -> None:
-        """Have the follower thread fail the futures with SyncError.
-
-        ``why`` is its text.
-        """
+        """Have the follower fail the futures with a SyncError that says ``why``."""
         self._batches.put(SyncError(f"given up: {why}", phase="pack", hint=""))
 
     def put(self, destination: torch.Tensor, source: torch.Tensor, start: int, end: int, name: str = "") -> None:

@@ -103,13 +103,6 @@ class Slot:
 class Arena:
     """A process's memory for versions: own slots, and foreign ones. Thread-safe.
 
-    :param slots: how many versions fit in its own memory.
-    :param name: names its memory in ``/proc/PID/maps``.
-    :param device: UUID of the GPU for its own memory, without headers; else empty.
-    :param on_drop: called, without the lock, with a version whose slot was given to
-        another version, or was foreign and is no longer needed.
-    :param on_change: called, without the lock, after a slot became free or lost its
-        last pin: a waiting :meth:`acquire` may succeed now.
     :ivar protected: versions that must not be evicted; call :meth:`trim` after changes.
     :ivar pool: allocates the memory of its slots.
     """
@@ -123,7 +116,16 @@ class Arena:
         on_drop: Callable[[int], None] = lambda version: None,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """Make the slots, without memory yet; the class has the arguments."""
+        """Make the slots, without memory yet.
+
+        :param slots: how many versions fit in its own memory.
+        :param name: names its memory in ``/proc/PID/maps``.
+        :param device: UUID of the GPU for its own memory, without headers; else empty.
+        :param on_drop: called, without the lock, with a version whose slot was given to
+            another version, or was foreign and is no longer needed.
+        :param on_change: called, without the lock, after a slot became free or lost its
+            last pin: a waiting :meth:`acquire` may succeed now.
+        """
         if slots < 1:
             raise ValueError(f"an arena needs at least one slot, not {slots}")
         self.protected: set[int] = set()

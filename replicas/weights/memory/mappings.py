@@ -58,14 +58,16 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 class Mapping:
     """Mapped memory as a tensor, pinned at most once.
 
-    :param tensor: uint8 of shape ``[nbytes]``.
     :ivar read_only: writing to it is a SIGSEGV.
     :ivar kept: place of the memory, if a :class:`KeptMappings` keeps and unpins it.
     :ivar used: the number of its last use there.
     """
 
     def __init__(self, tensor: torch.Tensor, *, read_only: bool = False) -> None:
-        """Keep a tensor over mapped memory; pin nothing."""
+        """Keep a tensor over mapped memory; pin nothing.
+
+        :param tensor: uint8 of shape ``[nbytes]``.
+        """
         self.tensor = tensor
         self.kept: SlotPlace | None = None
         self.used = 0
@@ -87,7 +89,7 @@ class Mapping:
         return locked(self._pinning, self._register, device)
 
     def _register(self, device: Accelerator) -> bool:
-        """Do :meth:`pin`, at most once. Needs the lock."""
+        """Pin the memory, at most once; return True if it is pinned. Needs the lock."""
         if self._pin is None and not self._refused:
             self._pin = device.register(self.tensor, read_only=self.read_only)
             self._refused = self._pin is None

@@ -40,15 +40,17 @@ WORKER_LOOKED_AT_S = 1.0
 class Pool:
     """Buffers for the slots of one arena. Every method is thread-safe.
 
-    :param name: names its memory in ``/proc/PID/maps``.
-    :param retired: how many buffers may be retired at a time.
-    :param device: UUID of the GPU for the bytes; empty for host memory.
     :ivar pinning: pin preallocated host memory.
     :ivar left: closed buffers whose files were shown.
     """
 
     def __init__(self, name: str, retired: int, device: str = "") -> None:
-        """Begin without buffers; the class has the arguments."""
+        """Begin without buffers.
+
+        :param name: names its memory in ``/proc/PID/maps``.
+        :param retired: how many buffers may be retired at a time.
+        :param device: UUID of the GPU for the bytes; empty for host memory.
+        """
         self.device = device
         self.pinning = False
         self._name = name
@@ -201,9 +203,10 @@ class Pool:
             return tuple(self._retired)
 
     def _allocate(self, nbytes: int, stop: Callable[[], bool] = lambda: False) -> Buffer:
-        """Allocate a buffer; it is not claimed yet. Raises as :meth:`Buffer.allocate`.
+        """Allocate a buffer, which is not claimed yet.
 
         :param stop: asked meanwhile; returns True to give up.
+        :raises NoCapacity: too little memory is left.
         """
         with self._changed:
             self._made += 1
@@ -226,7 +229,9 @@ class Pool:
     def _take_spare(self, nbytes: int, *, alone: bool) -> Buffer | None:
         """Remove a spare buffer of this size and return it, claimed; None without one.
 
-        Needs the lock. :param alone: as for :meth:`claim_buffer`.
+        Needs the lock.
+
+        :param alone: one that is sealed against writers of other processes will do.
         """
         self._sweep()
         for spare in self._spare:

@@ -19,14 +19,14 @@ logger = Log("replicas.weights")
 
 
 class StillMapped:
-    """Closed memory of one arena whose file was shown to users. Thread-safe.
-
-    :param name: of the arena, for the log.
-    :param usual: how many such versions may be mapped without a warning.
-    """
+    """Closed memory of one arena whose file was shown to users. Thread-safe."""
 
     def __init__(self, name: str, usual: int) -> None:
-        """Begin with no memory recorded."""
+        """Begin with no memory recorded.
+
+        :param name: of the arena, for the log.
+        :param usual: how many such versions may be mapped without a warning.
+        """
         self._name = name
         self._usual = usual
         self._lock = threading.Lock()
