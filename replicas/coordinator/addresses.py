@@ -68,14 +68,14 @@ def check_reach(hello: Hello, here: ProcessIdentity, address: str, seen_as: str,
 
 
 class AllowedHosts:
-    """The host names that a port answers to: any, unless it listens on loopback.
-
-    :param host: listen host as written in the config.
-    :param address: the address that the socket is bound to.
-    """
+    """The host names that a port answers to: any, unless it listens on loopback."""
 
     def __init__(self, host: str, address: str) -> None:
-        """Allow every name, or on loopback only names of this machine and ``host``."""
+        """Allow every name, or on loopback only names of this machine and ``host``.
+
+        :param host: listen host as written in the config.
+        :param address: the address that the socket is bound to.
+        """
         self._any = not _is_loopback(address)
         self._names = {"localhost", host.lower(), socket.gethostname().lower()}
 

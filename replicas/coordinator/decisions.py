@@ -48,7 +48,9 @@ class DecisionLog:
     def _open(self, path: Path) -> None:
         """Open and lock the file, read its decisions, and cut off a torn last line.
 
-        :raises errors.WorldError: a line is damaged, or as :meth:`_locked`.
+        :raises errors.UsageError: the folder or file is not private to this user.
+        :raises errors.WorldError: a line is damaged, or another coordinator has the
+            file.
         """
         self._fd = self._locked(path)
         try:

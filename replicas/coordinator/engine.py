@@ -79,7 +79,7 @@ class Engine:
         epochs: Mapping[str, int] | None = None,
         carry_port: int = 0,
     ) -> None:
-        """Restore each channel's state from the decisions on disk; send nothing yet."""
+        """Restore the channels' states from ``decisions``; send nothing yet."""
         self.decisions = decisions
         self._store = store
         self._keeper = MemoryHolder()
@@ -170,7 +170,7 @@ class Engine:
     def _attach(
         self, session: MemberSession, connection: MemberConnection, received: int, welcome: wire.Welcome
     ) -> None:
-        """Use ``connection``: send ``welcome``, then what follows ``received``."""
+        """Use ``connection``: send ``welcome``, then messages after ``received``."""
         session.attach(connection, received, welcome)
         connection.on_bytes = lambda: self._heard(session)
 
@@ -202,7 +202,7 @@ class Engine:
         self._close_session(hello.member)
 
     def _close_session(self, member: Member) -> None:
-        """End the member's session, if it has one; what is queued is written."""
+        """End the member's session, if it has one; queued messages are written."""
         session = self._sessions.pop(member, None)
         if session is not None:
             session.close()
@@ -230,7 +230,7 @@ class Engine:
         self._apply(channel)
 
     def change_all(self, change: Callable[[ChannelState, float], None]) -> None:
-        """Do :meth:`change` for each channel."""
+        """Call ``change(channel, loop time)`` for each channel; send and record."""
         for channel in self.channels.values():
             self.change(channel, change)
 
@@ -292,7 +292,7 @@ class Engine:
     # ------------------------------------------------------------ effects
 
     def _apply(self, channel: ChannelState) -> None:
-        """Carry out the channel's effects; stop at a decision that is not on disk."""
+        """Send and record what the channel asks for; stop where the disk fails."""
         outlet = self._outlets[channel.config.name]
         outlet.due.extend(channel.take_effects())
         if outlet.applying:  # called by _do(): the loop below continues with it

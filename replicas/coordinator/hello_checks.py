@@ -22,11 +22,7 @@ class NotYet(Exception):
 
 
 class HelloChecks:
-    """Checks the Hellos of one run.
-
-    :param sessions: of all members; the caller keeps it up to date.
-    :param process: this process.
-    """
+    """Checks the Hellos of one run."""
 
     def __init__(
         self,
@@ -35,7 +31,11 @@ class HelloChecks:
         sessions: Mapping[Member, MemberSession],
         process: ProcessIdentity,
     ) -> None:
-        """Keep the run's name and the caller's mappings, which it keeps up to date."""
+        """Keep the mappings, which the caller keeps up to date.
+
+        :param sessions: of all members; the caller keeps it up to date.
+        :param process: this process.
+        """
         self.run = run
         self.process = process
         self._channels = channels

@@ -87,13 +87,7 @@ def head_nbytes(data: bytes) -> int:
 
 
 class PortRules:
-    """The access rules of one port, and the strangers connected to it.
-
-    :param refused: called with the reason for each connection that is refused.
-    :param knows: returns True for an Authorization header with a valid token.
-    :param hosts: the host names that a stranger's request may have.
-    :param live: result of ``GET /livez``, or None without that page.
-    """
+    """The access rules of one port, and the strangers connected to it."""
 
     def __init__(
         self,
@@ -102,7 +96,13 @@ class PortRules:
         hosts: AllowedHosts,
         live: Callable[[], bool] | None = None,
     ) -> None:
-        """Keep the functions that the class describes; no connection is known yet."""
+        """Keep the rules; no connection is known yet.
+
+        :param refused: called with the reason for each connection that is refused.
+        :param knows: returns True for an Authorization header with a valid token.
+        :param hosts: the host names that a stranger's request may have.
+        :param live: result of ``GET /livez``, or None without that page.
+        """
         self.refused, self.is_valid_token, self.hosts = refused, knows, hosts
         self._live = live
         self.unproven: BoundedConnections[PortConnection] = BoundedConnections(UNPROVEN)
@@ -144,16 +144,16 @@ class Port(Protocol):
 
 
 class PortConnection(asyncio.Protocol):
-    """The protocol of one connection until it becomes a WebSocket or closes.
-
-    :param source: its source, for limits. :param until: loop time by which its head
-        must be complete.
-    """
+    """The protocol of one connection until it becomes a WebSocket or closes."""
 
     transport: asyncio.Transport
 
     def __init__(self, port: Port, source: bytes, until: float) -> None:
-        """Begin without a transport; asyncio calls :meth:`connection_made`."""
+        """Begin without a transport; asyncio calls :meth:`connection_made`.
+
+        :param source: its source, for limits. :param until: loop time by which its head
+            must be complete.
+        """
         self._port = port
         self.rules = port.rules
         self._source = source
@@ -174,7 +174,7 @@ class PortConnection(asyncio.Protocol):
         return self in self.rules.strangers
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Start the time limit of the request head."""
+        """Keep the transport; limit the time in which the request head must come."""
         self.transport = cast("asyncio.Transport", transport)
         self.opening = None
         self._is_secure = transport.get_extra_info("sslcontext") is not None

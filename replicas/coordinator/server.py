@@ -68,8 +68,10 @@ class _Refusal(Exception):
     """
 
     def __init__(self, reason: str, text: str, code: int, *, final: bool = False) -> None:
-        """Keep the reason (of ``REASONS``), the text for the peer, and the close
-        code."""
+        """Keep a reason of ``REASONS``, a text for the peer, and a close code.
+
+        :param final: lose the member, and send it the text.
+        """
         super().__init__(text)
         self.reason, self.text, self.code, self.final = reason, text, code, final
 
@@ -136,7 +138,7 @@ def _refused_frame(error: errors.ReplicasError) -> bytes:
 async def _converse(engine: Engine, session: MemberSession, websocket: WebSocket) -> None:
     """Handle a connection's messages until it ends, or the session has another one.
 
-    Then the session is detached, and what is queued is written for up to 1 s. The
+    Then the session is detached, and queued messages are written for up to 1 s. The
     session writes to the connection without this task.
     """
     over = session.over
@@ -290,12 +292,7 @@ def bind_listener(host: str, port: int, *, or_any: bool = False) -> socket.socke
 
 
 class Server:
-    """Serves HTTP, sessions and agents on one socket.
-
-    :param rules: of the port; they are told why a connection is refused.
-    :param turns_away: returns the answer that refuses a connection, or ``b""``.
-    :param tls: context of the port, or None for plain HTTP.
-    """
+    """Serves HTTP, sessions and agents on one socket."""
 
     def __init__(
         self,
@@ -309,6 +306,9 @@ class Server:
         """Take over a listening socket; accept nothing before :meth:`start`.
 
         :param routes: HTTP pages, and WebSockets (:class:`SocketRoute`).
+        :param rules: of the port; they are told why a connection is refused.
+        :param turns_away: returns the answer that refuses a connection, or ``b""``.
+        :param tls: context of the port, or None for plain HTTP.
         """
         self._listener = listener
         self._acceptor: Acceptor | None = None

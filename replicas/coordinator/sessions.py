@@ -83,10 +83,7 @@ class MemberSession:
     """The outbox and the message numbers of one member's session."""
 
     def __init__(self, member: Member, channel: ChannelState) -> None:
-        """Begin a session without a connection.
-
-        Nothing is sent until :meth:`attach`.
-        """
+        """Begin the session of ``member``, without a connection; send nothing."""
         self.member = member
         self.channel = channel
         self.received = 0
@@ -256,7 +253,7 @@ class ProcessWatch:
     """
 
     def __init__(self, process: ProcessIdentity, loop: asyncio.AbstractEventLoop) -> None:
-        """Open a pidfd of the process, and check its start time."""
+        """Open a pidfd of the process, and check its start time; watch nothing yet."""
         self._loop = loop
         self._pidfd = os.pidfd_open(process.pid)  # from here on the pid cannot be given to another
         try:

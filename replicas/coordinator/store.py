@@ -38,15 +38,13 @@ STRAGGLER_S = 30.0
 
 
 class StoreWatcher:
-    """Owns the process of the master TCPStore, and replaces it when it fails.
-
-    :param on_change: called on the loop as ``on_change(up)``.
-    """
+    """Owns the process of the master TCPStore, and replaces it when it fails."""
 
     def __init__(self, bind: str, port: int, on_change: Callable[[bool], None]) -> None:
         """Keep the arguments; nothing is started before :meth:`start`.
 
         :param bind: address or host name to listen on. :param port: of the first store.
+        :param on_change: called on the loop as ``on_change(up)``.
         """
         self._bind = bind
         self._port = port

@@ -43,12 +43,13 @@ class LoopThread(Generic[T]):
         self._thread = threading.Thread(target=self._run, name="replicas-coordinator", daemon=True)
 
     def __enter__(self) -> T:
-        """Do :meth:`start`, and return the entered object."""
+        """Start the thread, wait until ``what`` is entered on its loop, and return
+        that."""
         self.start()
         return self._what
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Do :meth:`close`."""
+        """Leave ``what`` with this error, end the thread, and wait for that."""
         self.close(error)
 
     def start(self) -> None:

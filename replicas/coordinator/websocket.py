@@ -54,18 +54,13 @@ class Ended(Exception):
     """
 
     def __init__(self, *, too_big: bool = False) -> None:
-        """Make the exception that ends a reader of the connection."""
+        """Make the exception; ``too_big`` if a frame larger than allowed ended it."""
         super().__init__("the connection has ended")
         self.too_big = too_big
 
 
 class SocketRoute(BaseRoute):
-    """A path of the control port at which WebSockets are served.
-
-    :param refusal: given a request's headers (names in lower case), returns None to
-        upgrade it, or status and text to refuse it.
-    :param serve: serves one connection, which is closed when this returns.
-    """
+    """A path of the control port at which WebSockets are served."""
 
     def __init__(
         self,
@@ -73,6 +68,12 @@ class SocketRoute(BaseRoute):
         refusal: Callable[[Mapping[str, str]], tuple[int, str] | None],
         serve: Callable[[WebSocket], Awaitable[None]],
     ) -> None:
+        """Keep the path and both functions.
+
+        :param refusal: given a request's headers (names in lower case), returns None to
+            upgrade it, or status and text to refuse it.
+        :param serve: serves one connection, which is closed when this returns.
+        """
         self.path, self.refusal, self.serve = path, refusal, serve
 
 
@@ -129,14 +130,16 @@ class _Inbox:
 class WebSocket(asyncio.BufferedProtocol):
     """The protocol of one connection, from its request on.
 
-    :param left: called when the connection has ended.
     :ivar headers: of its request, with names in lower case.
     """
 
     headers: Mapping[str, str]
 
     def __init__(self, transport: asyncio.Transport, left: Callable[[], None]) -> None:
-        """Take over an open transport; the upgrade request comes to :meth:`open`."""
+        """Take over an open transport; the upgrade request comes to :meth:`open`.
+
+        :param left: called when the connection has ended.
+        """
         self._transport = transport
         self._left = left
         self._loop = asyncio.get_running_loop()
