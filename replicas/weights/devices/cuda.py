@@ -440,6 +440,7 @@ class _Streams:
     """The side streams of one thread, by device; ``idle`` gets them when it ends."""
 
     def __init__(self, idle: dict[int, list[Any]]) -> None:
+        """Begin without streams; ``idle`` gets them when the thread has ended."""
         self.streams: dict[int, Any] = {}
         self._idle = idle
 
