@@ -79,7 +79,8 @@ class Engine:
         epochs: Mapping[str, int] | None = None,
         carry_port: int = 0,
     ) -> None:
-        """Restore the channels' states from ``decisions``; send nothing yet."""
+        """Restore the channels from ``decisions`` and ``epochs`` (last membership
+        numbers); send nothing. ``carry_port``: for pulls of versions between hosts."""
         self.decisions = decisions
         self._store = store
         self._keeper = MemoryHolder()

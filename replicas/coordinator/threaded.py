@@ -43,8 +43,10 @@ class LoopThread(Generic[T]):
         self._thread = threading.Thread(target=self._run, name="replicas-coordinator", daemon=True)
 
     def __enter__(self) -> T:
-        """Start the thread, wait until ``what`` is entered on its loop, and return
-        that."""
+        """Start the thread.
+
+        Return ``what``, once it is entered on the thread's loop.
+        """
         self.start()
         return self._what
 
