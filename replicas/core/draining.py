@@ -45,7 +45,7 @@ class Drains:
             self._waiting[group, replica] = generation
 
     def end(self, group: str, replica: int) -> None:
-        """End the drain: the replica's members, present and future, take part again."""
+        """End a replica's drain: its members, present and future, get new work."""
         self._ending.pop((group, replica), None)
         self._waiting.pop((group, replica), None)
         for state in self._context.roster.replica(group, replica):
@@ -66,7 +66,10 @@ class Drains:
                     self._context.emit(ReplicaIdle(self._context.config.name, group, replica, newest))
 
     def busy(self, group: str, replica: int) -> Reason | None:
-        """Return the replica's first work in progress here as text, or None."""
+        """Return what the replica still works on in this channel, as text.
+
+        None if idle.
+        """
         name = self._context.config.name
         states = self._context.roster.replica(group, replica)
         members = [state.member for state in states]

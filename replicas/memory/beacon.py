@@ -37,8 +37,8 @@ def own_beacon() -> Beacon:
 
     A beacon is a memfd with a nonce, which proves that its reader is on this host. With
     it a socket is opened, and a thread started, from which other containers get
-    descriptors; if that fails, the beacon names none. Both stay open until the process
-    ends.
+    descriptors. If that fails, the beacon does not name a socket. All stay open until
+    the process ends.
     """
     global _beacon  # one for all channels of the process
     if _beacon is None or _beacon.pid != os.getpid():

@@ -46,6 +46,9 @@ class History:
         return sum(now - at <= FLAP_WINDOW_S for at in self._losses.get(name, ()))
 
     def take_unloaded(self) -> dict[str, str]:
-        """Return why replicas failed to load since the last call, by name; clear it."""
+        """Return why replicas failed to load since the last call, by replica.
+
+        Forget it.
+        """
         found, self.unloaded = self.unloaded, {}
         return found

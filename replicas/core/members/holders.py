@@ -50,7 +50,7 @@ class Holders:
         return list(self._of.get(version, {}).values())
 
     def lacking(self, version: int) -> list[MemberState]:
-        """Return the targets that carry bytes and lack ``version``, live or not."""
+        """Return the targets, live or not, that receive bytes and lack ``version``."""
         if self._carrying[version] == len(self._carriers):  # all have it: the usual case, without a walk
             return []
         return [state for state in self._carriers.values() if version not in state.held]

@@ -160,7 +160,10 @@ class Hosts:
         self._remove_member(state)
 
     def tick(self, now: float) -> None:
-        """Make each member that did not answer Locate in time a host of its own."""
+        """Make each member a host of its own that did not answer in time.
+
+        A member answers Locate, the request to find the host that it shares.
+        """
         for member, search in list(self._searches.items()):
             state = self._roster.get(member)
             if now > search.until and state is not None:

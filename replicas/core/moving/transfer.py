@@ -252,8 +252,8 @@ class Transfer:
     # ------------------------------------------------------------ messages of members
 
     def ready(self, member: Member, transfer: int, now: float) -> None:
-        """Note that a member has its slot ready for attempt ``transfer``: it pulls now.
-        When the last member of the broadcast is ready, that starts."""
+        """Note that a member has its slot ready for attempt ``transfer``, or begins to
+        pull. When the last member of the broadcast is ready, that starts."""
         attempt, one = self.attempt, self.attempt.under_way(member, transfer)
         if one is None or one.state == "taking":
             return
@@ -421,7 +421,8 @@ class Transfer:
     # ------------------------------------------------------------ losses and deadlines
 
     def lost(self, member: Member, now: float) -> None:
-        """Go on without a lost member, which is already out of the roster."""
+        """Go on without a lost member, already out of the roster: others give the
+        version in its place, or the tasks that read from it fail."""
         self.needers.discard(member)
         self.verified.discard(member)
         if member == self.payload.filling:

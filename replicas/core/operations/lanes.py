@@ -195,9 +195,9 @@ class Lanes:
         self._lost = self._store()
 
     def store_moved(self) -> list[Lane]:
-        """Return the lanes that were forming over a store that was replaced.
+        """Note that there is another store now; return the lanes that were forming.
 
-        From now on no lane waits for a store.
+        The caller replaces these by lanes over that store.
         """
         self._lost = None
         return [lane for lane in self if lane.state == "forming"]

@@ -147,7 +147,7 @@ class Commits:
         self.publishes.packed(state.member, message, state.hello.world_size, now)
 
     def filled(self, state: MemberState, message: wire.Filled, now: float) -> None:
-        """Note that a slot which was sent while being packed is full now."""
+        """Note that a slot which was sent while it was packed is full now."""
         if any(one is state and earlier.publish == message.publish for one, earlier in self._unread):
             self._unread.append((state, message))
             return
@@ -206,7 +206,7 @@ class Commits:
             return False
 
     def _handle_unread(self, now: float) -> None:
-        """Handle the messages that waited for a manifest."""
+        """Handle the messages on publishes that waited for a manifest's bytes."""
         unread, self._unread = self._unread, []
         for state, message in unread:
             if self._roster.get(state.member) is not state:
@@ -446,7 +446,7 @@ class Commits:
             transfer.lost(member, now)
 
     def tick(self, now: float, *, recovering: bool) -> None:
-        """Check deadlines. ``recovering``: members may still come back."""
+        """Check deadlines; with ``recovering`` members of before may still return."""
         for transfer in self.transfers:
             transfer.tick(now)
         for publish in self.publishes.without_verdict():

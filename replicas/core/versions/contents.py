@@ -61,10 +61,10 @@ class Contents:
         return found
 
     def for_latecomers(self) -> list[Wanted]:
-        """Return the payloads that members which lack them are to be sent.
+        """Return the versions that are to be sent to members which lack them.
 
-        Each comes with the names of these members: holders of a lease, or None for all
-        targets.
+        As payloads (manifest and facts). Each comes with the names of these members:
+        holders of a lease, or None for all targets.
         """
         served, leased = self.wanted, self.leased.items()
         wanted = [(content, None) for content in served]

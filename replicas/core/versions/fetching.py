@@ -37,6 +37,7 @@ class Cache(Generic[_T]):
     """Recently used values by hash; bounded in bytes, but always with the newest."""
 
     def __init__(self, limit_nbytes: int = CACHE_NBYTES) -> None:
+        """Start empty; ``limit_nbytes`` limits the total of the values' sizes."""
         self._limit_nbytes = limit_nbytes
         self._nbytes = 0
         self._kept: OrderedDict[str, tuple[_T, int]] = OrderedDict()

@@ -86,7 +86,7 @@ class LoadRound:
         self.owed.clear()
 
     def grant(self, member: Member) -> None:
-        """Note that the rank is granted the round's version."""
+        """Note that the rank may load the round's version now, and has to report it."""
         self.move("grant")
         self.taken.add(member)
 
@@ -98,11 +98,12 @@ class Newest(NamedTuple):
     meta: Mapping[str, object] | None = None
 
     def is_enough(self, ask: ReceiveAsk) -> bool:
-        """Return True if the version meets the ask's ``at_least``; ignore ``after``."""
+        """Return True if the version reaches the lower bound in the rank's request."""
         return is_enough(ask.at_least, ask.key, self.version, self.meta or {})
 
     def meets(self, ask: ReceiveAsk) -> bool:
-        """Return True if the version may be granted for this ask."""
+        """Return True if it is newer than the asking rank's, and at or above the
+        bound."""
         return ask.after < self.version and self.is_enough(ask)
 
 
@@ -176,7 +177,8 @@ class LoadRounds:
         return self._of_replica.get((group, replica), LoadRound())
 
     def touch(self, state: MemberState) -> None:
-        """Note a change of this rank: its round is examined if a rank of it waits."""
+        """Note a change of this rank, as of the versions that it holds: :meth:`advance`
+        is due for its replica if a rank of it waits."""
         key = (state.member.group, state.member.replica)
         if self._known(*key).asks:
             self._due.add(key)
@@ -213,7 +215,8 @@ class LoadRounds:
         return member in self._known(member.group, member.replica).asks
 
     def has_open_update(self, member: Member) -> bool:
-        """Return True if the member was granted an update and has not reported it."""
+        """Return True if the member was granted a version and has not reported its
+        load."""
         return member in self._known(member.group, member.replica).taken
 
     def loading(self, group: str, replica: int) -> bool:
@@ -309,7 +312,7 @@ class LoadRounds:
             self._out.append(LoadFailed(self._channel, group, replica, version, why, kept))
 
     def refusals(self, version: int) -> dict[str, str]:
-        """Return the reasons why replicas refused this or a newer version, by name."""
+        """Return why replicas refused this or a newer version, by replica name."""
         return {
             f"{group}/{replica}": round_.failure
             for (group, replica), round_ in self._of_replica.items()

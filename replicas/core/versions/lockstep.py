@@ -231,7 +231,7 @@ class Lockstep:
                 self._out.append(Send(member, wire.LoadDecided(version, self._error(version))))
 
     def _error(self, version: int) -> wire.WireError | None:
-        """Return the error for a version that no target loads; else None."""
+        """Return the error for ranks that wait for a rejected version; else None."""
         if (why := self._rejected.get(version)) is None:
             return None
         text = f"no target loads version {version}: {why}"
@@ -276,7 +276,10 @@ class Lockstep:
             self._decided(newest.version)
 
     def _reject(self, version: int, why: str) -> None:
-        """Decide that no target loads the version, unless a decision was taken."""
+        """Decide that no target loads the version, unless it is decided already.
+
+        :param why: the reason, as text, for the ranks that wait for it.
+        """
         if version not in self._adopted and version not in self._rejected:
             known = {one: self._rejected[one] for one in sorted(self._rejected)[1 - _KEPT :]}
             self._rejected = {**known, version: text_of(why, REASON_LENGTH)}

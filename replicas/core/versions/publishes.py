@@ -86,7 +86,7 @@ class Publish:
 
     @property
     def carriers(self) -> list[Member]:
-        """Ranks that have packed bytes for it, in order."""
+        """Ranks that have packed bytes for the publish, in order."""
         # a rank without a manifest takes part, but has no bytes
         return sorted(member for member, packed in self.packed.items() if packed.manifest_hash)
 
