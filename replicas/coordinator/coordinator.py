@@ -264,7 +264,7 @@ class Coordinator:
         :raises errors.UsageError: it is in a thread already.
         """
         if self._thread is not None:
-            raise errors.UsageError("this coordinator was started in a thread before", hint="make a new one")
+            raise errors.UsageError("in_thread: this coordinator was started before", hint="make a new Coordinator")
         self._thread = LoopThread(self)
         return self._thread
 

@@ -80,7 +80,7 @@ class DecisionLog:
             try:
                 fd = private.open_file(path, os.O_RDWR | os.O_CREAT)
             except private.NotPrivate as error:
-                text = f"the decision log {path} cannot be kept there: {error.strerror}: {error.filename}"
+                text = f"the decision log {path} cannot be written: {error.strerror}: {error.filename}"
                 raise errors.UsageError(text, hint=error.hint) from error
             try:
                 self._lock(fd, path)
@@ -104,12 +104,12 @@ class DecisionLog:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as exc:
             raise errors.WorldError(
-                f"the decision log {path} is in use by another coordinator",
+                f"another coordinator uses the decision log {path}",
                 hint="give each coordinator a state_dir of its own, or end the other one first",
             ) from exc
         except OSError as exc:
             raise errors.WorldError(
-                f"the decision log {path} cannot be locked: {exc.strerror}", hint="put state_dir on a local disk"
+                f"the decision log {path} cannot be locked: {exc.strerror}", hint="name a state_dir on a local disk"
             ) from exc
 
     def _note(self, decision: Decision) -> None:

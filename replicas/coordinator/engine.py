@@ -317,8 +317,8 @@ class Engine:
             self.decisions.append(decision)
         except OSError as exc:
             if channel.told.disk_problem != str(exc):
-                channel.told.disk_problem = str(exc)
-                log.error("%s: cannot record version %d; retrying: %s", decision.channel, decision.version, exc)
+                channel.told.disk_problem, version, name = str(exc), decision.version, decision.channel
+                log.error("retrying to write the commit of version %d of channel %s to disk: %s", version, name, exc)
             return False
         outlet.due = deque(effects.with_commit(outlet.due, decision.version, self._now() - outlet.tried_at))
         channel.told.disk_problem, outlet.tried_at = "", 0.0
@@ -359,12 +359,12 @@ class Engine:
                 elif isinstance(event, effects.SyncEnded):
                     channel.told.last = event.record
                 elif isinstance(event, effects.StepFell):
-                    text = '%s: version %d has meta["step"] = %s after %s: did its trainer lose its checkpoint?'
+                    text = 'channel %s: version %d has meta["step"] = %s, an earlier one had %s: was a checkpoint lost?'
                     log.warning(text, event.channel, event.version, event.step, event.before)
                 elif isinstance(event, effects.LoadFailed):
-                    what = "refused" if event.kept else "did not load"
-                    about = (event.channel, event.group, event.replica, what, event.version, event.reason)
-                    log.warning("%s: %s/%d %s version %d: %s", *about)
+                    what = "keeps its version and refuses" if event.kept else "failed to load"
+                    about = (event.group, event.replica, what, event.version, event.channel, event.reason)
+                    log.warning("%s/%d %s version %d of channel %s: %s", *about)
                 self._subscribers.emit(event)
 
     async def _read(self, channel: ChannelState, effect: effects.Read) -> None:
@@ -375,21 +375,21 @@ class Engine:
         except errors.ReplicasError as error:
             found = error
         except Exception as error:
-            log.exception("a bug: a manifest of channel %s could not be read", channel.config.name)
+            log.exception("failing a publish on channel %s after a bug; please report this", channel.config.name)
             found = errors.InternalError(f"{type(error).__name__}: {error}")
         channel.read(effect, found, self._now())
         self._apply(channel)
 
     def _on_lost(self, event: effects.MemberLost) -> None:
         """Log a member's loss; tell the member the reason, and close its session."""
-        log.info("%s: %s is lost (%s)", event.channel, event.member, event.reason)
+        why = event.reason
+        log.info("removed %s from channel %s: %s", event.member, event.channel, effects.LOSS_WORDS.get(why, why))
         if event.reason == "fenced":
             return  # _fence sends the reason, after the Welcome of the new incarnation
         session = self._sessions.get(event.member)
         if session is not None and event.reason != "left":
-            error = errors.Fenced(
-                f"{event.member} was declared lost ({event.reason})", members=[event.member.name], hint="join again"
-            )
+            text = f"{event.member} was declared lost ({effects.LOSS_WORDS.get(why, why)})"
+            error = errors.Fenced(text, channel=event.channel, members=[event.member.name], hint="join again")
             session.send(wire.Refused(wire.WireError.of(error)))
         self._close_session(event.member)
 
@@ -399,7 +399,7 @@ class Engine:
         """Note that a member is heard, which ends a silence of all members."""
         grace_s = self._silence.end_silence(now)
         if grace_s:
-            log.warning("giving silent members %.1f s more, after a time in which no member was heard", grace_s)
+            log.warning("extending heartbeat timeouts by %.1f s, after a time in which no member was heard", grace_s)
             self._extend_leases(0.0, now, grace_s)
 
     def _extend_leases(self, silence_s: float, now: float, grace_s: float = 0.0) -> None:
@@ -428,7 +428,7 @@ class Engine:
             pause_s = clock.measure_pause(now)
             clock.due = now + (SETTLE_S if pause_s else TICK_S)
             if pause_s:
-                log.warning("extending all leases by %.1f s, in which this process did not run", pause_s)
+                log.warning("extending all heartbeat timeouts by %.1f s, in which this process did not run", pause_s)
                 for channel in self.channels.values():
                     channel.roster.skip_pause(pause_s, now)
                 continue  # check leases after the sockets were read
@@ -441,4 +441,4 @@ class Engine:
                     channel.tick(now)
                     self._apply(channel)
                 except Exception:  # the deadlines and leases of all channels depend on this loop
-                    log.exception("a bug: the tick of channel %s failed", name)
+                    log.exception("continuing after a bug in the timers of channel %s; please report this", name)

@@ -48,13 +48,13 @@ class HelloChecks:
         """
         if hello.protocol != wire.PROTOCOL:
             raise errors.UsageError(
-                f"the member speaks protocol {hello.protocol}, the coordinator {wire.PROTOCOL}",
+                f"this program speaks protocol {hello.protocol} of replicas, the coordinator protocol {wire.PROTOCOL}",
                 hint="install the same version of torch-replicas everywhere",
             )
         if hello.run and hello.run != self.run:
             raise errors.UsageError(
-                f'the member belongs to run "{hello.run}", this coordinator serves run "{self.run}"',
-                hint="check REPLICAS_ENDPOINT and REPLICAS_RUN",
+                f'this program belongs to run "{hello.run}", and the coordinator serves run "{self.run}"',
+                hint="correct REPLICAS_ENDPOINT, or REPLICAS_RUN",
             )
         channel = self._channels.get(hello.channel)
         if channel is None:
@@ -72,7 +72,7 @@ class HelloChecks:
         owner = session.channel if session is not None else None
         state = owner.roster.get(hello.member) if owner is not None else None
         if state is not None and (owner is not channel or state.observes != hello.observe):
-            raise errors.Fenced(f"{hello.member} is another member's incarnation", members=[hello.member.name])
+            raise errors.Fenced(f"{hello.member} uses the identity of a member that lives", members=[hello.member.name])
 
     def replica(self, hello: wire.Hello, channel: ChannelState) -> int:
         """Return the replica index for a rank 0 that joins with ``replica="auto"``.
@@ -84,10 +84,10 @@ class HelloChecks:
         :raises errors.UsageError: the rank is not 0.
         """
         if hello.rank != 0:
-            text = f'replica="auto" is for rank 0 of a replica, not for rank {hello.rank}'
-            raise errors.UsageError(text, channel=hello.channel, hint="give it the index that rank 0 was given")
+            text = f'join: replica="auto" is for rank 0 of a replica, not for rank {hello.rank}'
+            raise errors.UsageError(text, channel=hello.channel, hint="pass the index that rank 0 was given")
         if channel.recovery.active:
-            raise NotYet("members of an earlier coordinator may come back for their indices")
+            raise NotYet("earlier members may reconnect, whose replica numbers must not be given away")
         for member in self._sessions:
             if member.incarnation == hello.incarnation:
                 return member.replica
@@ -110,7 +110,7 @@ class HelloChecks:
         try:
             return ProcessWatch(process, asyncio.get_running_loop())
         except ProcessLookupError:
-            raise errors.Fenced(f"{member}: process {process.pid} is already gone") from None
+            raise errors.Fenced(f"process {process.pid}, which joins as {member}, has already ended") from None
         except OSError as exc:
-            log.warning("%s: cannot watch its process (%s); its death is noticed when the lease expires", member, exc)
+            log.warning("not watching the process of %s (%s): only heartbeat_timeout notices its death", member, exc)
             return None

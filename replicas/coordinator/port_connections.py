@@ -209,7 +209,7 @@ class PortConnection(asyncio.Protocol):
         if data[0] == _TLS_HANDSHAKE:
             self._turn_away("tls", "400 Bad Request", "this port does not speak TLS")
         elif not data[:1].isalpha() or (nbytes and not _REQUEST.match(data)):  # a method has only letters
-            self._turn_away("malformed", "400 Bad Request", "this is not an HTTP request")
+            self._turn_away("malformed", "400 Bad Request", "this port speaks HTTP, and this is not an HTTP request")
         elif nbytes > HEAD_NBYTES or (not nbytes and len(data) >= HEAD_NBYTES):
             text = f"the request head exceeds the limit of {HEAD_NBYTES} bytes"
             self._turn_away("oversized", "431 Request Header Fields Too Large", text)
@@ -255,7 +255,7 @@ class PortConnection(asyncio.Protocol):
             return b""
         if self._is_secure and rules.pace.charge(REQUEST_S, self._loop.time()):  # without TLS the acceptor charges it
             rules.refused("too_many")
-            return answer("503 Service Unavailable", "too many requests without a token")
+            return answer("503 Service Unavailable", "too many requests without a token at once; try later")
         if problem := rules.hosts.problem(names_of(head)):
             rules.refused("host")
             return answer("403 Forbidden", problem)

@@ -156,7 +156,7 @@ async def _converse(engine: Engine, session: MemberSession, websocket: WebSocket
         if isinstance(ended, _Refusal):
             websocket.close(ended.code, ended.text)
         elif isinstance(ended, Exception):
-            log.error("a bug: the session of %s failed", session.member, exc_info=ended)
+            log.error("closing the connection of %s after a bug; please report this", session.member, exc_info=ended)
 
 
 async def _hello(websocket: WebSocket) -> Hello:
@@ -168,14 +168,14 @@ async def _hello(websocket: WebSocket) -> Hello:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
             data = await websocket.receive()
     except TimeoutError:
-        text = f"no Hello within {HELLO_TIMEOUT_S:.0f} s"
+        text = f"no first message (Hello) within {HELLO_TIMEOUT_S:.0f} s"
         raise _Refusal("timeout", text, POLICY_VIOLATION) from None  # not final: this process may have been paused
     body = _decoded(data, first=True).body
     if not isinstance(body, Hello):
         text = f"the first message must be Hello, it was {type(body).__name__}"
         raise _Refusal("out_of_order", text, POLICY_VIOLATION, final=True)
     if (problem := hello_problem(body)) is not None:
-        raise _Refusal("malformed", f"not an acceptable Hello: {problem}", POLICY_VIOLATION, final=True)
+        raise _Refusal("malformed", f"the first message (Hello) is not valid: {problem}", POLICY_VIOLATION, final=True)
     return body
 
 
@@ -225,7 +225,7 @@ async def _read(engine: Engine, session: MemberSession, websocket: WebSocket, ov
         if pace.flooded and not told:
             told = True
             engine.refused("flood")
-            log.warning("%s exceeds its message rate; throttling", session.member)
+            log.warning("reading the messages of %s more slowly: more arrive than a member may send", session.member)
         if wait_s is not None:
             await asyncio.sleep(wait_s)
 
@@ -237,7 +237,7 @@ def _refused(engine: Engine, session: MemberSession, refusal: _Refusal) -> None:
     """
     session.refused += 1
     engine.refused(refusal.reason)
-    log.warning("refusing input of %s: %s", session.member, refusal.text)
+    log.warning("refusing a message of %s: %s", session.member, refusal.text)
     if refusal.final or session.refused >= REFUSED_MAX:
         engine.expel(session, errors.UsageError(refusal.text, members=[session.member.name]), refusal.reason)
 
@@ -283,10 +283,10 @@ def bind_listener(host: str, port: int, *, or_any: bool = False) -> socket.socke
         listener.close()
         why = why_not(exc, port)
         if not or_any or exc.errno != errno.EADDRINUSE:
-            hint = "choose another [control] listen, or leave it out: the run then takes any free port"
-            raise errors.WorldError(f"control: cannot listen on {host}:{port}: {why}", hint=hint) from exc
+            hint = "choose another address or port for control.listen, or leave it out: then any free port is taken"
+            raise errors.WorldError(f"control port: cannot listen on {host}:{port} ({why})", hint=hint) from exc
         listener = bind_listener(host, 0)
-        log.warning("control: listening on port %d, because %d is in use: %s", listener.getsockname()[1], port, why)
+        log.warning("serving the control port on %d, because %d is in use: %s", listener.getsockname()[1], port, why)
     listener.setblocking(False)
     return listener
 

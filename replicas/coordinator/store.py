@@ -124,7 +124,7 @@ class StoreWatcher:
             raise
         if hello.error:
             await self._kill()
-            raise errors.WorldError(f"store: {hello.error}", hint=hello.hint or None)
+            raise errors.WorldError(f"rendezvous store: {hello.error}", hint=hello.hint or None)
         self.address = (self._bind, hello.port)
         self._life.ready()
         self._on_change(True)
@@ -137,19 +137,19 @@ class StoreWatcher:
         the error.
         """
         try:
-            text = f"waiting up to {START_TIMEOUT_S:g} s for the process of the TCPStore to start"
+            text = f"waiting up to {START_TIMEOUT_S:g} s for the process of the rendezvous store to start"
             with say_if_slow(log.warning, text):
                 async with asyncio.timeout(START_TIMEOUT_S):
                     found = await _next(reader)
         except TimeoutError:
-            return Reply(0, error=f"the store process did not start within {START_TIMEOUT_S:g} s", hint=_SLOW)
+            return Reply(0, error=f"its process did not start within {START_TIMEOUT_S:g} s", hint=_SLOW)
         if found is not None:
             return found
         with contextlib.suppress(TimeoutError):  # it closed its end without exiting
             async with asyncio.timeout(KILL_TIMEOUT_S):
                 await process.wait()
         ended = "ended" if process.returncode is None else f"ended with code {process.returncode}"
-        return Reply(0, error=f"the store process {ended} before it listened", hint="its standard error says why")
+        return Reply(0, error=f"its process {ended} before it listened", hint="see its error among the lines above")
 
     async def ask(self, prefixes: tuple[str, ...] = ()) -> Reply:
         """Send the process a request, wait for the reply (5 s at most), and return it.
@@ -160,7 +160,7 @@ class StoreWatcher:
         """
         async with asyncio.timeout(REPLY_TIMEOUT_S), self._turn:
             if self._pipe is None or not self.up:
-                raise ConnectionError("the store is down")
+                raise ConnectionError("the rendezvous store is down")
             reader, writer = self._pipe
             request = Request(next(self._ids), prefixes)
             writer.write(msgspec.json.encode(request) + b"\n")
@@ -168,7 +168,7 @@ class StoreWatcher:
                 if reply.id == request.id:  # else it comes late: its request has timed out
                     self.keys = reply.keys
                     return reply
-        raise ConnectionError("the store has ended")
+        raise ConnectionError("the rendezvous store has ended")
 
     # ----------------------------------------------------------- watching and replacing
 
@@ -185,7 +185,7 @@ class StoreWatcher:
             if process.returncode is None:
                 if await self._answers():
                     continue
-                log.warning("TCPStore does not respond; replacing it")
+                log.warning("replacing the rendezvous store: its process (a TCPStore) does not respond")
             self._life.give_up()
             self._on_change(False)
             await self._kill()
@@ -208,7 +208,7 @@ class StoreWatcher:
                     continue
                 return False
             if reply.error:
-                log.warning("replacing the TCPStore: %s", reply.error)
+                log.warning("replacing the rendezvous store (a TCPStore): %s", reply.error)
             return not reply.error
 
     async def _respawn(self) -> None:
@@ -223,7 +223,7 @@ class StoreWatcher:
             try:
                 await self._spawn(0)
             except (errors.WorldError, OSError) as error:
-                log.warning("retrying to start the TCPStore: %s", error)
+                log.warning("retrying to start the rendezvous store (a TCPStore): %s", error)
 
     def replace(self, address: tuple[str, int]) -> None:
         """Kill the store's process if it listens at ``address``.
@@ -231,7 +231,7 @@ class StoreWatcher:
         The watch starts another.
         """
         if self.up and address == self.address and self._process is not None:
-            log.warning("replacing the TCPStore at %s:%d: a process that is not a member writes into it", *address)
+            log.warning("replacing the rendezvous store at %s:%d: a process other than members wrote to it", *address)
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
 
@@ -267,7 +267,7 @@ class StoreWatcher:
                 await self.ask(tuple(prefixes))
             except (TimeoutError, ConnectionError):
                 self._sweeps += prefixes
-                log.info("postponing a sweep: the TCPStore does not respond")
+                log.info("deleting old keys of the rendezvous store later: it does not respond")
 
     # ------------------------------------------------------------ stopping
 
@@ -285,7 +285,7 @@ class StoreWatcher:
             async with asyncio.timeout(KILL_TIMEOUT_S):
                 await process.wait()
         except TimeoutError:
-            log.error("the store process %d survives SIGKILL", process.pid)
+            log.error("leaving behind the process of the rendezvous store, %d: SIGKILL has not ended it", process.pid)
 
     async def aclose(self) -> None:
         """End the process, and its keys with it; cancel the tasks that watch it."""
@@ -318,8 +318,8 @@ async def _resolved(host: str) -> str:
     except OSError as error:  # a TimeoutError is one, without words
         why = error.strerror or f"no answer within {_RESOLVE_S:g} s"
         hint = "choose another [store] bind, such as this machine's IP address"
-        raise errors.WorldError(f"store: {host} has no address here: {why}", hint=hint) from error
+        raise errors.WorldError(f"store.bind: no address is known here for {host} ({why})", hint=hint) from error
     address = str(found[0][4][0])
     if ipaddress.ip_address(address.partition("%")[0]).is_unspecified:
-        raise errors.WorldError(f"store: {host} means every address of this machine, so others cannot dial it")
+        raise errors.WorldError(f"store.bind: {host} means every address of this machine, so others cannot dial it")
     return address

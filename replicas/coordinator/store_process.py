@@ -115,9 +115,9 @@ def replacement_reason(empty_nbytes: int) -> Reason | None:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     held = len(list(Path("/proc/self/fd").iterdir()))
     if held > limit - SPARE_DESCRIPTORS:
-        return f"{held} of {limit} descriptors are in use"
+        return f"its process has {held} of {limit} possible descriptors open"
     grown = data_nbytes() - empty_nbytes
-    return f"{grown >> 20} MiB of values are in it" if grown > MEMORY_NBYTES else None
+    return f"its values have grown to {grown >> 20} MiB" if grown > MEMORY_NBYTES else None
 
 
 def data_nbytes() -> int:

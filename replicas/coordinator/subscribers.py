@@ -40,7 +40,7 @@ class Subscribers:
             try:
                 callback(event)
             except BaseException as error:  # of the program: the caller's work must be completed
-                log.exception("a subscriber failed on %r", event)
+                log.exception("going on after a subscriber of the events failed on %r", event)
                 ends = isinstance(error, (KeyboardInterrupt, SystemExit)) and not self._ends
                 if ends and threading.current_thread() is threading.main_thread():
                     self._ends = True  # once: the program cleans up after it on this loop

@@ -74,7 +74,7 @@ class Stragglers:
         here = {state.host for state in self._roster if version in state.held or version in state.parts}  # mapped there
         states = [state for state in self._roster.states(needers) if state.host not in here]
         trips = {state.host: state.rtt_s for state in states if state.rtt_s > FAR_TRIP_S}
-        return {s.member: f"its host is far: a round trip takes {trips[s.host]:.1f} s" for s in states if s.host in trips}
+        return {s.member: f"it is far: a round trip takes {trips[s.host]:.1f} s" for s in states if s.host in trips}
 
     def slow(self, late: Sequence[Task], needers: Iterable[Member], began_at: float, now: float) -> dict[Member, str]:
         """Return members of hosts for which the others would have to wait too long.
@@ -94,7 +94,7 @@ class Stragglers:
             rate = one.rate() if now - max(began_at, first_at) > MEASURED_S else 0.0
             left_s = (self._nbytes - one.received) / rate if rate else 0.0
             if now > until or now + left_s > until + FAR * self._patience_s:
-                why[one.member] = f"its link is slow: {size_text(rate)}/s; other members had the version {now - first_at:.1f} s ago"
+                why[one.member] = f"slow link: {size_text(rate)}/s, and others have had it for {now - first_at:.1f} s"
         hosts = set(map(host, why))
         return why | {m: "its host is slow" for m in needers if m not in why and host(m) in hosts}
 

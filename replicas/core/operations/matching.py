@@ -393,7 +393,7 @@ class Matching:
             }
             texts = [state.member.name + silent.get(state.member, "") for state in missing] + promised
             texts += [f"{name}, which waits in {what}" for name, what in busy.items()]
-        text = f"{post.message.kind} did not begin by its deadline: waited for {', '.join(texts) or 'earlier operations'}"
+        text = f"{post.message.kind} did not begin in time: waited for {', '.join(texts) or 'earlier operations'}"
         hint = "call it on every peer in time, or give it a longer deadline"
         return errors.DeadlineExceeded(text, phase="wait", members=names, hint=hint)
 

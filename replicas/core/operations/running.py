@@ -397,7 +397,7 @@ class Operations:
 
     def _mark_behind(self, state: MemberState, now: float) -> None:
         """Take a silent member out of the epoch and its operations; it may return."""
-        why = f"no heartbeat for {now - state.last_seen:.0f} s"
+        why = f"silent for {now - state.last_seen:.0f} s"
         self._roster.leave_behind(state, why)
         self.leave_out_of_all(state.member, why, now, reason="frozen")
 

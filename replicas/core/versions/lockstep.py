@@ -116,7 +116,7 @@ class Lockstep:
         if state.from_before:
             self._told[key] = max(self._told.get(key, 0), hello.adopted)
             self._adopt(Newest(min(hello.adopted, hello.latest)))
-            self._reject(hello.unadopted, f"{state.member.name} has refused it, or learned so from an earlier coordinator")
+            self._reject(hello.unadopted, f"{state.member.name} has refused it, or was told so earlier")
         elif self.served:
             self._outside.add(key)
         self.touch(key)

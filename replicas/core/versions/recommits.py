@@ -67,7 +67,7 @@ class Recommits:
             raise errors.Busy(text, hint="try again when that version is committed")
         content = self._context.ledger.content(version)
         if not self._context.roster.holders.of(content):
-            raise errors.Gone(f"no replica holds version {version} now", version=version, hint="publish it again")
+            raise errors.Gone(f"no replica has version {version} now", version=version, hint="publish again")
         number = self._publishes.take_number()
         self.waiting = Recommit(number, version, content, on_end)
         return number
@@ -86,7 +86,7 @@ class Recommits:
             return
         error: errors.ReplicasError | None = None
         if not self._context.roster.holders.of(one.content):
-            error = errors.Gone(f"no replica holds version {one.version} now", version=one.version, hint="publish it again")
+            error = errors.Gone(f"no replica has version {one.version} now", version=one.version, hint="publish again")
         elif not self._commit(one):
             return
         self.waiting = None

@@ -101,7 +101,7 @@ class Steering:
                 version = self._find(text)
                 if version != self._ledger.candidate():
                     text = f"version {version} is not the candidate: {self._state_of(version)}"
-                    raise errors.UsageError(text, hint="only a candidate can be rejected; a served version can be rolled back")
+                    raise errors.UsageError(text, hint="only a candidate can be rejected; roll back a served version")
                 self._serving.reject(version, why or "by an order")
                 asked.reply(Steered(channel=self._name, version=version))
             case orders.Hold():
@@ -164,7 +164,7 @@ class Steering:
             raise errors.UsageError(f"channel {self._name} serves version {version} already", hint=self._there())
         if why := self._ledger.why_rejected(version):
             raise errors.UsageError(
-                f"version {version} was rejected ({why})", hint="publish its weights again, or choose another version"
+                f"version {version} was rejected: {why}", hint="publish it again, or choose another"
             )
 
     def _hold(self, asked: _Asked, order: orders.Hold) -> None:
@@ -181,7 +181,7 @@ class Steering:
             text = f"the lease name {name} is in use: it keeps version {known.version} for {known.holder or 'a person'}"
             raise errors.UsageError(text, hint="release it first, or choose another name")
         if known is None and len(ledger.leases) >= LEASES_MAX:
-            raise errors.NoCapacity(f"channel {self._name} has {LEASES_MAX} leases, the most possible", hint="release some")
+            raise errors.NoCapacity(f"channel {self._name} has {LEASES_MAX} leases, the limit", hint="release some")
         self._check_room(version)
         seconds = order.seconds or 0.0
         self._context.decide("hold", version, name=name, value=seconds, why=holder, at=asked.wall)
@@ -213,9 +213,7 @@ class Steering:
         label, ledger = order.label, self._ledger
         if label in OWN_LABELS or not _LABEL.match(label):
             text = f"{label!r} cannot be used as a label"
-            hint = (
-                f"a letter, then letters, digits, '.', '_' and '-'; {list_text(OWN_LABELS)} are set by the run itself"
-            )
+            hint = f"a letter, then letters, digits, '.', '_' and '-'; {list_text(OWN_LABELS)} are set by the run"
             raise errors.UsageError(text, hint=hint)
         known = ledger.labels.get(label, 0)
         version = self._find(order.version) if order.version else 0
@@ -224,7 +222,7 @@ class Steering:
         if version and known not in (0, version) and not order.move:
             raise errors.UsageError(f"label {label!r} points to version {known}", hint="--move or move=True moves it")
         if version and not known and len(ledger.labels) >= LABELS_MAX:
-            raise errors.NoCapacity(f"channel {self._name} has {LABELS_MAX} labels, the most possible", hint="remove some")
+            raise errors.NoCapacity(f"channel {self._name} has {LABELS_MAX} labels, the limit", hint="remove some")
         if version:
             self._check_room(version, without=label)
         self._context.decide("label", version, name=label)
@@ -239,7 +237,7 @@ class Steering:
         version = self._find(order.version, held=False)
         scores = self._ledger.versions[version].scores
         if len(scores.keys() | order.scores.keys()) > SCORES_MAX:
-            raise errors.NoCapacity(f"version {version} can have {SCORES_MAX} scores, and has {len(scores)}", hint="reuse a name")
+            raise errors.NoCapacity(f"version {version} has {len(scores)} of {SCORES_MAX} scores", hint="reuse a name")
         for name, value in order.scores.items():
             mean = scores[name].with_report(value) if name in scores else Score(value)
             self._context.decide("score", version, name=name, value=mean.value, count=mean.count)
@@ -261,15 +259,15 @@ class Steering:
         if not number:
             number = ledger.labels.get(text, 0)
             if not number and text == PREVIOUS:
-                raise errors.UsageError(
-                    f"channel {self._name} has no earlier version to go back to: it has served one at most", hint=""
-                )
+                raise errors.UsageError(f"channel {self._name} has not served a version before this one", hint="")
             if not number:
                 raise errors.UsageError(f"channel {self._name} has no label {text!r}", hint=self._there())
         if number not in ledger.versions:
             raise errors.UsageError(f"channel {self._name} has no version {number}", hint=self._there())
         if held and not self._context.roster.holders.of(ledger.content(number)):
-            raise errors.Gone(f"no replica holds version {number} of channel {self._name} now", version=number, hint=self._there())
+            raise errors.Gone(
+                f"no replica has version {number} of {self._name} now", version=number, hint=self._there()
+            )
         return number
 
     def _there(self) -> str:
@@ -280,7 +278,7 @@ class Steering:
         return (
             f"{self._name} has version{'' if len(words) == 1 else 's'} {', '.join(words[-SHOWN:])}"
             if words
-            else "no replica holds a version now"
+            else "it has none"
         )
 
     def _labels_text(self, version: int) -> str:
