@@ -59,7 +59,7 @@ class Failed(Exception):
     """No holder is left. ``why``: by holder's name, or "" for this process."""
 
     def __init__(self, why: dict[str, str]) -> None:
-        super().__init__("; ".join(f"{name}: {text}" for name, text in why.items()) or "no member that has the version can send it")
+        super().__init__("; ".join(f"{name}: {text}" for name, text in why.items()) or "no member can send it")
         self.why = why
 
 
@@ -201,7 +201,7 @@ class Pull:
             if combined(blocks) == digest:
                 break
         else:
-            raise Failed({**self.holders.why, "": "the received bytes differ from what was published"})
+            raise Failed({**self.holders.why, "": "the bytes are not what was published"})
         with self._changed:
             wrong = [number for number, block in enumerate(blocks) if block != self._blocks.digests[number]]
             liars = {self._blocks.served_by[number] for number in wrong}

@@ -49,7 +49,7 @@ class PullFailed(RuntimeError):
     """
 
     def __init__(self, reply: wire.PullFailed) -> None:
-        super().__init__("; ".join(f"{name}: {text}" for name, text in reply.why.items()) or "no member that has the version can send it")
+        super().__init__("; ".join(f"{name}: {text}" for name, text in reply.why.items()) or "no member can send it")
         self.why, self.received = reply.why, reply.received
         self.cut = cut_off(reply)
 
@@ -105,12 +105,12 @@ class Carrier(HelperProcess):
                 carrier.kill(listening.text)
                 if await carrier.wait_dead():
                     process.wait()
-                raise CarrierDied(f"the process that sends versions (carrier {carrier.pid}) cannot start: {listening.text}")
+                raise CarrierDied(f"carrier process {carrier.pid} cannot start: {listening.text}")
         except BaseException:
             carrier.kill()
             raise
         if listening.text:
-            logger.warning("going on after a message of helper process (carrier) %d: %s", carrier.pid, listening.text)
+            logger.warning("trying other ports for process %d (carrier): %s", carrier.pid, listening.text)
         carrier.port = listening.port
         return carrier
 

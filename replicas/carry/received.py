@@ -138,4 +138,4 @@ class Received:
         self.deltas.drop(number)
         self.blocks.request_again(number)
         self.again += 1
-        self.wrong[self.blocks.served_by[number]] = f"block {number} (16 MiB each) differs from what was published"
+        self.wrong[self.blocks.served_by[number]] = f"block {number} is not what was published"

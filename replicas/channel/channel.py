@@ -266,7 +266,7 @@ class Channel(Collectives):
         self._check_process()
         if self.role not in ("source", "both"):
             hint = {"peer": "peers never publish: send or all_reduce"}.get(self.role, "publish from a source group")
-            raise self._misuse(f"{what}: this rank is a {self.role} of {self.name}", hint)
+            raise self._misuse(f"{what}: this rank is a {self.role} of channel {self.name}", hint)
 
     def receive(
         self, *, deadline: float | None = None, at_least: int | tuple[str, float] | None = None
@@ -366,18 +366,18 @@ class Channel(Collectives):
                 for pending in (*self._publisher.open_jobs(), *self._operations.open_jobs()):
                     pending.wait_ended()  # not wait(): that would count as telling the caller
             if not self._publisher.copies.wait(CLOSE_TIMEOUT_S):
-                text = "%s: copies on the GPU still run after %s s"
+                text = "closing channel %s, though its copies on the GPU still run after %s s"
                 logger.warning(text, self.name, CLOSE_TIMEOUT_S)
             failure = self._hub.failures.take_unreported()
         finally:
             self._hub.call(self._hub.loans.give_back, inside)
         if not self._left.wait_ended(CLOSE_TIMEOUT_S):
-            logger.warning("%s: leaving took more than %s s", self.name, CLOSE_TIMEOUT_S)
+            logger.warning("leaving channel %s without its end, which took more than %s s", self.name, CLOSE_TIMEOUT_S)
         if failure is None or isinstance(failure, errors.Fenced):
             return
         if wait:
             raise failure
-        logger.warning("%s: closing after a failure that no caller waited for: %s", self.name, failure)
+        logger.warning("closing channel %s after a failure that no caller waited for: %s", self.name, failure)
 
     def __enter__(self) -> Channel:
         return self
@@ -396,7 +396,7 @@ class Channel(Collectives):
         hub = self._hub
         try:
             await hub.session.close("closed", BYE_TIMEOUT_S)
-            hub.session_over(hub.error(errors.Gone, "the channel was closed", hint=""))
+            hub.session_over(hub.error(errors.Gone, f"channel {self.name} was closed", hint=""))
             await self._lanes.all_gone()
             hub.held_versions.close()
             self._operations.close()
@@ -426,7 +426,7 @@ class Channel(Collectives):
         """Check role and tensors, copy the inputs, and start the collective."""
         self._check_open()
         if self.role != "peer":
-            raise self._misuse(f"{operation.kind}: {self.name} has no peers", "use a channel with peers = [...]")
+            raise self._misuse(f"{operation.kind}: channel {self.name} has no peers", "use one with peers = [...]")
         if self._hub.settings.peer_ranks == "leader" and self._hub.member.rank:
             text = f"{operation.kind}: only rank 0 of each replica takes part"
             raise self._misuse(text, 'set ranks = "each" or "all" for the peers')
@@ -451,14 +451,14 @@ class Channel(Collectives):
     def _check_process(self) -> None:
         """Raise UsageError in a forked child of the process that joined."""
         if self._pid != os.getpid():
-            text = "this process was forked from the one that joined"
+            text = "this process was forked from the one that joined the channel"
             raise self._misuse(text, "join in the process that uses the channel")
 
     def _check_open(self) -> None:
         """Raise UsageError if closed, or in a forked child; or the fatal error."""
         self._check_process()
         if self._closed:
-            raise self._misuse("the channel is closed", "join again")
+            raise self._misuse(f"channel {self.name} is closed", "join again")
         if self._hub.over is not None:
             raise copy_error(self._hub.over)
 

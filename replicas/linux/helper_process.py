@@ -293,7 +293,7 @@ class HelperProcess:
         """
         match self._pulse.next_action(self._loop.time()):
             case "frozen":
-                self._kill_and_fail(f"it gave no sign of life for {SILENCE_S:g} s and was killed")
+                self._kill_and_fail(f"it did not respond for {SILENCE_S:g} s and was killed")
                 return
             case "ping":
                 self._send(self.ping(next(self._numbers)))

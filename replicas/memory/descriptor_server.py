@@ -209,7 +209,7 @@ def fetch(door: str, fd: int, *, inode: int = -1, nbytes: int = -1) -> int:
         try:
             _check(address, reply, ours, theirs, request)
             if flags & socket.MSG_CTRUNC or (reply.endswith(_GIVEN) and not fds):
-                raise OSError("no descriptor is left here, or the system does not let it pass")
+                raise OSError("no file descriptor is left in this process, or the system passes none on")
             if not fds:
                 raise FileNotFoundError
             os.set_inheritable(fds[0], False)
@@ -282,7 +282,7 @@ def _check(address: SocketAddress, reply: bytes, ours: bytes, theirs: bytes, req
     :raises ConnectionResetError: the reply is empty.
     """
     if not reply:
-        raise ConnectionResetError("the process with the memory hung up")
+        raise ConnectionResetError("the process with the memory closed the connection")
     mac, status = reply[:_MAC_NBYTES], reply[_MAC_NBYTES:]
     if not _proves(mac, address, b"give", ours, theirs, request, status):
         raise PermissionError("the process with the memory did not prove who it is")

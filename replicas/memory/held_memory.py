@@ -80,7 +80,7 @@ def hold(place: SlotPlace, version: int, *, wait: bool = True, lock: bool = True
     try:
         fd = _open(place, wait=wait)
     except (FileNotFoundError, ProcessLookupError):
-        raise Gone(f"{what} is gone", version=version) from None
+        raise Gone(f"{what} is gone, with that process", version=version) from None
     except OSError as error:
         if error.errno in SCARCE:
             raise _too_little(f"{what} cannot be mapped", error, version) from error
@@ -198,7 +198,7 @@ class MemoryHolder:
         try:
             fd = hold(place, version, wait=False)  # on the loop of the coordinator
         except ReplicasError as error:
-            log.info("not keeping version %d: %s", version, error)
+            log.info("going on without keeping version %d in the coordinator: %s", version, error)
             return None
         self._held[key] = (fd, place.serial)
         return SlotPlace(os.getpid(), fd, place.inode, place.nbytes, place.serial, place.part, door=own_door())

@@ -130,7 +130,7 @@ def connect_store(host: str, port: int, deadline: float) -> Any:
                 return _c10d.TCPStore(host, port, None, False, timeout, wait_for_workers=False)
     except (OSError, RuntimeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise RuntimeError(f"cannot reach the store at {host}:{port}: {reason}") from error
+        raise RuntimeError(f"cannot reach the rendezvous store at {host}:{port} ({reason})") from error
     raise AssertionError  # tenacity ends with a result or an error
 
 
@@ -179,7 +179,7 @@ def _probe(group: CollectiveGroup, deadline: float) -> None:
     group.all_reduce(tensor, "sum", deadline).wait()
     wrong = int((tensor != steps * (group.size * (group.size + 1) // 2)).sum())
     if wrong:
-        raise RuntimeError(f"the probe of the group found {wrong} of {steps.numel()} values wrong")
+        raise RuntimeError(f"a test of the new process group gave {wrong} of {steps.numel()} wrong values")
 
 
 def _set_nccl_environment(spec: GroupSpec) -> None:

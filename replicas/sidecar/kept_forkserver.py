@@ -137,7 +137,7 @@ class KeptForkserver:
         """Do :meth:`kill`, and wait up to ``timeout_s`` for the end of the process."""
         self.kill()
         if not await is_set_within(self.gone, timeout_s):
-            log.error("leaving forkserver %d, which survives SIGKILL", self.pid)
+            log.error("leaving behind forkserver process %d: SIGKILL has not ended it", self.pid)
 
     def _listen(self) -> None:
         """Have the loop start the process at the next connection."""
@@ -178,7 +178,7 @@ class KeptForkserver:
             self.kill()
             self._given_up(f"{how} {TRIES} times")
         else:
-            log.warning("the sidecar forkserver %s", how.removesuffix(", or died,"))
+            log.warning("starting no more sidecar processes: their forkserver %s", how.removesuffix(", or died,"))
             self._schedule()
 
     def _schedule(self) -> None:
@@ -203,6 +203,6 @@ class KeptForkserver:
         assert self._watch is not None
         reason = self._watch.reason_to_give_up(self._loop.time(), awaited=bool(self._waiting.poll(0)))
         if reason:
-            log.warning("killing the forkserver, process %d: it %s", self._child.pid, reason)
+            log.warning("killing process %d, which starts sidecars (forkserver): it %s", self._child.pid, reason)
             self._life.give_up()
             self._child.signal(signal.SIGKILL)

@@ -119,14 +119,14 @@ def _check(mine: _Card, card: _Card) -> None:
     """
     if card.error:
         raise Preflight(
-            f"{card.name} cannot bind its address {card.address}: {card.error}",
+            f"{card.name} cannot listen at its address {card.address} ({card.error})",
             members=(card.name,),
             hint="the coordinator must be reached by an address that the other members can use too, "
             "not through a tunnel or address translation",
         )
     for what, value, there in (("backend", mine.backend, card.backend), ("size", mine.size, card.size)):
         if value != there:
-            text = f"{mine.name} builds a group of {what} {value}, {card.name} one of {what} {there}"
+            text = f"{mine.name} builds a process group of {what} {value}, {card.name} one of {what} {there}"
             hint = "give all members the same version of this library and the same config"
             raise Preflight(text, members=(mine.name, card.name), hint=hint)
 
@@ -160,7 +160,7 @@ def _collect(
         remaining = deadline - time.monotonic()
         if remaining <= 0:
             names = ", ".join(spec.name(rank) for rank in missing)
-            raise RuntimeError(f"{names} did not join the group (no {what} by the deadline)")
+            raise RuntimeError(f"{names} did not join the process group (no {what} by the deadline)")
         store.set_timeout(timedelta(seconds=max(0.01, min(store.slice_s, remaining))))
         try:
             values = store.multi_get([f"{what}/{rank}" for rank in missing])
@@ -262,7 +262,7 @@ async def _call(card: _Card, greeting: bytes) -> Reason | None:
             return f"no {awaited} within {limit_s:g} s"
         except OSError as error:
             return os.strerror(error.errno or 0)
-    return None if heard == greeting else "another listener answers there"
+    return None if heard == greeting else "another program answers there"
 
 
 def blame(edges: set[tuple[int, int]]) -> list[int]:

@@ -165,7 +165,7 @@ class SignedStore(_c10d.Store):  # type: ignore[misc]  # torch leaves its stores
     def _raise_tampered(self, what: str) -> None:
         """Record the tampering in ``tampered``, and raise StoreTampered."""
         self.tampered = what
-        raise StoreTampered(f"another client writes into the store: {what}")
+        raise StoreTampered(f"a process other than a member writes into the rendezvous store: {what}")
 
     def _tag(self, key: str, data: bytes) -> bytes:
         """Return the keyed hash of key and value, which precedes the stored value."""

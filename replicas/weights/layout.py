@@ -68,7 +68,7 @@ def layout(entries: Sequence[Entry], mode: Literal["image", "parts"]) -> PartMan
     tensors = tuple(specs.values())
     if len(set(pieces)) < len(pieces):
         name = next(one for one in pieces if pieces.count(one) > 1)[0]
-        raise ManifestMismatch(f"tensor {name!r} was given twice", hint="give each part of a tensor once")
+        raise ManifestMismatch(f"tensor {name!r} was published twice", hint="give each part of a tensor once")
     if mode == "image":
         part = PartManifest(tensors, tuple(aliases))
     else:
@@ -275,7 +275,7 @@ class Writer:
             return
         number, spec = self._specs.get(entry.name, (-1, None))
         if spec is None:
-            raise ManifestMismatch(f"tensor {entry.name!r} is not in the manifest")
+            raise ManifestMismatch(f"tensor {entry.name!r} is not in the channel's manifest")
         if entry.dtype != spec.dtype or entry.shape != spec.shape:
             raise ManifestMismatch(
                 f"tensor {entry.name!r} is {TensorSpec(entry.name, entry.dtype, entry.shape)}, the manifest says {spec}"
@@ -297,4 +297,4 @@ class Writer:
         if absent:
             first = next(spec.name for spec in self._manifest.tensors if spec.name in absent)
             hint = NO_TENSORS if absent.issuperset(spec.name for spec in self._manifest.tensors) else None
-            raise ManifestMismatch(f"tensor {first!r} was not given ({len(absent)} missing in all)", hint=hint)
+            raise ManifestMismatch(f"tensor {first!r} was not published ({len(absent)} missing in all)", hint=hint)

@@ -135,8 +135,8 @@ class RankOperations(Part):
         # no coordinator has seen these
         unsent = [job for job in self._jobs.values() if job.outage and job.outage == self._hub.down_since]
         for job in [job for job in self._jobs.values() if job not in unsent]:
-            text = f"the coordinator was replaced during the {job.operation.kind}"
-            lost = f"{text}: it did not happen here"
+            text = f"the coordinator was restarted during the {job.operation.kind}"
+            lost = f"{text}, which did not happen on this peer"
             error = self._hub.error(errors.Disconnected, lost, phase="wait", hint="call it again")
             self._end_without_verdict(job, error, text)
         for job in unsent:
@@ -196,7 +196,7 @@ class RankOperations(Part):
         job, member = self._jobs.get(go.post), self._hub.member
         earlier = job.attempt if job is not None else None
         if job is None or (earlier is not None and go.attempt <= earlier.go.attempt):
-            text = f"the call {go.post} of {member} has ended there"
+            text = f"the call number {go.post} of {member} has ended on that peer"
             error = self._hub.error(errors.Gone, text, phase="go", members=[member.name], hint="call it again")
             self._hub.send(wire.OperationFailed(go.operation, wire.WireError.of(error)))
             return
@@ -229,7 +229,7 @@ class RankOperations(Part):
             job.said_done = isinstance(answer, wire.OperationDone)
             hub.send(answer)
         if isinstance(answer, wire.OperationFailed) and lane is not None and not await lane.gone():
-            logger.warning("%s: keeping the memory of a %s: its sidecar did not die", hub.name, job.operation.kind)
+            logger.warning("channel %s: keeping memory of a %s, as its sidecar lives", hub.name, job.operation.kind)
             return
         attempt.running = False
         job.running -= 1

@@ -309,7 +309,7 @@ class Unknown:
                 job.told = True
                 raise self._hub.error(
                     errors.Gone,
-                    f"an earlier {job.operation.kind} (operation {job.ref}) of unknown outcome did succeed, "
+                    f"an earlier {job.operation.kind} (operation {job.ref}) of unknown outcome has succeeded, "
                     "and its results have not been written here",
                     phase="commit",
                     members=[self._hub.member.name],
@@ -332,7 +332,7 @@ class Unknown:
 
     def close(self) -> None:
         """Drop the kept outputs; a later wait for one of these results raises Gone."""
-        error = self._hub.error(errors.Gone, "the channel was closed before the results were waited for", hint="")
+        error = self._hub.error(errors.Gone, "the channel was closed before anyone waited for the results", hint="")
         for job in self._kept:
             job.pending.abandon(error)
             self._let_go(job)
@@ -367,7 +367,7 @@ class Unknown:
             receipt = ReceiptData(self._hub.epoch, job.attempt.go.participants, (), 0, seconds, {})
             self._apply_outcome(job, receipt, None)
         else:
-            text = f"the {job.operation.kind} did not happen: its coordinator was lost before it had sent a verdict"
+            text = f"the {job.operation.kind} did not happen: the coordinator was lost before it had decided"
             error = self._hub.error(errors.SyncError, text, phase="commit", hint="call it again")
             self._apply_outcome(job, None, WireError.of(error))
 

@@ -177,10 +177,10 @@ class Hub:
         """
         if not self.session.connected:
             for_s, where = time.monotonic() - self.down_since, f"{self.session.endpoint} for"
-            text = f"{what}: no session with the coordinator at {where} {for_s:.0f} s ({self._down_reason})"
+            text = f"{what} did not end: no session with the coordinator at {where} {for_s:.0f} s ({self._down_reason})"
             return self.error(errors.Disconnected, text)
-        lack = f": no version from {wanted} on is published (the newest version is {self.latest})"
-        text, hint = (lack, "see what its source does") if wanted > self.latest else ("", None)
+        lack = f": version {wanted} or a newer one is not published yet (the newest is {self.latest})"
+        text, hint = (lack, "see what the source of the channel does") if wanted > self.latest else ("", None)
         return self.error(errors.DeadlineExceeded, f"{what} did not end within its {deadline_s:g} s{text}", hint=hint)
 
     def pending(self, what: str) -> Promise[Any]:
@@ -230,7 +230,7 @@ class Hub:
         first = not self.held_versions.opened
         if not first and welcome.settings.staging != self.settings.staging:
             now = welcome.settings.staging
-            text = f'the slots of this member do not fit the new staging = "{now}" of the coordinator'
+            text = f'the memory of this process does not fit staging = "{now}", which the coordinator now has'
             self._end(self.error(errors.Preflight, text, phase="join", hint="restart all replicas with the new config"))
             return
         self.settings = welcome.settings
@@ -248,7 +248,7 @@ class Hub:
 
     def _new_coordinator(self) -> None:
         """Announce state and open work, of which a new coordinator knows nothing."""
-        logger.warning("%s: reconnected to a restarted coordinator; reporting unfinished operations", self.name)
+        logger.warning("channel %s: continuing unfinished operations with a restarted coordinator", self.name)
         self._step_sent = 0  # so that the next heartbeat sends it again
         self._locates += 1  # the new coordinator must not get an answer to the old one's Locate
         self.held_versions.mark_doubtful()
@@ -294,7 +294,7 @@ class Hub:
             try:
                 end()
             except Exception:  # the other parts must still end
-                logger.exception("%s: cannot end a part of the channel", self.name)
+                logger.exception("channel %s: going on after a bug in its end; please report this", self.name)
 
     def _report_long_outage(self, outage: float) -> None:
         """Fail receives and watches each 60 s while ``outage`` (its start) lasts."""
@@ -333,7 +333,7 @@ class Hub:
 
     def _release_wrong_digest(self, version: int) -> None:
         """Free a version's slot, and tell the coordinator that it was dropped."""
-        logger.warning("%s: releasing version %d: its digest is not that of the commit", self.name, version)
+        logger.warning("channel %s: dropping version %d: its digest is not that of the commit", self.name, version)
         self.held_versions.release(version)
         self.send(wire.Dropped(version))
 
@@ -369,7 +369,7 @@ class Hub:
         self.send(wire.Located(found))
         if found < 0 and not self._told_apart:
             self._told_apart = True
-            logger.warning("%s: %s", self.name, _APART)
+            logger.warning("channel %s: %s", self.name, _APART)
 
     def set_assigned(self, version: int) -> None:
         """Session thread: keep ``version`` (0: none), which this rank loads next."""
@@ -399,7 +399,7 @@ class Hub:
 
     def _end_for_bug(self, error: BaseException) -> None:
         """Log ``error`` as a bug, and end the channel with InternalError."""
-        logger.error("%s: ending the channel because of a bug", self.name, exc_info=error)
+        logger.error("ending channel %s because of a bug; please report this", self.name, exc_info=error)
         if lacks_threads(error):
             error = self.error(errors.NoCapacity, no_process())
         elif not isinstance(error, errors.InternalError):
@@ -424,11 +424,11 @@ def as_wire_error(error: BaseException, *, channel: str, phase: str, version: in
     text = text_of(error) or type(error).__name__
     kind: type[errors.ReplicasError]
     if isinstance(error, PullFailed):
-        kind, text = errors.SyncError, f"the pull failed: {text}"
+        kind, text = errors.SyncError, f"fetching the version from other hosts failed: {text}"
     elif isinstance(error, HelperDied):  # a sidecar, or a carrier
         kind = errors.SyncError
     elif isinstance(error, TimeoutError):
-        kind, text = errors.DeadlineExceeded, f"{phase} did not end in time"
+        kind, text = errors.DeadlineExceeded, f"{phase} did not end before its deadline"
     elif isinstance(error, OSError):
         kind = errors.WorldError
     elif "after shutdown" in text or "interpreter shutdown" in text:  # concurrent.futures has no type for it

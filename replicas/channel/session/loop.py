@@ -151,7 +151,7 @@ class SessionLoop:
             try:
                 end(_loop_ended(error))
             except BaseException:
-                logger.exception("cannot end a channel")
+                logger.exception("going on after a bug in closing a channel; please report this")
 
     @property
     def alive(self) -> bool:
@@ -196,7 +196,7 @@ class SessionLoop:
         try:
             pending.resolve(await make())
         except asyncio.CancelledError:
-            pending.fail(errors.Gone("the call was cancelled", hint=""))
+            pending.fail(errors.Gone("the call was cancelled before its end", hint=""))
             raise
         except BaseException as error:  # noqa: BLE001  # for the waiter
             # a SystemExit or the like must not end the waiting threads
@@ -213,7 +213,7 @@ class SessionLoop:
         """Forget an ended task, and log its unhandled error."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("task %s failed; please report this", task.get_name(), exc_info=error)
+            logger.error("going on after a bug in task %s; please report this", task.get_name(), exc_info=error)
 
     async def forkserver(self, name: str | None) -> Forkserver:
         """Return a connection to a forkserver: a process that forks sidecars.
@@ -244,7 +244,7 @@ class SessionLoop:
         except Unusable as error:
             if not name:
                 raise
-            logger.warning("starting a forkserver of 150 MB for this process: %s", error)
+            logger.warning("starting a forkserver (150 MB) of this process alone: %s", error)
             forkserver = await Forkserver.connect(self._keep_forkserver())
         self.inherited.add(forkserver)
         return forkserver
@@ -302,7 +302,7 @@ class SessionLoop:
         try:
             self.run(self._finish, EXIT_TIMEOUT_S)
         except TimeoutError:
-            logger.warning("the session thread did not end in %s s", EXIT_TIMEOUT_S)
+            logger.warning("no longer waiting for the session thread, which did not end in %s s", EXIT_TIMEOUT_S)
         self.end.error = errors.Gone("this process ends", hint="")
         self._stopping = True
         self.loop.call_soon_threadsafe(self.loop.stop)
@@ -356,7 +356,7 @@ def _log_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> 
 
 def _log_given_up(reason: str) -> None:
     """Log that this process's own forkserver is not started again."""
-    logger.error("this process can form no process groups: its forkserver %s", reason)
+    logger.error("continuing without process groups in this process: its forkserver, which starts helpers, %s", reason)
 
 
 _lock = threading.Lock()

@@ -240,7 +240,7 @@ class Pending(Generic[T]):
         except BaseException as failure:  # of a waiting event loop of the program; the other waiters are awake
             if not isinstance(failure, Exception) and threading.current_thread() is threading.main_thread():
                 raise  # perhaps an interrupt, which comes on this thread only
-            logger.exception("%s: cannot wake a waiter", self._what)
+            logger.exception("going on after a bug: cannot wake a waiter of %s; please report this", self._what)
         return is_first
 
     def _put(self, value: T | None, error: BaseException | None) -> bool:
@@ -390,7 +390,7 @@ class Failures:
             error = promise.untold_error()
             promise.mark_reported()
             if error is not None and found is not None:
-                logger.warning("%s: dropping an earlier failure that no caller waited for: %s", self._name, error)
+                logger.warning("channel %s: dropping an old failure that no caller waited for: %s", self._name, error)
             found = found or error
         return found
 

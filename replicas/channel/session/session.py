@@ -209,7 +209,7 @@ class Session:
         except (asyncio.CancelledError, GeneratorExit):
             raise
         except BaseException as error:  # any error must end the waits on this channel, not hang them
-            logger.error("%s: ending the session because of a bug", self._hello.channel, exc_info=error)
+            logger.error("ending channel %s because of a bug; please report this", self._hello.channel, exc_info=error)
             self._end(errors.InternalError(f"{type(error).__name__}: {text_of(error)}", channel=self._hello.channel))
 
     async def _use(self, connection: FrameConnection) -> None:
@@ -220,7 +220,7 @@ class Session:
             await self._serve(connection)
         except _TRANSIENT as error:
             self.connected, ended = False, error
-            logger.info("%s: reconnecting; connection lost: %s", self._hello.channel, _text(error))
+            logger.info("channel %s: reconnecting; lost the coordinator: %s", self._hello.channel, _text(error))
             self._handler.disconnected(_text(error))
             asyncio.get_running_loop().call_later(WAIT_S, self._tell_wait, "while operations end by their deadlines")
         finally:
@@ -228,13 +228,13 @@ class Session:
             await _hang_up(connection, self._loop.fds)
         before, self._gained = self._gained, (self._outbox.acked, self._received)
         if self._gained == before and time.monotonic() - began < LIVED_S and not self._closing:
-            raise _Fruitless(_text(ended) if ended is not None else "it was closed") from ended
+            raise _Fruitless(_text(ended) if ended is not None else "the coordinator closed the connection") from ended
 
     def _tell_wait(self, end: str) -> None:
         """Log a wait for a coordinator, unless connected; ``end`` says how long."""
         if not (self.connected or self._closing):
-            why = self._last_error or "no answer yet"
-            logger.warning("%s: waiting for a coordinator at %s, %s: %s", self._hello.channel, self.endpoint, end, why)
+            name, why = self._hello.channel, self._last_error or "no answer yet"
+            logger.warning("channel %s: waiting for a coordinator at %s, %s: %s", name, self.endpoint, end, why)
 
     async def _retrying(self, function: Callable[[], Awaitable[_T]]) -> _T:
         """Call ``function`` until it succeeds, with pauses after connection errors."""
@@ -299,7 +299,7 @@ class Session:
         if isinstance(body, wire.Refused):
             raise _Over(body.error.exception())
         if not isinstance(body, wire.Welcome):
-            raise InvalidHandshake(f"the coordinator answered {type(body).__name__} instead of Welcome")
+            raise InvalidHandshake(f"the coordinator answered the join with a message {type(body).__name__}")
         resumed = self.term != 0 and body.term == self.term
         if resumed:
             self._outbox.drop_acked(body.received)

@@ -138,7 +138,7 @@ class SidecarLanes(Part):
         try:
             (await self._hub.loop.forkserver(self._hub.forkserver_name)).prefork()
         except (OSError, RuntimeError, errors.ReplicasError) as error:
-            logger.warning("%s: cannot prepare a sidecar yet: %s", self._hub.name, error)
+            logger.warning("channel %s: trying again later to start a sidecar process: %s", self._hub.name, error)
 
     def new_term(self) -> None:
         """Kill the sidecars of all lanes: a new coordinator knows none of them."""
@@ -185,7 +185,7 @@ class SidecarLanes(Part):
         try:
             return await forkserver.fork()
         except SidecarDied as error:
-            logger.warning("%s: using a new forkserver; the last one died (%s)", self._hub.name, error)
+            logger.warning("channel %s: using a new forkserver, as the last one died (%s)", self._hub.name, error)
         return await (await loop.forkserver(name)).fork()
 
     def failed(self, lane: SidecarLane, error: BaseException, *, phase: str) -> None:
@@ -201,7 +201,7 @@ class SidecarLanes(Part):
     def _exited(self, lane: SidecarLane, reason: str) -> None:
         """Kill the lane, and report it: its sidecar has exited for ``reason``."""
         name = self._hub.member.name
-        error = errors.SyncError(f"the sidecar of {name} ended: {reason}", members=[name], hint="")
+        error = errors.SyncError(f"the helper process (sidecar) of {name} ended: {reason}", members=[name], hint="")
         self.failed(lane, error, phase="lane")
 
     def _moved(self, lane: SidecarLane, moved: Moved) -> None:
@@ -228,7 +228,7 @@ class SidecarLanes(Part):
         if lane.sidecar is not None:
             self._hub.loop.inherited.discard(lane.sidecar)
         if not gone:
-            logger.warning("%s: keeping the memory of lane %s: its sidecar did not die", self._hub.name, lane.name)
+            logger.warning("channel %s: keeping memory of group %s, as its sidecar lives", self._hub.name, lane.name)
 
 
 def index_in(go: OperationGo, member: Member) -> int:
@@ -238,4 +238,4 @@ def index_in(go: OperationGo, member: Member) -> int:
 
 def _gone(hub: Hub, name: str) -> errors.ReplicasError:
     """Return (do not raise) the Gone for a lane that is not formed, or has ended."""
-    return hub.error(errors.Gone, f"lane {name} is gone", phase="form", hint="")
+    return hub.error(errors.Gone, f"the process group {name} is gone", phase="form", hint="")

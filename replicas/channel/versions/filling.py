@@ -271,7 +271,7 @@ class Filling:
             given.
         """
         if feed.dtype is not None:
-            text = "publish: this slot has its dtypes already"
+            text = "publish: dtype cannot be given with memory of arena_like, which has its dtypes already"
             raise self._hub.error(errors.UsageError, text, hint="pass dtype to arena_like")
         check_size(written.manifest)
         written.check_open()
@@ -295,7 +295,7 @@ class Filling:
         if written is not None:
             slot = self._adopt_written_slot(job, written)
         else:
-            text = f"no free slot for version {job.version} within {job.deadline - started:.3g} s"
+            text = f"no free slot (memory) for version {job.version} within {job.deadline - started:.3g} s"
             check = partial(self._check, job)
             slot = await free_slot(self._hub, job.version, manifest, until=job.deadline, check=check, text=text)
         job.slot = slot
@@ -309,7 +309,7 @@ class Filling:
         """
         self._check(job)
         if not (isinstance(written.holder, Holder) and self._hub.loans.keep(written.holder)):
-            text = "publish: this slot belongs to another channel, or to an earlier session of this channel"
+            text = "publish: this memory of arena_like is of another channel, or of an earlier join"
             raise self._hub.error(errors.UsageError, text, hint="publish it on the channel whose arena_like made it")
         self._hub.arena.assign(written.slot, job.version)
         return written.slot
@@ -319,7 +319,7 @@ class Filling:
         if job.pending.done():
             job.pending.wait()
         if job.state != "walking":
-            raise self._hub.error(errors.Gone, "the publish was interrupted", hint="")
+            raise self._hub.error(errors.Gone, "an exception in the calling thread ended the publish", hint="")
 
 
 async def free_slot(
@@ -430,7 +430,7 @@ async def _lend_slot(hub: Hub, wanted: weakref.ref[Holder], manifest: PartManife
         if wanted() is None:
             raise hub.error(errors.Gone, "the caller no longer waits for the slot", hint="")
 
-    text = f"no free slot for writing in place within {until - time.monotonic():.3g} s"
+    text = f"arena_like: no free slot (memory for a version) within {until - time.monotonic():.3g} s"
     try:
         slot = await free_slot(hub, 0, manifest, until=until, check=check, text=text)
     except (OSError, RuntimeError, MemoryError, errors.ReplicasError) as error:

@@ -198,7 +198,7 @@ class Loads:
         self._hub.arena.unpin(slot)
         if version == self._in_hand and self._hub.over is None:
             self._hub.loaded = 0
-            error = errors.SyncError("the update was dropped without a report", version=version, phase="load", hint="")
+            error = errors.SyncError("the update was dropped without loaded()", version=version, phase="load", hint="")
             self._report(LoadFailed(version, self._as_wire(version, error)))
 
     def _report(self, message: Loaded | LoadFailed) -> None:

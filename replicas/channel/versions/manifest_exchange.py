@@ -40,7 +40,7 @@ class ManifestExchange(Part):
 
     def new_term(self) -> None:
         """Fail all fetches with Gone: the old coordinator's answers will not come."""
-        self.fail_all(self._hub.error(errors.Gone, "there is a new coordinator", hint=""))
+        self.fail_all(self._hub.error(errors.Gone, "the coordinator was restarted meanwhile", hint=""))
 
     def fail_all(self, error: errors.ReplicasError) -> None:
         """Fail all fetches under way with ``error``."""

@@ -66,7 +66,7 @@ class VersionOrders(Part):
 
     def new_term(self) -> None:
         """End all open orders as OutcomeUnknown: their answers are lost."""
-        self.fail_all(self._unknown("its coordinator was replaced"))
+        self.fail_all(self._unknown("the coordinator was restarted meanwhile"))
 
     def fail_all(self, error: errors.ReplicasError) -> None:
         """Fail all open orders with ``error``."""
@@ -88,8 +88,8 @@ class VersionOrders(Part):
 
     def _unknown(self, why: str) -> errors.ReplicasError:
         """Return (do not raise) the OutcomeUnknown of an order, for reason ``why``."""
-        text = f"the order may have been carried out: {why}"
-        return self._hub.error(errors.OutcomeUnknown, text, hint="see `replicas versions`")
+        text = f"it is unknown whether the order was carried out: {why}"
+        return self._hub.error(errors.OutcomeUnknown, text, hint="`replicas versions` or channel.versions shows it")
 
     def read(self, version: int, pending: Promise[Update]) -> None:
         """Resolve ``pending`` with an update of a version held here, or fail it.
@@ -99,8 +99,8 @@ class VersionOrders(Part):
         hub, held = self._hub, self._hub.held_versions
         slot = None if hub.over is not None else held.find_pinned(version)
         if slot is None:
-            text = f"{hub.member} does not hold version {version}"
-            pending.fail(hub.over or hub.error(errors.Gone, text, version=version, hint="hold a version to keep it"))
+            text = f"{hub.member} does not have version {version} in memory"
+            pending.fail(hub.over or hub.error(errors.Gone, text, version=version, hint="hold() keeps a version"))
             return
         reader = _Reader(hub, Versions(hub, self).score, lambda: None)
         update = Update(reader, slot, version, held.meta(version), held.digest(version))
@@ -111,7 +111,7 @@ class VersionOrders(Part):
     def _overdue(self, number: int, limit_s: float) -> None:
         """Fail an order as OutcomeUnknown: no answer came within ``limit_s``."""
         pending, _ = self._open.pop(number)
-        pending.fail(self._unknown(f"no answer within {limit_s:g} s"))
+        pending.fail(self._unknown(f"the coordinator has not answered within {limit_s:g} s"))
 
     def _answered(self, message: VersionAnswer) -> None:
         """End the order that the message answers, with its decision or error."""
@@ -269,7 +269,7 @@ class Versions:
         """
         number = self.labels.get(version) if isinstance(version, str) else arguments.integer("read: version", version)
         if number is None:
-            raise errors.UsageError(f"read: no label {version!r} is known here", hint=f"known: {self.labels}")
+            raise errors.UsageError(f"read: no label {version!r} is known here", hint=f"the labels are {self.labels}")
         pending: Promise[Update] = self._hub.pending("read")
         self._hub.call(self._sent.read, number, pending)
         return pending

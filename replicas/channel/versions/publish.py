@@ -171,7 +171,7 @@ class Publisher(Part):
             return
         hub.loans.sweep()
         if self._walking is not None:
-            text = "publish was called while another thread publishes"
+            text = "publish was called while another thread publishes on this channel"
             error = hub.error(errors.UsageError, text, hint="publish from one thread")
             job.step("end")
             job.admitted.fail(error)
@@ -194,7 +194,7 @@ class Publisher(Part):
         self._walking = None
         if job.state == "walking":
             job.pending.mark_reported()  # the interrupt tells the caller
-        text = f"the publish on {self._hub.member} was interrupted"
+        text = f"the publish on {self._hub.member} was interrupted by an exception in the calling thread"
         self._fill_failed(job, self._hub.error(errors.SyncError, text, phase="pack"))
 
     def _handle_walk_end(
@@ -249,7 +249,7 @@ class Publisher(Part):
             return
         known = self._hub.held_versions
         if job.version not in (0, message.version):
-            text = f"publish {job.number} was version {job.version}, and is now version {message.version}"
+            text = f"publish number {job.number} was version {job.version}, and is now version {message.version}"
             raise errors.InternalError(text, channel=self._hub.name)
         job.version = message.version
         known.publishing.add(message.version)
@@ -260,7 +260,7 @@ class Publisher(Part):
     def _pin_filled(self, job: PublishJob) -> Slot | None:
         """Pin and return the filled slot (None without one); Gone if it is over."""
         if job.state != "copying":
-            raise self._hub.error(errors.Gone, "the publish has ended", hint="")
+            raise self._hub.error(errors.Gone, "the publish ended before its copy", hint="")
         if job.slot is not None:
             self._hub.arena.hold(job.slot, "")  # not evicted before the pin: its version is protected
             self._hub.arena.pin(job.slot)
@@ -444,7 +444,7 @@ class Publisher(Part):
         if committed:
             self._end_decided(job, job.receipt(self._hub.epoch, self._hub.settings.staging))
             return
-        text = f"version {job.version} was discarded, and will never be committed"
+        text = f"version {job.version} was not committed, and never will be"
         error = self._hub.error(errors.SyncError, text, version=job.version, phase="commit", hint="publish again")
         self._end_decided(job, error)
 

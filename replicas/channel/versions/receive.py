@@ -116,7 +116,7 @@ class Receiver(Part):
 
     def _still_open(self, update: Update) -> errors.ReplicasError:
         """Return (do not raise) the error for an update that is still open."""
-        text = f"the update of version {update.version} is still open"
+        text = f"receive: the update of version {update.version} is still open"
         hint = "leave its `with` block, or call its loaded() or failed(), before the next receive"
         return self._hub.error(errors.UsageError, text, version=update.version, hint=hint)
 
@@ -156,8 +156,8 @@ class Receiver(Part):
             self._take_back(replaced)  # which may have got an update since
             if self._wish.pending is replaced:
                 self._end_ask()
-            text = f"a receive({bound}) replaced this one"
-            replaced.fail(self._hub.error(errors.UsageError, text, hint="wait for one receive before the next"))
+            text = f"a later receive({bound}) has replaced this one"
+            replaced.fail(self._hub.error(errors.UsageError, text, hint="wait for one receive before the next call"))
         update = self._delivered()
         if update is not None and not update.ended:
             pending.fail(self._still_open(update))  # another thread got it meanwhile
@@ -181,7 +181,7 @@ class Receiver(Part):
         if self._wish.pending is pending and not (self._hub.latest or self._told):
             self._told, limit_s = True, self._wish.deadline_s
             end = "without a deadline" if limit_s is None else f"up to {limit_s:g} s"
-            logger.warning("%s: waiting for the first version, %s", self._hub.name, end)
+            logger.warning("channel %s: waiting for the first version, %s", self._hub.name, end)
 
     def _send_ask(self) -> None:
         """Send ReceiveAsk with a new number; answers to earlier ones are ignored."""
@@ -280,7 +280,7 @@ class Receiver(Part):
             what, found = f"receive({bound})", f" (the newest version is {hub.latest})" if bound.key else ""
         if self._wish.declined:
             others = f"other ranks of {hub.member.replica_name}"
-            found = f" ({others} have begun with version {self._wish.declined}, and not asked again)"
+            found = f" ({others} load version {self._wish.declined}, and have not called receive again)"
         self.session_down(hub.overdue_error(what + found, deadline_s, wanted))
 
     def session_down(self, error: errors.ReplicasError) -> None:
@@ -407,7 +407,7 @@ class Watches(Part):
         """Return (do not raise) the error for targets that refused a version."""
         why = "; ".join(f"{name}: {reason}" for name, reason in message.failed.items())
         text = f"version {message.version} was refused by {why}"
-        hint = "these keep the version that they have, and wait for the next one"
+        hint = "these replicas keep the version that they have, and wait for the next one"
         return self._hub.error(errors.SyncError, text, version=message.version, phase="load", hint=hint)
 
     def _overdue(self, watch: _Watch, deadline_s: float) -> None:

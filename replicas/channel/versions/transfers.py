@@ -118,14 +118,14 @@ class Transfers(Part):
             done = await step(transfer)
         except (OSError, RuntimeError, errors.ReplicasError) as error:
             if self._remove_transfer(transfer):
-                logger.info("%s: transfer %d of version %d: %s", hub.name, offer.transfer, offer.version, error)
+                logger.info("channel %s: transfer %d of version %d: %s", hub.name, offer.transfer, offer.version, error)
                 told = as_wire_error(error, channel=hub.name, phase=phase, version=offer.version)
                 holders = error.cut if isinstance(error, PullFailed) else {}
                 hub.send(wire.TransferFailed(offer.transfer, told, holders))
             if not await transfer.end_carried(hub.arena):
-                logger.warning("%s: retiring %r: its carrier did not die", hub.name, transfer.slot)
+                logger.warning("channel %s: giving up %r, as its carrier process lives", hub.name, transfer.slot)
             elif transfer.lane is not None and not await transfer.lane.gone():
-                logger.warning("%s: retiring %r: its sidecar did not die", hub.name, transfer.slot)
+                logger.warning("channel %s: giving up %r, as its sidecar process lives", hub.name, transfer.slot)
             else:
                 self._let_go(transfer)
             return
@@ -275,7 +275,7 @@ class Transfers(Part):
     async def _stop_carrying(self, transfer: Transfer) -> None:
         """Release the slot once the carrier has unmapped it."""
         if not await transfer.end_carried(self._hub.arena):
-            logger.warning("%s: keeping %r: its carrier did not die", self._hub.name, transfer.slot)
+            logger.warning("channel %s: keeping %r, as its carrier process lives", self._hub.name, transfer.slot)
             return
         slot = transfer.slot
         if transfer.pinned and slot is not None:
@@ -297,7 +297,7 @@ class Transfers(Part):
             return
         self._pin(transfer)
         if transfer.slot is not None and not await transfer.is_filled(self._hub, transfer.slot):
-            raise self._hub.error(errors.Gone, "the slot was not filled in time", hint="")
+            raise self._hub.error(errors.Gone, "the publisher has not copied the version in time", hint="")
 
     async def _map(self, transfer: Transfer) -> wire.TransferDone | None:
         """Map a holder's memory of the version here; return None if withdrawn."""
@@ -373,7 +373,7 @@ class Transfers(Part):
         def check() -> None:
             """Raise Gone if the transfer was withdrawn."""
             if transfer.cancelled:
-                raise hub.error(errors.Gone, "the transfer was withdrawn", hint="")
+                raise hub.error(errors.Gone, "the coordinator has withdrawn the transfer", hint="")
 
         text = f"{hub.member} has no free slot for version {offer.version}"
         slot = await free_slot(hub, offer.version, manifest, until=until, check=check, text=text)

@@ -141,7 +141,7 @@ class Update:
         """Under the lock: mark as replaced; return False if touched or over."""
         if self.touched or self._over:
             return False
-        self._outcome = "replaced by a newer one"
+        self._outcome = "replaced by a newer version"
         return True
 
     def adopt(self, *, whole: bool = False) -> Pending[None]:
@@ -409,7 +409,7 @@ class Update:
         if self._outcome == outcome:
             return False
         if self._outcome is not None:
-            text = f"the update of version {self.version} was reported {self._outcome} before"
+            text = f"the update of version {self.version} was reported as {self._outcome} before"
             raise errors.UsageError(text, version=self.version, hint="report an update once")
         self._outcome = outcome
         return True

@@ -61,7 +61,7 @@ async def prove_device(forkserver: Forkserver, uuid: str, *, timeout_s: float) -
         if buffer is not None:
             buffer.close()
     if seen != nonce:
-        raise _refusal(uuid, "the sidecar does not read the bytes that its rank has written", _HINT)
+        raise _refusal(uuid, "the helper process does not read the bytes that its rank has written", _HINT)
     _proven.add((os.getpid(), uuid))
 
 
@@ -72,7 +72,7 @@ def _refusal(uuid: str, reason: str, hint: str) -> Preflight:
     """
     if _STAGING_HINT not in hint:
         hint = f"{hint}; or {_STAGING_HINT}"
-    return Preflight(f"a sidecar of this rank cannot use the memory of GPU {uuid}: {reason}", hint=hint)
+    return Preflight(f"helper processes of this rank cannot use the memory of GPU {uuid}: {reason}", hint=hint)
 
 
 def _written(uuid: str, nonce: bytes) -> Buffer:

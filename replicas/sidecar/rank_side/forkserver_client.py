@@ -247,8 +247,8 @@ def _connected(door: SocketAddress) -> socket.socket:
         try:
             sock.connect("\0" + door.name)
         except ConnectionRefusedError:
-            text = "the agent of this node is gone, or the address is out of date"
-            raise Unusable(f"no process listens on {door.name!r}: {text}") from None
+            text = "the agent of this node has died, or was replaced"
+            raise Unusable(f"no forkserver listens on {door.name!r}: {text}") from None
         except (ConnectionError, BlockingIOError) as error:  # the backlog is full
             raise SidecarDied(f"no forkserver accepts connections to {door.name!r}: {error}") from None
         owner, us = peer_uid(sock), os.geteuid()
@@ -264,4 +264,4 @@ def _connected(door: SocketAddress) -> socket.socket:
 def _log_failure(forking: asyncio.Task[Sidecar]) -> None:
     """Log why no sidecar could be forked; :meth:`Forkserver.fork` raises it, too."""
     if not forking.cancelled() and (error := forking.exception()) is not None:
-        logger.info("a fork failed: %s", error)
+        logger.info("going on without a helper process that could not be forked: %s", error)

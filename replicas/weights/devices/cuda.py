@@ -292,8 +292,8 @@ class Cuda(Accelerator):
                 if not self._refused and error.number != driver.ALREADY_REGISTERED:
                     self._refused = True
                     logger.warning(
-                        "%d bytes of host memory cannot be pinned: copies to and from the GPU are slower, and block "
-                        "their caller (%s)",
+                        "copying to and from the GPU more slowly, and blocking the caller: %d bytes of host memory "
+                        "cannot be pinned (%s)",
                         *(host.nbytes, error),
                     )
                 return None
@@ -305,7 +305,7 @@ class Cuda(Accelerator):
             with self._in_context(index):
                 driver.call(function, address)
         except (DriverError, WorldError) as error:
-            logger.info("keeping memory until this process ends: %s", error)
+            logger.info("keeping memory of a closed version until this process ends: %s", error)
 
     def event(self, uuid: str = "", *, interprocess: bool = False, timing: bool = False) -> Event:
         """Return a new event; :meth:`Accelerator.event` has the arguments."""

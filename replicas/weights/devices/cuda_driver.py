@@ -79,7 +79,7 @@ def load_library() -> ctypes.CDLL | None:
             function = getattr(found, name)
             function.argtypes, function.restype = arguments, ctypes.c_int
     except (OSError, AttributeError) as error:
-        logger.info("not using the CUDA driver: %s", error)
+        logger.info("going on without the CUDA driver: %s", error)
         return None
     return found
 

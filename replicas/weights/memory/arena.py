@@ -262,10 +262,10 @@ class Arena:
         with self._lock:
             if self._closed:
                 buffer.close()
-                raise Gone("the arena is closed", version=version)
+                raise Gone("the memory of this channel is closed", version=version)
             if self.find(version) is not None:
                 buffer.close()
-                raise ValueError(f"version {version} is held here already")
+                raise ValueError(f"version {version} is in memory here already")
             self._adopted += 1
             slot = Slot(len(self._slots) + self._adopted, "held", foreign=True)
             slot.version, slot.manifest, slot.digest, slot._buffer = version, manifest, digest, buffer

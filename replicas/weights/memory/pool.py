@@ -104,7 +104,7 @@ class Pool:
                 if self.pinning:
                     buffer.pin()
             except (WorldError, AllocationStopped) as error:
-                logger.info("%s: not allocating memory ahead of time: %s", self._name, error)
+                logger.info("%s: going on without memory allocated ahead of time: %s", self._name, error)
                 with self._changed:
                     self._wanted = 0
                 continue
@@ -270,6 +270,6 @@ class Pool:
         fit = available // nbytes + sum(buffer.nbytes == nbytes for buffer, _ in self._spare)
         if fit < slots:
             logger.warning(
-                "%s: only %d of %d slots of %d bytes fit: %s leaves %d. Free memory, raise the limit, or lower `slots`",
+                "%s: going on with %d of %d slots of %d bytes: %s leaves %d. Free memory, raise the limit, or lower `slots`",
                 *(self._name, fit, slots, nbytes, limit, available),
             )
