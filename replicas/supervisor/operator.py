@@ -113,7 +113,7 @@ async def _supervise(config: Config, console: Console, surroundings: SchedulerHo
     finally:
         notifier.close()
     words = f": {supervisor.fleet.words_of_cut}" if code == CUT else ""
-    end = "left as it is" if supervisor.detached else "over"
+    end = "goes on without this supervisor" if supervisor.detached else "over"
     say(f"run {config.run.name}: {end}, exit code {code}{words}; its output: replicas logs{_named(config)}")
     return code
 
@@ -129,7 +129,7 @@ def _invitations(supervisor: Supervisor) -> Iterator[str]:
                 environ.REPLICA: "auto" if group.world_size == 1 else "N",
             }
             listed = " ".join(f"{name}={shlex.quote(str(value))}" for name, value in variables.items())
-            yield f"{group.name}: start its programs yourself; they join with {listed}"
+            yield f"group {group.name}: start its programs yourself, each with these variables: {listed}"
 
 
 def _named(config: Config) -> str:
@@ -253,7 +253,7 @@ class _Operator:
         if self._ending:
             self._say(f"{name}: killing the remaining processes")
         elif not self._give_up(name):
-            self._say(f"{name}: draining; repeat the signal to kill immediately")
+            self._say(f"{name}: draining the run; repeat the signal to kill its processes at once")
         self.spawn(self._end(hurry=self._ending))
         self._ending = True
         self._watcher.stopping()
@@ -261,11 +261,11 @@ class _Operator:
     def _preempt(self, name: str) -> None:
         """Drain for a preemption (signal ``name``), or cancel the start; only once."""
         if self._ending:
-            self._say(f"{name}: already draining")
+            self._say(f"{name}: ignored, as the run is being drained already")
             return
         self._ending = self.preempted = True
         if not self._give_up(name):
-            self._say(f"{name}: draining, because this machine is about to be taken away")
+            self._say(f"{name}: draining the run, because this machine is about to be taken away")
         self.spawn(self._end(preempted=True))
         self._watcher.stopping()
 
@@ -280,7 +280,7 @@ class _Operator:
             if not self._ending:
                 self._drain(f"{name} of a terminal that is gone")
         elif self._ending:
-            self._say(f"{name}: ignored while draining")
+            self._say(f"{name}: the config is not reloaded, as the run is being drained")
         else:
             self._reload_asked.set()
 
@@ -305,14 +305,14 @@ class _Operator:
         def accepted(reloaded: Reloaded) -> None:
             """Print what changes, and set ``decided``."""
             parts = (("changed", reloaded.changed), ("added", reloaded.added), ("removed", reloaded.removed))
-            words = "; ".join(f"{word}: {', '.join(names)}" for word, names in parts if names)
-            self._say(f"SIGHUP: in use{'; ' if words else ''}{words}")
+            words = "; ".join(f"{word} {', '.join(names)}" for word, names in parts if names)
+            self._say(f"SIGHUP: the new config is in use; {words or 'nothing has changed'}")
             decided.set()
 
         try:
             await self._supervisor.reloading.reload(accepted=accepted)
         except errors.ReplicasError as error:
-            self._say(f"SIGHUP: {'' if decided.is_set() else 'nothing is changed: '}{error}")
+            self._say(f"SIGHUP: {'' if decided.is_set() else 'the old config stays in use; '}{error}")
         finally:
             decided.set()
 
@@ -367,7 +367,7 @@ class Notifier:
             return False
         except OSError as error:
             if not self._failed:
-                log.warning("cannot notify %s: %s", self._address.replace("\0", "@"), error.strerror)
+                log.warning("going on without telling %s: %s", self._address.replace("\0", "@"), error.strerror)
             self._failed = True
             return False
         self._failed = False

@@ -129,7 +129,7 @@ class Reloading:
             try:
                 await self._roll(group, _CHANGED, chosen)
             except errors.ReplicasError as error:
-                self._context.say(f"group {group.config.name}, whose config has changed: {error}")
+                self._context.say(f"group {group.config.name} was not restarted with its new config: {error}")
 
     def _rolls_for(self, new: Config, found: ConfigDiff) -> dict[str, tuple[Cause, frozenset[int]]]:
         """Choose the replicas that a reload must restart, and change nothing.
@@ -249,5 +249,5 @@ class Reloading:
                 del self._rolls[name]
             task.cancel()
         if superseded and task.cancelled():
-            raise errors.WorldError(f"group {name}: a newer reload has replaced this one")
+            raise errors.WorldError(f"the reload ends for group {name}: a newer reload has replaced it")
         task.result()

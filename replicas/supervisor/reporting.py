@@ -77,7 +77,7 @@ class Reporting:
         try:
             self._report(text)
         except BaseException:  # code of the program that embeds this: the run continues
-            log.exception("report() failed on %s", text)
+            log.exception("continuing after the program's report() failed on %s", text)
 
     def emit(self, event: Event) -> None:
         """Append an event to the event log, from which followers and counters take it.

@@ -196,7 +196,7 @@ class Supervisor:
         inherited.open_streams()
         config = self.config
         self.resources.plan(config, await self.check_plan(config))
-        with say_if_slow(self.say, f"waiting for the lock of the state folder, {self.state.patience_s:g} s at most"):
+        with say_if_slow(self.say, f"waiting up to {self.state.patience_s:g} s for the lock of the state folder"):
             await finish_in_thread(self.state.acquire, given_up=self.state.given_up.set, undo=self._release)
         stack = AsyncExitStack()
         try:
@@ -284,8 +284,7 @@ class Supervisor:
             if self._tasks is not None:
                 self._tasks.cancel_scope.cancel()
             self.coordinator.keep_decisions = self._goes_on
-            # without the block's error, which a task group would wrap
-            await self._stack.__aexit__(None, None, None)
+            await self._stack.__aexit__(None, None, None)  # without the block's error, which a task group would wrap
 
     def _conclude(self) -> None:
         """Write the run's last event, once, and end the streams of events."""
@@ -406,7 +405,7 @@ class Supervisor:
             not drained. A drain of the whole run does not depend on that.
         """
         if self.detached:
-            raise errors.UsageError("this supervisor has left the run", hint="use the next supervisor to drain it")
+            raise errors.UsageError("this supervisor has left the run", hint="drain it by the next supervisor")
         if arguments.flag("drain: hurry", hurry):
             self._reporting.hurry()
         await self.fleet.drain(target, hurry=hurry)
@@ -433,7 +432,7 @@ class Supervisor:
         """
         fleet = self.fleet
         if not self.config.run.adopt_s:
-            text = "without run.adopt a run ends with its supervisor"
+            text = "detach: without run.adopt in its config the run ends with its supervisor"
             raise errors.UsageError(text, hint='drain the run, and start it again with run.adopt = "2m" in its config')
         fleet.refuse_while_draining()
         if fleet.over.is_set():
@@ -446,7 +445,7 @@ class Supervisor:
         """Let agents and replicas run on for the next supervisor; print ``why``."""
         self.detached = True
         self._nodes.leave()
-        self.say(f"{why}: leaving the run to the next supervisor, which has {self.config.run.adopt_s:g} s to come")
+        self.say(f"{why}: leaving the run to the next supervisor, to start within {self.config.run.adopt_s:g} s")
 
     async def drain_node(self, node: str, *, undo: bool = False) -> None:
         """Move a node's replicas elsewhere after their sync; start none there.
@@ -582,7 +581,7 @@ class Supervisor:
     def fleet(self) -> Fleet:
         """The groups of the run; UsageError until their start."""
         if self._fleet is None:  # before it is entered, self.endpoint raises its own error
-            raise errors.UsageError(f"the run starts at {self.endpoint}", hint="its log says what its start waits for")
+            raise errors.UsageError(f"the run still starts at {self.endpoint}", hint="its log says what it waits for")
         return self._fleet
 
     def status(self) -> RunStatus:
@@ -637,7 +636,7 @@ class Supervisor:
 
     def spawn(self, work: Callable[[], Coroutine[Any, Any, object]]) -> None:
         """Run ``work`` in a task until the end; an error in it ends the supervisor."""
-        assert self._tasks is not None, "the supervisor has not been entered"
+        assert self._tasks is not None, "this supervisor has not been started"
         self._tasks.start_soon(work)
 
     def say(self, text: str) -> None:
@@ -664,7 +663,7 @@ class Supervisor:
         draining = "" if fleet.over.is_set() else ends
         saved = self._saving.save(fleet, self._reporting.events, draining, sync=order)
         if order and not saved:
-            text = f"the order is refused, because the state cannot be written: {self.state.run_state.problem}"
+            text = f"the order is refused, because the run's state cannot be written ({self.state.run_state.problem})"
             raise errors.WorldError(text, hint="make room on its disk; the run continues")
         return saved
 

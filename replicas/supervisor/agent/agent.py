@@ -59,7 +59,7 @@ from replicas.supervisor.wire.orders import plain
 log = Log("replicas.agent")
 
 AGAIN = Backoff(0.05, 1.0)
-_UNREACHED = "the supervisor could not be reached"
+_UNREACHED = "the supervisor cannot be reached"
 REJOIN_S = 60.0
 """How long an agent without processes tries to rejoin after its lease is over."""
 JOIN_S = 300.0
@@ -186,7 +186,7 @@ class Agent:
         SIGTERM first, SIGKILL 2 s later; shims that are then still there are killed.
         """
         self._shims.stop_all(_GRACE_S)
-        with say_if_slow(log.warning, f"node {self.node}: waiting up to {_KILL_S:g} s for its processes to end"):
+        with say_if_slow(log.warning, f"node {self.node}: waiting up to {_KILL_S:g} s for its replicas to end"):
             await is_set_within(self._shims.empty, _KILL_S)
         self._shims.kill_all()
         await self._shims.empty.wait()  # sweeps go on until unkillable processes are gone
@@ -207,7 +207,7 @@ class Agent:
                     return
                 await self._end_with_lease()
             if self._welcome is None and not self._wanted():
-                self._end("the supervisor that started it is gone", 1)
+                self._end("the supervisor that started this agent is gone", 1)
                 return
             self._shims.check_shims(now, self._tenancy.until)
             self._token.write_if_changed()
@@ -218,7 +218,7 @@ class Agent:
 
     async def _end_with_lease(self) -> None:
         """End all replicas, as they may start elsewhere; wait, then allow to rejoin."""
-        log.warning("node %s: ending all its replicas: %s within the lease", self.node, _UNREACHED)
+        log.warning("node %s: ending all its replicas: %s within the time allowed (lease)", self.node, _UNREACHED)
         self._tenancy.step("lease_over")
         self._lease_ended_at = self._loop.time()
         self._may_join.clear()
@@ -260,13 +260,13 @@ class Agent:
                 except _Refused as error:
                     raise errors.WorldError(str(error)) from None
                 except (ConnectionClosed, TimeoutError, OSError) as error:
-                    problem = str(error) or "the supervisor is silent"
+                    problem = str(error) or "the supervisor does not answer"
                 finally:
                     await link.close()
                 self._disconnected()
             now = self._loop.time()
             if self._welcome is None and now > give_up_at:
-                raise errors.WorldError(f"no supervisor took this node within {JOIN_S:g} s: {problem}")
+                raise errors.WorldError(f"this node could not join a run within {JOIN_S:g} s: {problem}")
             if self._welcome is not before:
                 tell_at = now + WAIT_S
             if now > tell_at and not self._tenancy.ended:
@@ -343,7 +343,7 @@ class Agent:
                 raise TimeoutError(answer.message)
             raise _Refused(answer.message)
         if not isinstance(answer, wire.Welcome):
-            raise _Refused(f"the supervisor answered {type(answer).__name__} to a Hello")
+            raise _Refused(f"the supervisor answered the join with an unexpected message ({type(answer).__name__})")
         before, self._welcome = self._welcome, answer
         self._tenancy.step("welcome")
         if before is None or before.supervisor != answer.supervisor:
@@ -363,7 +363,7 @@ class Agent:
                 try:
                     order = _order(data)
                 except _Refused as error:
-                    log.error("ignoring an order: %s", error)
+                    log.error("ignoring an order of the supervisor that cannot be read: %s", error)
                 else:
                     self._obey(order)
         finally:
@@ -421,7 +421,7 @@ class Agent:
             case wire.Clean() | wire.LogQuery() | wire.Examine():
                 self._long.start_order(order)
             case wire.Welcome() | wire.Refused():
-                log.error("ignoring an unexpected %s of the supervisor", type(order).__name__)
+                log.error("ignoring an unexpected message (%s) of the supervisor", type(order).__name__)
             case _:
                 self._shims.obey(order)
 
@@ -431,7 +431,7 @@ def _order(data: str | bytes) -> wire.Order:
     try:
         return wire.decode_order(data if isinstance(data, bytes) else data.encode())
     except msgspec.DecodeError as error:
-        raise _Refused(f"the supervisor speaks another protocol: {error}") from None
+        raise _Refused(f"the supervisor speaks another protocol, of another release ({error})") from None
 
 
 def _refusal(error: InvalidStatus) -> str:

@@ -75,7 +75,7 @@ class AgentFolder(LockedFolder):
             raise self._taken(Owner())
         if orphans and time.monotonic() - self._said_at > _SAY_INTERVAL_S:
             self._said_at = time.monotonic()
-            log.warning("killing shims of an earlier agent that lock the state folder: %s", orphans)
+            log.warning("killing processes of an earlier agent (shims) that still lock the state folder: %s", orphans)
         Sweep(finder(lambda: orphans, leftovers.is_orphan)).kill_once()
 
     def _taken(self, owner: Owner) -> errors.ReplicasError:
@@ -83,7 +83,7 @@ class AgentFolder(LockedFolder):
 
         :param owner: unused here: an agent's folder does not name its owner.
         """
-        return errors.UsageError(f"another agent uses the state folder {self.path}", hint=self.elsewhere)
+        return errors.UsageError(f"another agent uses the state folder {self.path} already", hint=self.elsewhere)
 
     def _not_dying(self, owner: Owner, holders: list[int]) -> errors.ReplicasError:
         """Return the error for a dead agent's processes that survive SIGKILL.
@@ -93,7 +93,7 @@ class AgentFolder(LockedFolder):
         """
         return errors.WorldError(
             f"processes of an earlier agent in {self.path} do not die: {', '.join(map(str, holders))}",
-            hint="see what they wait for; restart the machine, or name another folder with --state-dir",
+            hint="restart the machine, or name another folder with --state-dir",
         )
 
     def release(self, *, failed: bool = False) -> None:

@@ -94,8 +94,8 @@ def examine_node(state_dir: Path, supervisor: int, demand: Demand) -> tuple[Find
     try:
         return tuple(examine_machine(inspect_machine(), state_dir, family(os.getpid(), supervisor), demand))
     except OSError as error:
-        text = f"its machine cannot be examined: {error}"
-        return (Finding("node", "problem", text, "correct that, or run `replicas doctor` there"),)
+        text = f"this node's machine cannot be examined: {error}"
+        return (Finding("node", "problem", text, "make that possible, or run `replicas doctor` there"),)
 
 
 def examine_machine(
@@ -122,10 +122,10 @@ def _leftovers(state_dir: Path, ours: Collection[int]) -> Iterator[Finding]:
     :param ours: pids of the living run, which are left out.
     """
     found = leftovers.find(RunState(state_dir / "state.json").peek(), identity_of(state_dir))
-    remedy = "the next start of this run kills it"
+    remedy = "none needed: the next start of this run kills this process"
     if ours:
         found = [one for one in found if one.pid not in ours]  # a run without a state file finds itself
-        remedy = "it is of an earlier supervisor or agent of this run; end it by hand"
+        remedy = "end this process by hand: an earlier supervisor or agent of this run has left it"
     for one in found:
         whose = f" of {one.group}/{one.replica}, generation {one.generation}" if one.group else ""
         text = f"process {one.pid}{whose} (found by its {one.how}): {one.command}"
@@ -150,7 +150,7 @@ def _gpus(machine: Machine, ours: Collection[int]) -> Iterator[Finding]:
         return
     for pid, gpu, used, command in holders:
         whose = "this run's" if pid in ours else "not of this run"
-        text = f"{used} MiB on {gpu}: process {pid}, {whose}: {command}"
+        text = f"{used} MiB on {gpu} are held by process {pid} ({whose}): {command}"
         yield Finding("gpus", "ok" if pid in ours else "note", text)
 
 
@@ -174,7 +174,7 @@ def _limits(machine: Machine, demand: Demand) -> Iterator[Finding]:
     try:
         yield Finding("limits", "ok", f"control groups can be made in {cgroups.find_own()}")
     except OSError as error:
-        text = f"no control groups: {error.strerror}; processes of a replica are found by descent and by its mark"
+        text = f"control groups cannot be made ({error.strerror}); processes of a replica are found by other means"
         yield Finding("limits", "note", text)
     if machine.limits_refused:
         yield Finding("limits", "note", f"memory and max_processes cannot be enforced: {machine.limits_refused}")

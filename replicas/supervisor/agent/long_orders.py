@@ -63,7 +63,7 @@ class LongOrders:
             try:
                 gone = await anyio.to_thread.run_sync(clean_up, left)
             except OSError as error:  # e.g. this process has no descriptor left
-                log.error("trying again to end the processes of an earlier agent: %s", error)
+                log.error("trying again to end the processes of an earlier agent, which failed: %s", error)
                 await asyncio.sleep(_CLEAN_AGAIN_S)
                 continue
             self._tell(wire.Cleaned(gone))

@@ -41,9 +41,7 @@ class Invitation:
     def __init__(self, text: str) -> None:
         token, at, endpoint = text.strip().rpartition("@")
         if not at:
-            raise errors.UsageError(
-                "an invitation is TOKEN@HOST:PORT", hint="`replicas token --join` prints that of a run"
-            )
+            raise errors.UsageError("--join must be TOKEN@HOST:PORT", hint="`replicas token --join` prints it")
         self.token = arguments.token("the invitation's token", token.strip())
         self.endpoint = arguments.endpoint("the invitation's address", endpoint)
 
@@ -78,7 +76,7 @@ async def _serve(to: Invitation, name: str, labels: Mapping[str, str], folder: A
     machine = await anyio.to_thread.run_sync(inspect_machine)
     groups = RunCgroups(f"agent-{name}", limited=True)
     if groups.path is None:
-        log.info("running without control groups: %s", groups.refused)
+        log.info("continuing without control groups: %s", groups.refused)
     shims = Shims(groups, folder.path, lock=folder.lock)
     shims.identity, shims.endpoint = identity, to.endpoint
     agent = Agent(

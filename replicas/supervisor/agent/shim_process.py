@@ -76,7 +76,7 @@ class ShimProcess:
         self._loop = asyncio.get_running_loop()
         start = {"type": "start", "spec": plain(spec)}
         if (nbytes := len(orders.encode(start))) > orders.FILE_MAX_NBYTES:
-            text = f"its orders of {nbytes >> 10} KiB are too long for a message; the environment must be smaller"
+            text = f"its environment and command take {nbytes >> 10} KiB, more than may be sent: make the environment smaller"
             raise OSError(errno.EMSGSIZE, text)
         ours, theirs = orders.pair()
         ours.setblocking(False)
@@ -221,12 +221,12 @@ class ShimProcess:
         if code == 0 and self._said_gone:
             self._all_gone()
             return
-        ended = f"failed with code {code}" if code else "ended before its processes"
+        ended = f"failed with code {code}" if code else "ended before the ranks"
         if code < 0:
             ended = f"was killed by {signal_name(-code)}"
         report = self.state.report
         if report is None or (report.outcome == "ok" and code != 0):
-            report = ExitReport("lost", text=f"the shim of node {self.spec.node} {ended}")
+            report = ExitReport("lost", text=f"the shim on node {self.spec.node}, which watches the ranks, {ended}")
         self._change(report=report)
         self._sweeper = self._loop.create_task(self._sweep())
 
@@ -242,7 +242,7 @@ class ShimProcess:
             try:
                 left = await anyio.to_thread.run_sync(sweep.run, timeout_s)
             except OSError as error:  # e.g. this process has no descriptor left
-                log.error("trying again to sweep %s/%s: %s", self.spec.group, self.spec.replica, error)
+                log.error("trying again to kill processes of %s/%s: %s", self.spec.group, self.spec.replica, error)
                 left = [UNSEEN]
             if not left:
                 break

@@ -118,7 +118,7 @@ class Shims:
             spec = self._in_group(self._localized(PartSpec.of(order.spec)), order)
             self._shims[nonce] = self._begin(spec, self._update_empty, self._lock)
         except (OtherOrders, OSError) as error:
-            report = ExitReport("lost", text=f"a shim cannot be started: {error}")
+            report = ExitReport("lost", text=f"its shim, which starts the ranks, cannot be started: {error}")
             self._unstarted[nonce] = state._replace(report=report, gone=True)
         self._update_empty()
 
@@ -175,7 +175,7 @@ class Shims:
         """
         for shim in self._living():
             if shim.spec.env.get(environ.FORKSERVER) == forkserver:
-                shim.stop(shim.spec.stop_timeout_s, broken=f"the sidecar forkserver of its node {reason}")
+                shim.stop(shim.spec.stop_timeout_s, broken=f"the forkserver, which starts its sidecars, {reason}")
 
     def _remove_ended(self, nonce: str) -> None:
         """Forget the shim with this mark (id), if none of its processes is left."""

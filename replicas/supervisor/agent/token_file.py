@@ -43,9 +43,9 @@ class TokenFile:
         except OSError as error:
             words = error.strerror or str(error)
             if words != self._problem:
-                log.error("trying again to write the token to %s: %s", self.path, words)
+                log.error("trying again to write the run's token to %s, which failed: %s", self.path, words)
             self._problem = words
             return
         if self._problem:
-            log.warning("the token is written to %s again", self.path)
+            log.warning("the run's token is written to %s again", self.path)
         self._written, self._problem = self._token, ""

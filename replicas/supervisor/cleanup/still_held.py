@@ -86,7 +86,7 @@ class StartObstacles:
             try:
                 found = await anyio.to_thread.run_sync(gpu_memory, pids)
             except OSError as error:  # e.g. this process has no descriptor left
-                found = {("GPU memory", f"unknown: its processes cannot be listed ({error.strerror or error})")}
+                found = {("GPU memory", f"an unknown process, as they cannot be listed ({error.strerror or error})")}
             for what, holder in sorted(found - told):
                 self.waits = f"for {what}, held by {holder}"
                 self._emit(self._event(what=what, holder=holder, gave_up=False))
@@ -114,7 +114,7 @@ def gpu_memory(pids: Collection[int]) -> set[Held]:
     except (OSError, subprocess.CalledProcessError):
         return set()  # no nvidia-smi, or it fails
     except subprocess.TimeoutExpired:
-        return {("GPU memory", f"the driver: nvidia-smi does not answer within {_SMI_TIMEOUT_S:g} s")}
+        return {("GPU memory", f"the driver, as nvidia-smi does not answer within {_SMI_TIMEOUT_S:g} s")}
     return {
         (one_line(f"{used} MiB on GPU {gpu}"), _named(pid, command_line(pid) or "gone"))
         for pid, gpu, used, _ in users

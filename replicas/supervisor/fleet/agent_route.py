@@ -93,7 +93,7 @@ async def _serve(
             log.error("disconnecting the agent of node %s: %s", node, ended)
             websocket.close(_BAD_DATA, str(ended))
         elif isinstance(ended, Exception) and not isinstance(ended, Ended):
-            log.error("a bug: the connection of node %s failed", node, exc_info=ended)
+            log.error("closing the connection of node %s after a bug; please report this", node, exc_info=ended)
 
 
 async def _read(cluster: Cluster, node: str, websocket: WebSocket) -> None:

@@ -134,7 +134,7 @@ class PredecessorWaits:
         try:
             self._file.write(tuple(self._leases.values()))
         except OSError as error:  # the file names too many, which costs the next supervisor a wait
-            log.warning("cannot write the leases of nodes: %s", error.strerror or error)
+            log.warning("going on without saving the leases of nodes: %s", error.strerror or error)
 
     # ------------------------------------------------------------ strangers
 
@@ -184,7 +184,7 @@ class PredecessorWaits:
         It is the text after "waits", such as ``12 s for the lease of node gpu2``.
         """
         if self._unseen:
-            return f"{max(0.0, max(self._unseen.values()) - now):.0f} s for {words(self.nodes())}"
+            return f"up to {max(0.0, max(self._unseen.values()) - now):.0f} s for {words(self.nodes())} to end"
         self._forget_gone()
         for key, handle in self._strangers.values():
             if key == (group, replica):
@@ -199,6 +199,6 @@ def words(nodes: Sequence[str]) -> str:
     """
     known = [one for one in nodes if one]
     if not known:
-        return f"the lease of {_UNKNOWN}"
-    what = "the lease of node" if len(known) == 1 else "the leases of nodes"
+        return f"old processes on {_UNKNOWN}"
+    what = "old processes on node" if len(known) == 1 else "old processes on nodes"
     return f"{what} {', '.join(known)}{f' and {_UNKNOWN}' if len(known) < len(nodes) else ''}"

@@ -113,7 +113,7 @@ class Health:
         if view.progressed_s is not None and view.progressed_s > config.progress_timeout_s:
             return Cause("progress_timeout", f"no progress for {config.progress_timeout_s:g} s")
         if view.partial:
-            return Cause("load_failed", f"{view.partial}; a part of it may be in memory")
+            return Cause("load_failed", f"{view.partial}; its weights may be a mix of versions")
         # After a rank has left, it is late only if other ranks wait.
         overdue = not ready and self.was_ready and (not self.left or view.stranded)
         if overdue and now - self.unready_at > config.load_deadline_s:
@@ -139,7 +139,7 @@ def verdict(reports: list[ExitReport]) -> Cause | None:
     if lost and not failed:
         return Cause("node", lost[0].text)
     other = failed or [report for report in reports if report.outcome == "lost"]
-    text = next((report.text for report in other if report.text), "it ended")
+    text = next((report.text for report in other if report.text), "its programs ended")
     return Cause("exit" if failed else "lost", text)
 
 
@@ -200,25 +200,25 @@ def line(transition: Transition, logs: Path | None, on_failure: OnFailure = "run
         case ReplicaEvent.START | ReplicaEvent.BACKOFF_ELAPSED:
             return f"{name}: starting{again}"
         case ReplicaEvent.ADOPT:
-            return f"{name}: continues{again}"
+            return f"{name}: continues under this supervisor{again}"
         case ReplicaEvent.READY if transition.start_s is not None:
             return f"{name}: ready after {transition.start_s:.1f} s{again}"
         case ReplicaEvent.READY:
-            return f"{name}: ready again{': ' if reason else ''}{reason}{again}"
+            return f"{name}: ready again{f' ({reason})' if reason else ''}{again}"
         case ReplicaEvent.HELD_UP | ReplicaEvent.SILENT:
-            return f"{name}: {reason}"
+            return f"{name}: {'silent' if transition.event is ReplicaEvent.SILENT else 'still ending'}: {reason}"
         case ReplicaEvent.RETRY:
-            when = f"in {transition.resume_s:.1f} s" if transition.resume_s else "as soon as it can"
+            when = f"in {transition.resume_s:.1f} s" if transition.resume_s else "as soon as possible"
             return f"{name}: {reason}; starting again {when}; logs: {folder}"
         case ReplicaEvent.GIVE_UP:
-            end = f"once mended: replicas reset-failed {name}" if on_failure == "replica" else f"the {on_failure} ends"
+            end = f"once fixed: replicas reset-failed {name}" if on_failure == "replica" else f"the {on_failure} ends"
             return f"{name}: failed: {reason}; {end}; logs: {folder}"
         case ReplicaEvent.FINISHED | ReplicaEvent.STOPPED:
             return f"{name}: {reason if reason.startswith(STOPPED) else transition.event.value}"
         case ReplicaEvent.LEFT:
-            return f"{name}: {reason}; free for the next program to join"
+            return f"{name}: ended ({reason}); free for the next program to join"
         case ReplicaEvent.UNREADY:
-            return f"{name}: not ready{': ' if reason else ''}{reason}"
+            return f"{name}: not ready{f' ({reason})' if reason else ''}"
         case ReplicaEvent.STOP | ReplicaEvent.RESTART | ReplicaEvent.RESET:
             return ""
         case _:
@@ -276,7 +276,7 @@ class FailureReports:
         self._said.add(key)
         name = f"{event.group}/{event.replica}"
         if event.where == "tee":
-            return f"{name}: some of its lines are shown only in its log: {event.reason}"
+            return f"{name}: not showing some of its lines here, only in its log: {event.reason}"
         return f"{name}: losing lines of its log: {event.reason}"
 
 

@@ -97,7 +97,7 @@ class Cluster:
         order = wire.Start(spec=plain(spec), memory_nbytes=limits.memory_nbytes, max_processes=limits.max_processes)
         handle = ShimHandle(spec.nonce, member, changed, start=order)
         if member.life.state != "up":  # not a failure of the replica
-            handle.end(ExitReport("node", text=f"node {member.name} is {member.life.state}"))
+            handle.end(ExitReport("node", text=f"node {member.name} is {member.life.state}: nothing can start there"))
             return handle
         member.handles[spec.nonce] = handle
         member.send(order)
@@ -183,7 +183,7 @@ class Cluster:
     def _refusal(self, hello: Hello, *, local: bool) -> wire.Refused | None:
         """Return why the agent is refused, or None after writing its lease to disk."""
         if local and not self._is_own(hello):
-            return wire.Refused(message="another agent of this machine has replaced this one")
+            return wire.Refused(message="a newer agent of this machine has replaced this one")
         refused = refusal(self.members, hello, local=local)
         if refused is not None:
             return refused
@@ -197,8 +197,8 @@ class Cluster:
         )
         problem = self._context.awaited.grant(lease)
         if problem:
-            log.error("refusing node %s: its lease cannot be written: %s", hello.node, problem)
-            return wire.Refused(message=f"the supervisor cannot write its lease: {problem}", again=True)
+            log.error("refusing node %s for now: that it joined cannot be written to disk (%s)", hello.node, problem)
+            return wire.Refused(message=f"the supervisor cannot write to disk that this joined ({problem})", again=True)
         return None
 
     def _welcome(self, *, local: bool) -> wire.Welcome:
@@ -245,7 +245,7 @@ class Cluster:
             if state is not None:
                 self._update_shim(member, state)
             elif handle.start is None and not handle.state.gone:
-                handle.end(ExitReport("node", text=f"node {member.name} has lost it"))
+                handle.end(ExitReport("node", text=f"the agent of node {member.name} no longer knows its processes"))
                 del member.handles[nonce]
             for order in handle.orders_to_repeat(known=state is not None):
                 member.send(order)
@@ -303,7 +303,7 @@ class Cluster:
                 if asked is not None and not asked.done():
                     asked.set_result(message)
             case _:
-                log.error("an unexpected %s of the agent of node %s", type(message).__name__, node)
+                log.error("ignoring an unexpected message (%s) of the agent of node %s", type(message).__name__, node)
 
     def closed(self, node: str, link: AgentLink) -> None:
         """Note the end of an agent's connection: its node is away, or has left."""
@@ -332,9 +332,9 @@ class Cluster:
                     self._changed(member, "up")
                 case "lease_over":
                     silent_s = now - member.life.heard_at
-                    self._lose(member, "lease_over", f"nothing was heard of it for {silent_s:.0f} s")
+                    self._lose(member, "lease_over", f"no message from its agent for {silent_s:.0f} s")
         if self._context.awaited.tick(now):
-            self._context.say("the leases of earlier supervisors are over")
+            self._context.say("no longer waiting for processes of earlier supervisors: their time (lease) is over")
             self._nodes_changed()
 
     def _drop_ended_leases(self, member: NodeEntry) -> None:
@@ -360,7 +360,7 @@ class Cluster:
             del self.members[member.name]
         self._changed(member, before, reason)
         for handle in lost:
-            handle.end(ExitReport("node", text=f"node {member.name} was lost: {reason}"))
+            handle.end(ExitReport("node", text=f"node {member.name} was lost ({reason})"))
 
     def _offer(self, member: NodeEntry) -> None:
         """Offer the node to replicas, or withdraw it, as its state requires."""
@@ -465,7 +465,7 @@ class Cluster:
         """Send a query; return the reply of type ``kind``, or raise TimeoutError."""
         member = self.members.get(node)
         if member is None or member.link is None or member.life.state != "up":
-            raise TimeoutError(f"node {node} is away")
+            raise TimeoutError(f"node {node} is away: its agent is not connected")
         asked: asyncio.Future[Reply] = self._loop.create_future()
         self._replies[kind, query.number] = asked
         member.send(query)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import sys
 
 from replicas import errors
+from replicas.core.base.effects import LOSS_WORDS
 from replicas.core.lives.lifecycle import RUNNING, ReplicaEvent
 from replicas.supervisor.fleet.generation_lifecycle import GenerationLifecycle
 from replicas.supervisor.fleet.replica import REQUESTED, Replica
@@ -58,7 +59,9 @@ class External(Replica):
 
         :raises replicas.errors.UsageError: always.
         """
-        raise errors.UsageError(f"replica {self.name} is external", hint="restart its program where it was started")
+        raise errors.UsageError(
+            f"replica {self.name} is external: its program is started by others", hint="restart it there"
+        )
 
     def halt(self, hurry_s: float | None = None) -> None:
         """Exclude the running program, if there is one, from further syncs.
@@ -85,7 +88,7 @@ class External(Replica):
 
         :param reason: "left" if it left in order, or why the coordinator removed it.
         """
-        self._end = f"rank {rank} left" if reason == "left" else f"rank {rank} is lost ({reason})"
+        self._end = f"rank {rank} left" if reason == "left" else f"rank {rank}: {LOSS_WORDS.get(reason, reason)}"
         self.wake()
 
     # ------------------------------------------------------------ its lives
@@ -117,7 +120,7 @@ class External(Replica):
             if self._context.coordinator.recovering or not self._is_another(joined):
                 return False
             self._end_life(ReplicaEvent.RESTART, "its drained program has ended")
-        self._waits_for = "for a program that you start to join"
+        self._waits_for = "for a program, which you start, to join"
         if joined and self.life.state == "pending":
             self._seen = joined
             self._apply(ReplicaEvent.START)
@@ -153,4 +156,4 @@ class External(Replica):
 
     async def stacks(self) -> dict[str, str]:
         """Return a note by the replica's name, because there are no stacks."""
-        return {self.name: "an external replica: its stacks cannot be dumped from here"}
+        return {self.name: 'its program is started by others (launcher = "external"); run py-spy dump --pid there'}

@@ -216,7 +216,7 @@ class Fleet:
     @property
     def words_of_cut(self) -> str:
         """A sentence that names :attr:`cut`, or "" if all replicas ended in time."""
-        return f"killed or left behind, because not ended in time: {list_text(self.cut, _NAMED)}" if self.cut else ""
+        return f"killed, as they had not ended in time: {list_text(self.cut, _NAMED)}" if self.cut else ""
 
     @property
     def words_of_end(self) -> str:
@@ -279,7 +279,7 @@ class Fleet:
             return [replica for _, replica in sorted(group.replicas.items())]
         if not index.isdecimal() or len(index) > _DIGITS or int(index) not in group.replicas:
             known = list_text([replica.name for replica in group.replicas.values()], 8) or "none"
-            raise errors.UsageError(f'no replica "{one_line(text_of(target, 80))}"', hint=f"there are {known}")
+            raise errors.UsageError(f'no replica "{one_line(text_of(target, 80))}"', hint=f"the replicas are {known}")
         return [group.replicas[int(index)]]
 
     # ------------------------------------------------------------ called by replicas
@@ -292,7 +292,7 @@ class Fleet:
         """Assign nodes and return None, or return why a (``first``) start waits."""
         one = self.groups[group]
         if self._held_back(one):
-            return f"for the other replicas of {group}"
+            return f"for the other replicas of group {group}, which restart together"
         if first:
             needed = {name: other.needed for name, other in self.groups.items()}
             if missing := unmet(one.config, needed, {name: other.staying for name, other in self.groups.items()}):
@@ -342,7 +342,7 @@ class Fleet:
         self._context.wake_monitor()
         if group is not None and transition.event is Step.GIVE_UP and group.config.on_failure == "group":
             for other in group.replicas.values() if replica is not None and replica.asked != "fail" else ():
-                other.fail(f"its group failed: replica {transition.group}/{transition.replica}: {transition.reason}")
+                other.fail(f"its group failed, with {transition.group}/{transition.replica} ({transition.reason})")
 
     # ------------------------------------------------------------ commands
 
@@ -420,8 +420,8 @@ class Fleet:
             )
         group = self.group(target.partition("/")[0])
         if group.config.external:
-            text = f"group {group.config.name} is external"
-            raise errors.UsageError(text, hint="restart its programs where they were started")
+            text = f"group {group.config.name} is external: its programs are started by others"
+            raise errors.UsageError(text, hint="restart them where they were started")
         self._context.save(order=True)  # the start would fail if the state could not be written
         self._context.emit(RestartAsked(target=target, rolling=rolling))
         if rolling:
@@ -455,9 +455,9 @@ class Fleet:
             todo[:] = [index for index in todo if index in states]
             failed = group.failed
             if failed is not None and failed.index not in todo:
-                raise errors.WorldError(f"rolling restart: replica {failed.name} failed: {failed.life.reason}")
+                raise errors.WorldError(f"rolling restart: replica {failed.name} failed ({failed.life.reason})")
             if self.draining or self.over.is_set():
-                raise errors.WorldError("rolling restart: the run is over")
+                raise errors.WorldError("rolling restart: the run is over or drained")
             return restartable_now(states, todo, group.config.max_unavailable)
 
         while todo:
@@ -488,8 +488,8 @@ class Fleet:
         self._context.save(order=True)
         if spent or names:
             self._context.emit(FailedReset(replicas=names, groups=spent))
-            full = f"restart budget of {', '.join(spent)} restored" if spent else ""
-            began = f"starting {', '.join(names)}" if names else ""
+            full = f"restart budget of group {', '.join(spent)} is full again" if spent else ""
+            began = f"starting {', '.join(names)} again" if names else ""
             self._context.say(f"reset-failed: {'; '.join(filter(None, (began, full)))}")
         self._context.wake_monitor()
         return names

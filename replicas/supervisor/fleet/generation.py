@@ -154,7 +154,7 @@ class Generation:
             since = time.time() - self.late_s
             heard = [part for part in left if part.over_at == math.inf and part.unheard_s() < UNHEARD_S]
             dying = [part for part in heard if part.state.remains is None]
-            found += [Remains(since, ((part.state.pid, "its shim"),)) for part in dying]
+            found += [Remains(since, ((part.state.pid, "its shim, which watches the ranks"),)) for part in dying]
         if not found:
             return None
         processes = tuple(one for remains in found for one in remains.processes)
@@ -171,7 +171,7 @@ class Generation:
         if not left:
             return None
         name, until = max(left.items(), key=lambda one: one[1])
-        return f"{max(0.0, until - self._loop.time()):.0f} s for the lease of node {name}"
+        return f"up to {max(0.0, until - self._loop.time()):.0f} s for its processes on node {name} to end"
 
     @property
     def unheard(self) -> list[str]:
@@ -260,7 +260,7 @@ class Generation:
             try:
                 found |= await part.stacks()
             except TimeoutError:
-                found[f"{record.group}/{record.replica}, node {record.node}"] = "its shim does not answer"
+                found[f"{record.group}/{record.replica}, node {record.node}"] = "their shim does not answer"
         return found
 
 

@@ -172,14 +172,14 @@ class GenerationLifecycle:
         """
         if self.generation.parts:
             return lambda: None
-        self.hold_ups.waits = "for other replicas to start"
+        self.hold_ups.waits = "for its turn: other replicas start first"
         owner, turn_over = self._owner, await _turn(self._context.turns)
         owner.life.launched(self._now())
         while self.state == "waiting":
             problem = self.generation.prepare(
                 owner.group, owner.life.replica, owner.life.generation, replicas=owner.group_size
             )
-            self.hold_ups.waits = f"for the disk of the state folder ({problem})" if problem else ""
+            self.hold_ups.waits = f"until the state folder can be written ({problem})" if problem else ""
             if not problem:
                 break
             turn_over()
@@ -191,7 +191,7 @@ class GenerationLifecycle:
             self.generation.start()
             self.apply_event("launched")
         except OSError as error:
-            owner.end_for_failure(Cause("lost", f"a shim cannot be started: {error}"))
+            owner.end_for_failure(Cause("lost", f"its shim, which starts the ranks, cannot be started: {error}"))
             self.apply_event("not_launched")
         return turn_over
 
@@ -232,7 +232,7 @@ class GenerationLifecycle:
         self.check_sync(self._now())
         if self.state == "syncing":
             limit = f"{owner.group.drain_timeout_s:g} s at most"
-            self._context.say(f"{owner.life.name}: stopping it after its sync; {self.busy_with} ({limit})")
+            self._context.say(f"{owner.life.name}: stopping it after its present work: {self.busy_with} ({limit})")
 
     def check_sync(self, now: float) -> None:
         """Stop the processes if the sync that delays their end is over or late.
@@ -244,7 +244,7 @@ class GenerationLifecycle:
         group, late = self._owner.group, now >= self._drain_by
         self.busy_with = self._context.coordinator.busy(*self._key)
         if self.busy_with and late:
-            self._context.say(f"{self._owner.life.name}: not done within {group.drain_timeout_s:g} s; {self.busy_with}")
+            self._context.say(f"{self._owner.life.name}: stopping it now, as drain_timeout is over: {self.busy_with}")
         if not self.busy_with or late or self.generation.reports:
             self.apply_event("sync_over", group.stop_timeout_s)
 
@@ -296,7 +296,7 @@ class GenerationLifecycle:
         if any(part.stopping for part in generation.parts) and all(
             report.outcome in ("ok", "stopped") for report in reports
         ):
-            own = Cause("requested", "it was being ended")  # by an earlier supervisor
+            own = Cause("requested", "it was being stopped")  # by an earlier supervisor
         if own is not None and owner.asked == "nothing":
             owner.end_for_failure(own)
         number, cause = owner.life.generation, self.cause

@@ -108,7 +108,7 @@ class Group:
             if replica.over.is_set():
                 self.retire(replica)
             elif replica.life.state == "pending":
-                replica.stop(why="not expected any more")
+                replica.stop(why="its group is smaller now")
 
     def restarts_by_reason(self) -> dict[str, int]:
         """Return the number of restarts by reason, those of removed replicas too."""
@@ -176,7 +176,7 @@ class Group:
         assert self.failed is not None
         left = len(self.staying) - self.staying.count("failed")
         kept = f" ({left} of {len(self.staying)} replicas are left)" if self.config.on_failure != "run" else ""
-        return f"group {self.config.name} failed{kept}: replica {self.failed.name}: {self.failed.life.reason}"
+        return f"group {self.config.name} failed{kept} with replica {self.failed.name}: {self.failed.life.reason}"
 
     def status(self, now: float) -> GroupStatus:
         """Return a snapshot for ``replicas status`` and the metrics.

@@ -46,7 +46,7 @@ class AgentLink:
         if self.over.is_set():
             return
         if self._connection.unread_nbytes > OUTBOX_NBYTES:
-            log.error("disconnecting an agent that does not read its messages")
+            log.error("disconnecting the agent of a node, which does not read its messages; the agent may reconnect")
             self._refused("overflow")
             self.close()
             self._connection.cut()

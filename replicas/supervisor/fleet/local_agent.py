@@ -123,7 +123,7 @@ class LocalAgent:
                         if unheard.measure_duration(self._loop.time(), found_alive) > FROZEN_S:
                             self._replace()
         except TimeoutError:
-            hint = "its standard error says why"
+            hint = "see its lines (replicas: agent:) above"
             raise errors.WorldError(
                 f"the agent of this machine has not joined within {JOIN_S:g} s", hint=hint
             ) from None
@@ -148,7 +148,7 @@ class LocalAgent:
         :param problem: how the last one ended, for the log.
         """
         if self._life.due < math.inf:  # it may be started again
-            log.warning("the agent of this machine %s; a new one starts in %.2g s", problem, self._life.due - now)
+            log.warning("starting a new agent of this machine in %.2g s, as the last %s", self._life.due - now, problem)
             self._again = self._loop.call_at(self._life.due, self._start_again)
 
     def _start_again(self) -> None:
@@ -177,7 +177,7 @@ class LocalAgent:
 
     def _replace(self) -> None:
         """Kill an agent that does not respond; its end starts a new one."""
-        log.warning("the agent of this machine does not respond; replacing it")
+        log.warning("replacing the agent of this machine, which does not respond")
         self._life.give_up()
         send_signal(self._pidfd, signal.SIGKILL)
 
@@ -199,7 +199,7 @@ class LocalAgent:
             send_signal(self._pidfd, signal.SIGKILL)
             if await is_set_within(self._ended, _KILLED_S):
                 return
-            log.error("the agent of this machine, process %d, survives SIGKILL", self.pid)
+            log.error("leaving behind the agent of this machine, process %d: SIGKILL has not ended it", self.pid)
         self._let_go()
 
     def leave(self) -> None:

@@ -153,8 +153,8 @@ class Nodes:
         refused = self.cluster.members[self._context.resources.local].hello.limits_refused
         if self._limited and refused:
             raise errors.WorldError(
-                f"limits of memory and processes cannot be set: {refused}",
-                hint="run it as a systemd unit of its own with Delegate=yes, or remove the limits from the config",
+                f"resources.memory and max_processes cannot be enforced here: {refused}",
+                hint="run replicas as a systemd unit with Delegate=yes, or remove these keys from the config",
             )
 
     @property
@@ -221,7 +221,7 @@ class Nodes:
         for (group, _), (_, nodes) in found.items():
             if len(nodes) != config.groups[group].nnodes:  # others of its nodes were lost with the supervisor
                 for handle in nodes:
-                    handle.lose(ExitReport("node", text="another node of it was lost"))
+                    handle.lose(ExitReport("node", text="another of its nodes was lost with the earlier supervisor"))
                     handle.stop(0.0)
         return found
 
@@ -273,7 +273,7 @@ class Nodes:
                 replica.restart(Cause("node", f"node {node} is being drained"))
         await fleet.until(lambda: cluster.is_empty(node) or cluster.is_open(node) or fleet.over.is_set())
         if cluster.is_open(node):
-            raise errors.WorldError(f"node {node} takes replicas again: its drain was undone, or its agent replaced")
+            raise errors.WorldError(f"the drain of node {node} ends: it was undone, or the agent was replaced")
         context.emit(Drained(target=target, seconds=asyncio.get_running_loop().time() - began))
         if node != context.resources.local:
             cluster.release(node)
@@ -282,7 +282,7 @@ class Nodes:
         """Raise UsageError if the run has no node of this name."""
         if node not in self.cluster.members:
             known = ", ".join(self.cluster.members) or "none"
-            raise errors.UsageError(f'no node "{node[:80]}"', hint=f"nodes: {known}")
+            raise errors.UsageError(f'the run has no node "{node[:80]}"', hint=f"its nodes are {known}")
 
     def refuse_while_away(self) -> None:
         """Raise UsageError if a node that is away may know only the old token."""
@@ -290,7 +290,7 @@ class Nodes:
         if away:
             names = ", ".join(node or "an unknown one" for node in away)
             raise errors.UsageError(
-                f"nodes that are away could not come back, and their replicas would end: {names}",
+                f"nodes are away, could not come back with the old token, and their replicas would end: {names}",
                 hint="wait until they are up or lost (see: replicas status), or end the old token with --force",
             )
 
@@ -314,7 +314,7 @@ class Nodes:
         If the node is away or does not answer within 40 s, return only a problem.
         """
         if node.state in ("away", "lost"):
-            text = f"{node.state}: its agent has been silent for {node.heard_age_s:.0f} s"
+            text = f"{node.state}: its agent has sent nothing for {node.heard_age_s:.0f} s"
             remedy = f"check its machine, or remove it with: replicas drain --node {node.name}"
             return (Finding("node", "problem", text, remedy),)
         demand, supervisor = self._demand(node.name), os.getpid() if node.local else 0
@@ -361,7 +361,7 @@ class Nodes:
         Its agent has said so. Start a task that moves its replicas, unless the run is
         still being started.
         """
-        self._context.say(f"node {node} is leaving: {reason}")
+        self._context.say(f"node {node}: moving its replicas to other nodes: {reason}")
         self.cluster.drain(node)
         if self._started:
             self._drain_on(node)

@@ -71,7 +71,7 @@ def problems(config: Config, machine: Machine) -> list[str]:
             found.append(f"{place}.cpu_threads: {threads} for each rank, but this process may use {machine.cpus} CPUs")
         for key, limit in (("memory", group.resources.memory_nbytes), ("max_processes", group.resources.max_processes)):
             if limit is not None and machine.limits_refused:
-                found.append(f"{place}.{key}: no limit can be set here: {machine.limits_refused}")
+                found.append(f"{place}.{key}: this limit cannot be enforced here ({machine.limits_refused})")
     return found
 
 
@@ -79,7 +79,7 @@ def notes(config: Config, machine: Machine) -> list[str]:
     """Return remarks on a plan that is not refused, in words."""
     if may_grow(config):
         found = [*problems(config, machine), *_too_large_parts(config, machine)]
-        return [f"{problem}; it waits for agents on other machines" for problem in found]
+        return [f"{problem}; the run waits for agents on other machines" for problem in found]
     threads = {
         group.name: group.replicas * group.world_size * (group.resources.cpu_threads or 0)
         for group in config.groups.values()
@@ -133,7 +133,7 @@ def fitting(
     found = [] if may_grow(config) else problems(with_sizes(config, sizes), machine)
     if not found:
         return dict(saved)
-    say(f"the saved group sizes do not fit this machine; using those of the config: {'; '.join(found)}")
+    say(f"using the group sizes of the config, as those that were saved do not fit this machine: {'; '.join(found)}")
     return {
         name: msgspec.structs.replace(one, size=one.configured) if name in sizes else one for name, one in saved.items()
     }

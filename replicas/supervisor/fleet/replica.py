@@ -107,7 +107,7 @@ class Replica:
     def _silence(self) -> tuple[str, float]:
         """Silent nodes or ranks, in words ("" if none), and the seconds of silence."""
         if self.life.state != "starting" and (unheard := self._generation.unheard):
-            return f"no message from node {', '.join(unheard)}", UNHEARD_S
+            return f"no message from the agent of node {', '.join(unheard)}", UNHEARD_S
         return self.current.health.silence(self.group.health)
 
     @property
@@ -204,7 +204,7 @@ class Replica:
         :raises replicas.errors.UsageError: the replica is being stopped for good.
         """
         if self.leaving:
-            raise errors.UsageError(f"replica {self.name} is being stopped")
+            raise errors.UsageError(f"replica {self.name} is being stopped for good")
         running = self.life.alive
         if running:
             self._ask(request_of(cause.reason), cause)
@@ -245,7 +245,7 @@ class Replica:
             return  # it is ending, or waits for its turn or for resources of the previous generation
         silences = [part.state.silent_s for part in generation.parts]
         if frozen := [index for index, silent_s in enumerate(silences) if silent_s > config.heartbeat_timeout_s]:
-            text = f"no answer from the shim of node {', '.join(map(str, frozen))} for {config.heartbeat_timeout_s:g} s"
+            text = f"no answer of its shim on node {', '.join(map(str, frozen))} for {config.heartbeat_timeout_s:g} s"
             self._end_unhealthy(ReplicaEvent.HEARTBEAT_TIMEOUT, Cause("lost", text))
             for index in frozen:  # agents sweep their processes by their mark
                 generation.parts[index].kill()
@@ -294,7 +294,7 @@ class Replica:
         """End it for ``cause``, or for the silence of its node (``part``, or any)."""
         for one in self._generation.parts if part is None else self._generation.parts[part : part + 1]:
             if one.unheard_s() > UNHEARD_S:
-                cause = Cause("node", f"no message from node {one.node}")
+                cause = Cause("node", f"no message from the agent of node {one.node}")
         self._end_unhealthy(ReplicaEvent.HEARTBEAT_TIMEOUT, cause)
 
     # ------------------------------------------------------------ ending a generation
@@ -373,7 +373,7 @@ class Replica:
             generation.abandon()
             self.current.hold_ups.report_remains(generation.remains, gave_up=True)
             self.current.cut = True
-            self._apply(ReplicaEvent.GIVE_UP, reason=self._with_hold_ups("left behind at the end of the run"))
+            self._apply(ReplicaEvent.GIVE_UP, reason=self._with_hold_ups("processes left behind at the end of the run"))
         else:
             generation.drop_records()
             self._go_on()
@@ -437,7 +437,7 @@ class Replica:
         elif self.current.hold_ups.text and life.alive:
             reason = self._with_hold_ups()
         elif self.current.state == "syncing":
-            reason = f"{reason}; {self.current.busy_with}"
+            reason = f"{reason}; present work: {self.current.busy_with}"
         start_by = self.current.health.until(self.group.health, life, now)
         ends = {"starting": start_by, "backoff": self._resume_at, "draining": self.current.kill_at}
         until = ends.get(life.state, 0)

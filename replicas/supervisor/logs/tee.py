@@ -24,7 +24,7 @@ from replicas.common.foreign import readable
 
 _QUEUE_NBYTES = 256 << 10
 _BLOCK_NBYTES = select.PIPE_BUF
-_SLOW = "its reader is too slow"
+_SLOW = "the reader of this output is too slow"
 
 
 class Tee:
@@ -85,7 +85,7 @@ class Tee:
         """Queue a note about the lines dropped since the last note, if any."""
         dropped, self._dropped = self._dropped, 0
         if dropped:
-            note = f"{self._name}| ({dropped} lines are only in the log: {self.why_dropped})\n"
+            note = f"{self._name}| ({dropped} lines are shown only in the log: {self.why_dropped})\n"
             self._note = (note.encode(), dropped)
             self._queue([self._note[0]])
 

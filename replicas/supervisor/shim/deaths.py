@@ -237,7 +237,7 @@ def exit_report(
         words = _last(last_lines("torchrun")) if code > 0 else ""
         return ExitReport("lost", text=f"torchrun of node {spec.node} {ended}{': ' if words else ''}{words}")
     if told.outcome == "stopped" and not stopping:
-        return ExitReport("lost", text=f"torchrun of node {spec.node} was stopped from outside")
+        return ExitReport("lost", text=f"torchrun on node {spec.node} was stopped by a signal from outside")
     ranks = _with_last_words(told.ranks, last_lines)
     if ranks and ranks[0].code >= 0:  # a signal is a cause by itself
         after = first_death({main.pid, *(rank.pid for rank in ranks)}) or ""

@@ -206,7 +206,7 @@ def _ask(asked: Asked, root: int) -> bool:
     try:
         private.write(asked.path, b"")  # empty it: later content is the answer
     except OSError as error:
-        note(f"not asking process {asked.pid} for its stacks: {error}")
+        note(f"not saving the stacks of process {asked.pid}: {error}")
         return False
     return bool(signal_each([asked.pid], stacks.SIGNUM, still))
 
@@ -218,7 +218,7 @@ def _read_and_truncate(path: Path) -> str:
             text = file.read(_MAX_NBYTES).decode(errors="replace")
             os.ftruncate(file.fileno(), 0)
     except OSError as error:  # the rank can change or remove the file
-        note(f"cannot read stacks: {error}")
+        note(f"not saving the stacks of the ranks: {error}")
         return ""
     return text
 

@@ -91,7 +91,7 @@ class PumpWatcher:
         except OSError as error:
             ours.close()
             theirs.close()
-            note(f"cannot start a log pump: {error}")
+            note(f"waiting with the output of the ranks: the process that writes their logs cannot be started: {error}")
             self._life.ended(now)
             return
         if pid == 0:
@@ -145,7 +145,7 @@ class PumpWatcher:
         if self.over:
             self._kill_at = math.inf
             return
-        note(f"replacing the log pump, which ended with {code}")
+        note(f"replacing the process that writes the logs of the ranks, which ended with {code}")
         self._replaces = True
         if self._life.on_time(now):
             self.start()
@@ -166,7 +166,7 @@ class PumpWatcher:
         before, self._reads = self._reads, tuple(source.reads for source in self.pipes.sources.values())
         idle = self._reads == before and any(waiting_nbytes(pipe) for pipe in self.pipes.readers)
         if self._stuck.measure_duration(now, idle) >= STUCK_S and self._life.state == "up" and self._pidfd is not None:
-            note(f"killing the log pump, which has read nothing for {STUCK_S:g} s")
+            note(f"killing the process that writes the logs of the ranks, which has read nothing for {STUCK_S:g} s")
             self._life.give_up()
             send_signal(self._pidfd, signal.SIGKILL)
 
@@ -175,7 +175,7 @@ class PumpWatcher:
         if self._life.on_time(now):
             self.start()
         if now >= self._drained_by:
-            note(f"the log pump has not logged all output within {DRAIN_S:g} s")
+            note(f"no longer waiting for the last output of the ranks, not logged within {DRAIN_S:g} s")
             self._drained()
         if now >= self.pipes.flush_at:
             self.pipes.flush_lines(now)
@@ -184,7 +184,7 @@ class PumpWatcher:
             self._life.stop()
             unread = sum(waiting_nbytes(pipe) for pipe in self.pipes.readers)
             if unread:
-                note(f"dropping {unread} bytes that no log pump has read within {_CLOSE_S:g} s")
+                note(f"dropping the last {unread} bytes of output, not read within {_CLOSE_S:g} s")
             if self._pidfd is not None:
                 send_signal(self._pidfd, signal.SIGKILL)
 

@@ -287,11 +287,11 @@ class Shim:
         Called after each wake of the loop, with the monotonic time.
         """
         if self._lease.has_expired(now):
-            note("ending: the agent was silent for too long")
+            note("ending the ranks: the agent of this node has sent nothing for too long")
             self._stop(ORPHAN_GRACE_S)
         if self._stopped is not None and self._main is not None and self._stopped.is_stuck(now):
             self._stopped = None
-            self._broken = f"torchrun of node {self.spec.node} was stopped when a rank died, and did not see it"
+            self._broken = f"torchrun on node {self.spec.node} was frozen when a rank died, and has not noticed"
             self._main.signal(signal.SIGKILL)
         self._logs.on_time(now)
         self._stacks.on_time(now)

@@ -66,7 +66,7 @@ class LockedFolder:
         except OSError as error:
             inside = f": {error.filename}" if error.filename not in (None, str(self.path)) else ""
             text = f"cannot use the state folder {self.path}: {error.strerror or error}{inside}"
-            mend = error.hint if isinstance(error, private.NotPrivate) else "correct that"
+            mend = error.hint if isinstance(error, private.NotPrivate) else "make that possible"
             raise errors.UsageError(text, hint=f"{mend}, or {self.elsewhere}") from error
 
     def _lock_folder(self) -> None:
@@ -101,7 +101,7 @@ class LockedFolder:
             if late_s > 0:
                 self._free(lock)
             if self.given_up.wait(_LOOK_INTERVAL_S):  # the kernel does not announce the end of a flock
-                raise errors.WorldError(f"the start in {self.path} was given up")
+                raise errors.WorldError(f"the start of the run in {self.path} was cancelled")
 
     def _free(self, lock: int) -> None:
         """Kill processes that hold the lock, if their owner is certainly dead.

@@ -31,13 +31,13 @@ def check_mark(hello: Hello, shims: Iterable[ShimRecord] | None) -> None:
     if any(hmac.compare_digest(proof_of(one, hello.incarnation).encode(), shown) for one in known):
         return
     if hello.proof and shims is None:
-        text = f"{name}: group {hello.group} has no replica {hello.replica}"
+        text = f"{name} cannot join: group {hello.group} has no replica {hello.replica}"
         hint = f"join without `replica`, as {REPLICA} has it; replicas scale {hello.group} N starts more"
     elif hello.proof:
-        text = f"{name}: its generation {hello.generation} is over, or was not started by this run's supervisor"
+        text = f"{name} cannot join: its generation {hello.generation} is over, or this run's supervisor has not started it"
         hint = "end this process: the supervisor starts the replica itself"
     else:
-        text = f"{name} is started by the supervisor, and this process shows no mark of it: {MARK} is not set"
+        text = f"{name} cannot join: {MARK} is not set, as in processes that the supervisor starts"
         hint = (
             "pass the environment of the command on to the program that joins; "
             f'or set launcher = "external" for group {hello.group}, if others start it'

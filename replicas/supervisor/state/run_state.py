@@ -260,10 +260,10 @@ class RunState:
             words = error.strerror or str(error)
             if words != self._problem:
                 self._problem = words
-                log.error("starting no replica until the state can be written to %s: %s", self.path, words)
+                log.error("starting no replica until the run's state can be written to %s: %s", self.path, words)
             return False
         if self._problem:
-            log.warning("the state is written to %s again", self.path)
+            log.warning("starting replicas again: the run's state can be written to %s", self.path)
         self._problem = ""
         return True
 

@@ -58,7 +58,7 @@ log = Log("replicas.supervisor")
 class AlreadySupervised(errors.UsageError):
     """Another supervisor has locked this run."""
 
-    default_hint = "stop that one, or give this run another name"
+    default_hint = "stop that supervisor, or give this run another name"
 
 
 class StateDir(LockedFolder):
@@ -207,7 +207,7 @@ class StateDir(LockedFolder):
         return AlreadySupervised(
             f'run "{self.run}" is supervised by process {owner.pid} on host "{owner.host}", or processes of it '
             f"still run there ({lock} is shared with that host)",
-            hint="stop it there, or give this run another name or another run.state_dir",
+            hint="stop that supervisor there, or give this run another name or another run.state_dir",
         )
 
     def _not_dying(self, owner: Owner, holders: list[int]) -> AlreadySupervised:

@@ -96,7 +96,7 @@ class TokenFiles:
         token = read_given(role, path)
         if token.secret == tokens.secret(role):
             raise errors.UsageError(
-                f"the {role} token in {path} is already in use", hint="replace the file first, then rotate"
+                f"the {role} token in {path} is in use already", hint="put a new token into the file first, then rotate"
             )
         if token.key not in ("", tokens.key):
             raise another_key(f"the token in {path}")
