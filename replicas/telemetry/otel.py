@@ -104,9 +104,7 @@ class Traces:
         except ImportError as error:
             self._useless = True
             names = "OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_TRACES_EXPORTER"
-            log.warning(
-                "exporting no spans, although %s is set: %s (pip install torch-replicas[otel], or unset it)", names, error
-            )
+            log.warning("exporting no spans, though %s is set: %s (pip install torch-replicas[otel])", names, error)
         except Exception:  # the SDK or an exporter may raise anything: the run continues without spans
             self._useless = True
             log.exception("exporting no more spans, after a bug; please report this")
