@@ -96,7 +96,7 @@ _ADDRESS = {
         str | None, typer.Option(metavar="HOST:PORT", help="The run's control port, in place of CONFIG; or unix:PATH.")
     ],
     "token_file": Annotated[
-        Path | None, typer.Option(metavar="FILE", help="File with the run's token, where --endpoint is a HOST:PORT.")
+        Path | None, typer.Option(metavar="FILE", help="File with the run's token, for an --endpoint HOST:PORT.")
     ],
 }
 ThisRun = Annotated[RunAddress, _FIRST | _NAMED | _ADDRESS]

@@ -50,7 +50,7 @@ class NotTrusted(UsageError):
         """Return (do not raise) the error for this folder, with the reason from
         ``error``."""
         what = error.strerror if error.filename == str(state_dir) else f"{error.strerror}: {error.filename}"
-        return cls(f"the state folder {state_dir} is not trusted: {what}")
+        return cls(f"the state folder {state_dir} cannot be trusted: {what}")
 
 
 def trusted(state_dir: Path) -> Path:
@@ -326,7 +326,7 @@ class RunAddress:
         client = self.client(timeout_s=timeout_s)
         answer = client.status()
         if client.run not in ("", answer.run):
-            raise Disconnected(f'run "{client.run}" is gone: {client.where} is now the port of run "{answer.run}"')
+            raise Disconnected(f'run "{client.run}" has ended: {client.where} is now the port of run "{answer.run}"')
         return answer
 
     def poll_status(self, interval_s: float) -> Iterator[RunStatus | None]:
@@ -391,7 +391,7 @@ class RunAddress:
         """
         if not (found := self._read_token()[0]):
             raise UsageError(
-                "the run's token is needed, and is not known here",
+                "this order needs the run's token, which is not known here",
                 hint=f"give --token-file, or set {environ.TOKEN_FILE}: replicas token shows it on the run's machine",
             )
         return found

@@ -88,7 +88,7 @@ def logs(
     place: ThisRun,
     rank: Annotated[int | None, typer.Option("--rank", "-r", min=0, help="Only this rank of each replica.")] = None,
     generation: Annotated[
-        int | None, typer.Option("--generation", "-g", min=1, help="Only this one. Default: the newest.")
+        int | None, typer.Option("--generation", "-g", min=1, help="Only this generation (start). Default: the newest.")
     ] = None,
     follow: Follow = False,
     lines: Annotated[
@@ -113,7 +113,7 @@ def logs(
     if place.endpoint is None and (previous or not _has_other_nodes(place)):
         found = _from_files(place, selection, follow, previous)
     elif previous:
-        raise UsageError("--previous reads files, which --endpoint does not have")
+        raise UsageError("--previous reads files on the run's own machine, and cannot be used with --endpoint")
     else:
         found = _from_port(place, selection, follow)
     _print_lines(found, target or "the run", as_json=as_json)
@@ -220,7 +220,7 @@ def events(
     """
     if unknown := set(types or ()) - set(TYPES):
         text = f"no event has the type {min(unknown)}{nearest(min(unknown), TYPES)}"
-        raise UsageError(text, hint="docs/reference/events.md has all")
+        raise UsageError(text, hint="docs/reference/events.md lists all types")
     target = slashed(target)
     first = 0.0 if since is None else moment(since, now=time.time())
     console = Screen(soft_wrap=True)
@@ -365,7 +365,7 @@ def _here(place: RunAddress) -> Iterator[Finding]:
     except NotTrusted:
         return  # and none of its files were examined
     except ReplicasError as error:
-        yield Finding("nodes", "problem", f"cannot ask the nodes: {error.message}", error.hint)
+        yield Finding("nodes", "problem", f"the nodes cannot be asked: {error.message}", error.hint)
 
 
 def _on_nodes(place: RunAddress, node: str | None) -> list[Finding]:

@@ -42,7 +42,7 @@ _COMING_S = 30.0
 """Seconds that a run may take to appear before ``wait`` gives up."""
 _STARTS = re.compile(r"replicas (run|slurm|ray) |replicas\.supervisor ")
 
-NoWait = Annotated[bool, typer.Option("--no-wait", help="Return as soon as it has begun.")]
+NoWait = Annotated[bool, typer.Option("--no-wait", help="Return as soon as the order has begun.")]
 
 
 @command(failed=FAILED)
@@ -136,7 +136,7 @@ def detach(*, place: ThisRun, as_json: Json = False) -> None:
     states = place.poll_status(_LOOK_AGAIN_S)
     answer = place.client().order(Detach())
     _until_gone(states)
-    print_answer(answer, "the supervisor has left; start the next one with: replicas run CONFIG", as_json=as_json)
+    print_answer(answer, "the replicas run on; start the next supervisor with: replicas run CONFIG", as_json=as_json)
 
 
 @command(failed=FAILED)
@@ -169,7 +169,7 @@ def stacks(*, target: OptionalRanks = None, place: ThisRun, as_json: Json = Fals
     if rank is not None:  # texts of the whole replica say why a rank is missing
         found = {name: text for name, text in found.items() if name == target or not name.startswith(f"{replica}/")}
         if not found:
-            raise UsageError(f'no rank "{target}" runs', hint=f"list its other ranks with: replicas stacks {replica}")
+            raise UsageError(f'rank "{target}" does not run now', hint=f"see its ranks with: replicas stacks {replica}")
     if as_json:
         print(json_text(found))
         return
@@ -218,7 +218,7 @@ def print_answer(answer: Answer, words: str, *, as_json: bool) -> None:
     elif answer.done:
         print(one_line(words))
     else:
-        print("begun; follow it with: replicas events --follow")
+        print("the order has begun; follow it with: replicas events --follow")
 
 
 @command(failed=FAILED)
@@ -226,7 +226,7 @@ def wait(
     *,
     target: OptionalTarget = None,
     place: ThisRun,
-    ready: Annotated[bool, typer.Option("--ready", help="Until they are ready; the default.")] = True,
+    ready: Annotated[bool, typer.Option("--ready", help="Wait until they are ready; the default.")] = True,
     timeout: Annotated[
         str, typer.Option("--timeout", "-t", metavar="DURATION", help='How long at most, such as "90s" or "1h".')
     ] = "10m",
@@ -268,7 +268,7 @@ def _until_ready(place: RunAddress, target: str | None, until: float, words: str
                 show_doing(f"waiting for {_named(missing)}")
             if time.monotonic() >= until:
                 what = "the run does not answer" if missing is None else f"not ready: {_named(missing)}"
-                raise DeadlineExceeded(f"timed out after {words}: {what}", hint="replicas status tells why")
+                raise DeadlineExceeded(f"timed out after {words}: {what}", hint="replicas status shows why")
     raise WorldError("the run is over")
 
 

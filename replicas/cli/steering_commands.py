@@ -53,7 +53,7 @@ def wait_until_served(place: RunAddress, channel: str, version: int, limit_s: fl
             if is_served(status, channel, version):
                 return _channel(status, channel).current
             waits = _channel(status, channel).current < version
-            why = "it is the candidate" if waits else "a target has not loaded it"
+            why = "that version is the candidate" if waits else "a target has not loaded that version yet"
             hint = f"replicas promote {channel} serves it" if waits else "see replicas status"
         except Disconnected as error:
             why, hint = error.message, error.hint or ""
@@ -90,7 +90,7 @@ def is_served(status: RunStatus, name: str, version: int) -> bool:
         return bool(ready) and all(one.versions.get(name, 0) >= version for one in ready)
     if channel.committed_version > version:
         text = f"version {channel.committed_version} has taken the place of version {version}, which was not served"
-        raise SyncError(text, hint="promote the newer one, or put this one again")
+        raise SyncError(text, hint="promote the newer version, or put this one again")
     return False
 
 
@@ -203,7 +203,7 @@ def hold(
     """Keep the content of VERSION while newer ones come; print the lease's name."""
     seconds = seconds_of("--for", lasts) if lasts else None
     order = orders.Hold(channel=channel, version=version, seconds=seconds, name=name)
-    _carry_out(place, order, f"holding {version}", "{name} keeps version {version}", as_json=as_json)
+    _carry_out(place, order, f"holding {version}", "lease {name} keeps version {version}", as_json=as_json)
 
 
 @command(failed=FAILED)
@@ -216,7 +216,7 @@ def release(
 ) -> None:
     """End the lease NAME, which a hold has made."""
     order = orders.Release(channel=channel, name=name)
-    _carry_out(place, order, f"releasing {name}", "{name} no longer keeps version {version}", as_json=as_json)
+    _carry_out(place, order, f"releasing {name}", "lease {name} no longer keeps version {version}", as_json=as_json)
 
 
 @command(failed=FAILED)
@@ -234,7 +234,7 @@ def label(
     if bool(version) == remove:
         raise UsageError("give VERSION or --remove")
     order = orders.Label(channel=channel, label=label, version=version, move=move)
-    words = "{name} is removed" if remove else "{name} is version {version}"
+    words = "label {name} is removed" if remove else "label {name} points to version {version}"
     _carry_out(place, order, f"labelling {version}", words, as_json=as_json)
 
 

@@ -75,7 +75,7 @@ def top(
     arrows, space, b, g and G scroll. `status --watch` is the same in a terminal.
     """
     if not show_live(place, interval):
-        raise UsageError("top needs a terminal", hint="for a pipe or a file: replicas status --watch")
+        raise UsageError("top needs a terminal", hint="for a pipe or a file use: replicas status --watch")
 
 
 def show_live(place: RunAddress, interval: float) -> bool:

@@ -114,7 +114,7 @@ def put(
     print(json_text(facts | {"members": took}) if as_json else f"{text}{receipt.digest}: {', '.join(took) or 'nobody'}")
     if not took:
         hint = "start a target before the next one, or set min_targets = 1 for the channel, which waits for one"
-        raise SyncError("no target took the version, which is gone with this command", hint=hint)
+        raise SyncError("no target has taken the version, which is lost as this command ends", hint=hint)
     says = ""
     if limit_s:
         with patience(f"waiting until version {receipt.version} is served"):
@@ -228,7 +228,7 @@ def membership(place: RunAddress, channel: str, role: str, group: str, deadline_
     fit = {one.name: one for one in status.groups if one.launcher == "external" and one.world_size == 1}
     groups = sorted((name for name in named[channel] if name in fit), key=lambda name: fit[name].min_ready != 0)
     if group not in ("", *groups) or not groups:
-        text = f'"{group}" is another kind of group' if group else "there is none"
+        text = f'group "{group}" is of another kind' if group else "the run has no such group"
         hint = f"use --group {' or '.join(groups)}, or leave --group out" if groups else _remedy(channel, role)
         where = f"an external group of one rank in the {role} of {channel}"
         raise UsageError(f"this command joins {where}: {text}", hint=hint)

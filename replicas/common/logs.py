@@ -100,7 +100,7 @@ def end_process(code: int) -> NoReturn:
 
 def _missing(count: int) -> None:
     """Log, on the thread for handlers, that ``count`` records were dropped."""
-    text = "%d records before this one were dropped: a handler of this program is too slow"
+    text = "dropped %d log records before this one: a logging handler of this program is too slow"
     _pass_on(logging.LogRecord("replicas", logging.WARNING, __file__, 0, text, (count,), None))
 
 

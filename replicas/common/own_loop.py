@@ -62,7 +62,7 @@ def must_not_block(what: str, *, awaitable: bool = False) -> None:
     """
     if has_coordinator():
         raise errors.UsageError(
-            f"{what} would block the event loop on which the coordinator runs, which it waits for",
+            f"{what} would block the event loop of the coordinator, for which it waits",
             hint=("await it, or " if awaitable else "")
             + "call it in a worker thread: `await asyncio.to_thread(...)`; or run the coordinator by in_thread()",
         )

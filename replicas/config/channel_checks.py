@@ -37,7 +37,7 @@ def roles(place: Place, channel: ChannelConfig) -> None:
     elif not (
         channel.peers or channel.sources or any(path[: len(place.path)] == place.path for path, _ in place.problems)
     ):
-        place.problem("needs sources (and targets), or peers")
+        place.problem("has no members: name its sources (and targets), or its peers")
     if len({party.ranks for party in channel.peers}) > 1:
         place.at("peers").problem("all peers of a channel must have the same ranks")
 
@@ -70,7 +70,7 @@ def steering(place: Place, channel: ChannelConfig) -> None:
         here.at("group").problem(f'"{canary.group}" is no target of the channel')
     scored = canary.promote == "scored"
     if scored and (not canary.metric or (canary.min is None and canary.not_below_current_by is None)):
-        here.at("promote").problem('"scored" needs metric, and min or not_below_current_by')
+        here.at("promote").problem('"scored" needs the key metric, and min or not_below_current_by')
     if not scored and (canary.metric or canary.min is not None or canary.not_below_current_by is not None):
         here.at("promote").problem('metric, min and not_below_current_by are for promote = "scored"')
 

@@ -93,7 +93,7 @@ def _refusals(old: Config, new: Config) -> Iterator[str]:
             yield f'groups.{name}.launcher: a change from or to "external" is impossible while the run lives: {_REMEDY}'
     if (asking := _asking(new, "gpus")) and not _asking(old, "gpus"):
         place = f"groups.{asking[0]}.resources.gpus"
-        yield f"{place}: GPUs are assigned from the start on, and running processes may use all of them: {_REMEDY}"
+        yield f"{place}: GPUs can be assigned only at the start of the run, as its processes may use all of them: {_REMEDY}"
     limits = ("memory_nbytes", "max_processes")
     if (limited := _asking(new, *limits)) and not _asking(old, *limits):
         yield f"groups.{limited[0]}.resources: limits need control groups that are made at the start: {_REMEDY}"

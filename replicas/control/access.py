@@ -89,13 +89,13 @@ class ByToken:
         """Return why these headers do not give full access, as a text for their sender,
         or None if they have an operator's token. Count a wrong token by ``refused``."""
         if headers.get("authorization") is None:
-            return "this needs an operator's token, as `Authorization: Bearer TOKEN`, or the run's Unix socket"
+            return "an order needs an operator's token, as `Authorization: Bearer TOKEN`, or the run's Unix socket"
         tokens = self._tokens()
         role = tokens.role_of(headers)
         if role is None:
             self._refused("token")
             return RefusedToken(tokens.refusal(headers))
-        return None if role == "operator" else "a member's token does not permit this: show an operator's token"
+        return None if role == "operator" else "a member's token does not permit orders: show an operator's token"
 
     def watched(self, headers: Mapping[str, str], end: Callable[[], None]) -> AbstractContextManager[None]:
         """Context manager: call ``end`` if the token in the headers is revoked within

@@ -35,7 +35,7 @@ _MAX_ANSWER_NBYTES = 64 * 2**20
 _TIMEOUT_S = 5.0
 _SILENCE_S = 20.0
 """Seconds, several beats of the server; a server that is silent for longer is gone."""
-_OTHER_TOKEN = "give an operator's with --token-file, or none: state and events are public"
+_OTHER_TOKEN = "give an operator's token with --token-file, or none to read state and events, which are public"
 _PATHS = {kind: path for path, kind in ORDERS.items()}
 
 
@@ -193,7 +193,7 @@ class Client:
             return {}
         if may_be_foreign(uids, self._token_owners):
             text = f"{self.where} {describe_owner(uids)}: the token, which is another user's, was not shown to it"
-            self._withheld = UsageError(text, hint="name the token with --token-file if it may be shown there")
+            self._withheld = UsageError(text, hint="name the token with --token-file, if that port may see it")
             return {}
         return self._way.headers
 
@@ -201,7 +201,7 @@ class Client:
         """Return a hint why the supervisor does not answer: its process is dead,
         stopped, or busy, as far as its pid is known."""
         if not self._pid:
-            return "is the supervisor still running?"
+            return "check that the supervisor is still running"
         if start_time(self._pid) is None:
             return f"its supervisor, process {self._pid}, is dead; start it again with: replicas run CONFIG"
         return f"its supervisor, process {self._pid}, is {'stopped' if is_stopped(self._pid) else 'alive, but busy'}"
@@ -216,8 +216,8 @@ class Client:
         try:
             return msgspec.json.decode(body, type=kind)
         except MALFORMED as error:
-            text = f"{self.where} answered {what} with {response.status}: {error}"
-            raise Disconnected(text, hint="is it a replicas supervisor of the same release?") from error
+            text = f"{self.where} answered {what} with HTTP status {response.status}: {error}"
+            raise Disconnected(text, hint="check that a supervisor of the same release listens there") from error
 
     def _refused(self, code: int, problem: Problem) -> ReplicasError:
         """Return (do not raise) the error for a refused request: that the caller has no
@@ -227,7 +227,7 @@ class Client:
         """
         if code in (401, 403):
             return self._withheld or UsageError(
-                f"{self.where} takes no orders from here: {problem.message}",
+                f"{self.where} refuses orders from here: {problem.message}",
                 hint="give --token-file, or run this as the user of the supervisor, on its machine",
             )
         return problem.exception()
@@ -239,7 +239,7 @@ class Client:
             if response.status != 200:
                 answer = self._read(response, f"GET {path.partition('?')[0]}", Answer)
                 if answer.error is None:
-                    raise Disconnected(f"{self.where} answered with {response.status}")
+                    raise Disconnected(f"{self.where} answered with HTTP status {response.status}")
                 raise self._refused(response.status, answer.error)
             while line := response.readline():
                 yield line.rstrip(b"\r\n")

@@ -94,7 +94,7 @@ def order_routes(source: object, access: Access, run: Callable[[], str]) -> list
         running.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None and not isinstance(error, errors.ReplicasError):
-            log.error("a bug: %s failed", task.get_name(), exc_info=error)
+            log.error("going on after a bug in the order %s; please report this", task.get_name(), exc_info=error)
 
     def route(path: str, kind: type[Order]) -> Route:
         """Return the route of one order, whose body is of the type ``kind``."""
@@ -150,7 +150,7 @@ async def _order(
         order = msgspec.json.decode(await _body(request), type=kind)
     except MALFORMED as error:
         fields = ", ".join(kind.__struct_fields__) or "none"
-        return refusal(f"not a body for {path}: {error}", 400, hint=f"fields: {fields}")
+        return refusal(f"{path} does not take this body: {error}", 400, hint=f"fields: {fields}")
     except HTTPException as error:
         return refusal(error.detail, error.status_code)
     why = access(request.headers)  # the token may have ended while the body was read
@@ -167,7 +167,7 @@ def _another_run(request: Request, run: Callable[[], str]) -> Problem | None:
     try:
         if meant is None or meant == quote(run(), safe=""):
             return None
-        text = f'run "{unquote(meant)[:100]}" is gone: run "{run()}" is at its address now'
+        text = f'run "{unquote(meant)[:100]}" has ended: run "{run()}" is at its address now'
         return Problem.of(errors.Disconnected(text))
     except errors.ReplicasError as error:  # the supervisor is still starting
         return Problem.of(error)

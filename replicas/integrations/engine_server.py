@@ -37,7 +37,7 @@ def host_and_port(url: str) -> tuple[str, int]:
     except ValueError:  # an invalid port, unbalanced brackets
         pass
     raise errors.UsageError(
-        f"{url!r} is not http://HOST:PORT",
+        f"the server's address must be http://HOST:PORT, not {url!r}",
         hint="for example http://127.0.0.1:8000; of a server with TLS or on a Unix socket, pass a plain address",
     )
 

@@ -256,7 +256,7 @@ class Gate:
         if kind == "odd":
             await _refuse(scope, send, 400, "the path has a control character")
         elif kind == "control" and not reads and not self._may_control(scope):
-            await _refuse(scope, send, 403, "this route is the follower's alone: publish a version instead")
+            await _refuse(scope, send, 403, "this route is for the follower alone: publish a version instead")
         elif kind == "readyz" and self._page.is_open:
             await _answer(send, 200, b'{"version": %d}' % self._page.version)
         elif kind in ("control", "always") or self._may_control(scope):

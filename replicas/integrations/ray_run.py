@@ -199,7 +199,7 @@ class _Bundles:
         done callback."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("no longer adjusting the bundles of the run (a bug)", exc_info=error)
+            log.error("no longer adjusting the Ray bundles of the run, after a bug; please report this", exc_info=error)
 
     async def _follow(self) -> None:
         """Adjust the bundles at each change of a group or replica; return when the

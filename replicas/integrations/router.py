@@ -104,10 +104,10 @@ class WorkerList:
         known = self.workers()
         for url in sorted(known - wanted):
             self._request("POST", f"/remove_worker?url={quote(url, safe='')}")
-            logger.info("removed %s from the router", url)
+            logger.info("removed server %s from the router", url)
         for url in sorted(wanted - known):
             self._request("POST", f"/add_worker?url={quote(url, safe='')}")
-            logger.info("added %s to the router", url)
+            logger.info("added server %s to the router", url)
 
     def workers(self) -> frozenset[str]:
         """Ask the router for the URLs of its workers, and return them.
@@ -197,7 +197,7 @@ def keep_in_step(
             trouble = ""
         except (OSError, errors.Disconnected) as error:
             if trouble != str(error):
-                logger.warning("cannot update the router's list of workers, trying again: %s", error)
+                logger.warning("trying again to update the router's list of servers: %s", error)
             trouble = str(error)
 
 

@@ -105,7 +105,7 @@ class WeightTransfer:
         self._logs = _logs_of(iterator)
         if self._logs is None and not self._warned:
             self._warned = True
-            logger.warning("not logging the figures of syncs: the weights do not come from a trainer of TRL")
+            logger.warning("not logging the times of syncs: the weights do not come from a trainer of TRL")
         self._sync.publish(iterator)
         self._log(self._sync.figures())
 

@@ -70,7 +70,7 @@ class VllmServer(HttpEngine):
         except (errors.SyncError, KeyError, IndexError, TypeError) as error:
             if reason := self.health():
                 raise self.server_lost_error(reason) from error
-            logger.info("starting without a warm-up (the server may not serve completions): %s", error)
+            logger.info("going on without a warm-up request (the server may not serve completions): %s", error)
 
     def model(self) -> str:
         """Return the name, read from the server, by which requests select the served
@@ -136,7 +136,7 @@ class VllmEngine(VllmServer):
             self._update(update.version, timeout_s, check=True)
         except RequestRefused as error:
             self.raise_if_dying()
-            self._end_open_update(timeout_s, refuse="it does not fit another worker of the server")
+            self._end_open_update(timeout_s, refuse="another worker of the server cannot load this version")
             return error.message
         self._end_open_update(timeout_s)
         return ""

@@ -165,7 +165,7 @@ class WeightSync:
             self._open.remove(sync)
             if receipt is not None:
                 for name, why in receipt.not_loaded.items():
-                    logger.warning("%s did not load; it keeps older weights or is restarted: %s", name, why)
+                    logger.warning("going on without %s, which keeps older weights or is restarted: %s", name, why)
                 sync.figures.update(receipt.metrics())
                 self._figures.append(sync.figures)
         return receipt
@@ -252,7 +252,7 @@ class StepSync(WeightSync):
         except errors.UsageError:
             raise
         except errors.ReplicasError as error:  # the first publish raises it again, or works without
-            logger.info("not reserving memory before the first publish: %s", error)
+            logger.info("going on without memory reserved before the first publish: %s", error)
 
     def step(self, step: int, model: Any) -> None:
         """Publish the model if a multiple of ``every`` steps has been reached since the

@@ -90,8 +90,8 @@ def another_key(what: str) -> errors.UsageError:
     :param what: the variable or file that has the token, for the message.
     """
     return errors.UsageError(
-        f"{what} names another key than that of the control port",
-        hint="give the certificate and key that it was made with, or only the part after its dot",
+        f"{what} was made for another key than the control port has",
+        hint="set control.certificate and control.key to those that it was made for, or give only the part after its dot",
     )
 
 
@@ -211,7 +211,7 @@ class Tokens:
         present = self._secrets[role]
         secret = new_secret() if secret is None else secret
         if secret in present:
-            raise errors.UsageError(f"this {role} token is in use already", hint="make another one")
+            raise errors.UsageError(f"rotate: this {role} token is in use already", hint="make another token")
         self._secrets[role] = [secret, present[0]]
         self._retire(present[1:])
 

@@ -68,7 +68,7 @@ class Way(NamedTuple):
         if isinstance(error, ssl.SSLCertVerificationError):
             why = getattr(error, "verify_message", "") or error
             return errors.UsageError(
-                f"the certificate of the control port at {self.endpoint} is not good: {why}",
+                f"the certificate of the control port at {self.endpoint} cannot be verified: {why}",
                 hint=f"{environ.CA_FILE} must name the CA that has signed it, and the endpoint the host in it",
             )
         if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
@@ -103,7 +103,7 @@ def way_to(endpoint: str, token: str, environment: Mapping[str, str] | None = No
         return Way(endpoint, None, host, headers)
     what = "the token names no key" if token else "no token given"
     raise errors.UsageError(
-        f"{what}, so the server at {endpoint} cannot be verified; nothing was sent",
+        f"{what}, so the control port at {endpoint} cannot be verified; nothing was sent to it",
         hint=f"{_HINT}; or name its CA in {environ.CA_FILE}; or begin the token with R1{PLAIN}. where the network "
         'itself protects it and the run has tls = "off"',
     )

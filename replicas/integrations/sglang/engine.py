@@ -200,7 +200,7 @@ class SglangEngine(HttpEngine):
         except errors.SyncError as error:
             if reason := self.health():
                 raise self.server_lost_error(reason) from error
-            logger.info("starting without a warm-up (the server may not generate text): %s", error)
+            logger.info("going on without a warm-up request (the server may not generate text): %s", error)
 
     def version(self) -> int | None:
         """Ask the server which version it has loaded; return None if it reports

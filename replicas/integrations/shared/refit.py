@@ -264,7 +264,7 @@ class Refit:
         )
         receipt = await self._sending
         for name, why in receipt.not_loaded.items():
-            logger.warning("%s has not loaded an earlier version: %s", name, why)
+            logger.warning("going on, although %s has not loaded an earlier version: %s", name, why)
         return receipt.metrics()
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
@@ -318,7 +318,7 @@ class Refit:
             there = there or any(member.group == TRAINERS and not member.rank for member in members)
             alone_since = None if there else alone_since or now
             if (alone_since is not None and now - alone_since > ALONE_S) or now > until + _BEAT_S:
-                text = f"no trainer is on channel {self._name!r}" if not there else "no version came in time"
+                text = f"no trainer has joined channel {self._name!r}" if not there else "no version came in time"
                 raise errors.SyncError(text, phase="receive", hint="start a trainer, then sync again")
 
     def finalize(self) -> None:
@@ -328,7 +328,7 @@ class Refit:
         if update is None:
             return
         if not read:
-            self._end_update("it was not read to its end")
+            self._end_update("the update was not read to its end")
             return
         self._update = None
         update.loaded()
@@ -360,7 +360,7 @@ class Refit:
             try:
                 update.failed(why)
             except errors.ReplicasError as error:
-                logger.info("could not report that version %s failed: %s", update.version, error)
+                logger.info("going on without reporting that version %s failed: %s", update.version, error)
 
     def _leave(self) -> None:
         """Close the channel without a wait, and forget this worker's place on it; do
@@ -375,7 +375,7 @@ def _not_joined_error(what: str) -> errors.UsageError:
 
     :param what: name of the called method.
     """
-    text = f"{what}: this worker has not joined the channel: is it a new process?"
+    text = f"{what}: this worker has not joined the channel; it may be a new process"
     return errors.UsageError(text, hint="a sync begins with prepare() and init_process_group() on all workers")
 
 
